@@ -1,0 +1,59 @@
+"""A PyTorch trainer: ``Fit`` runs the loop, ``Engine`` serves those who keep their own. Names are imported when they are first used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_NAMES = {
+    "Fit": "engine.fit",
+    "TrainModule": "engine.module",
+    "DataModule": "engine.datamodule",
+    "Engine": "engine.engine",
+    "Loss": "engine.gradients",
+    "Precision": "engine.precision",
+    "Callback": "engine.callback",
+    "Run": "engine.run",
+    "Result": "engine.run",
+    "TrainState": "engine.run",
+    "Strategy": "engine.strategies.base",
+    "Single": "engine.strategies.base",
+    "DDP": "engine.strategies.ddp",
+    "Duration": "engine.config.duration",
+    "Every": "engine.config.duration",
+    "RankError": "engine.errors",
+    "seed_everything": "engine.seed",
+}
+__all__ = ["__version__", *sorted(_NAMES)]  # noqa: PLE0604
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from engine.callback import Callback as Callback
+    from engine.config.duration import Duration as Duration
+    from engine.config.duration import Every as Every
+    from engine.datamodule import DataModule as DataModule
+    from engine.engine import Engine as Engine
+    from engine.errors import RankError as RankError
+    from engine.fit import Fit as Fit
+    from engine.gradients import Loss as Loss
+    from engine.module import TrainModule as TrainModule
+    from engine.precision import Precision as Precision
+    from engine.run import Result as Result
+    from engine.run import Run as Run
+    from engine.run import TrainState as TrainState
+    from engine.seed import seed_everything as seed_everything
+    from engine.strategies.base import Single as Single
+    from engine.strategies.base import Strategy as Strategy
+    from engine.strategies.ddp import DDP as DDP
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        value = getattr(importlib.import_module(_NAMES[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'engine' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

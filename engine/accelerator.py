@@ -1,0 +1,56 @@
+"""Which device a process computes on."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.errors import nearest
+
+ACCELERATORS = ("auto", "cpu", "cuda", "gpu")
+
+
+def device_type(accelerator: str) -> str:
+    """``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        ValueError: unknown name.
+        RuntimeError: CUDA was asked for and is not there.
+    """
+    if accelerator not in ACCELERATORS:
+        raise ValueError(f"accelerator={accelerator!r} is unknown{nearest(accelerator, ACCELERATORS)}; possible: {', '.join(ACCELERATORS)}")
+    if accelerator == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if accelerator in ("cuda", "gpu"):
+        if not torch.cuda.is_available():
+            raise RuntimeError(f"accelerator={accelerator!r} was asked for, but torch {torch.__version__} sees no CUDA device; use 'cpu' or 'auto'")
+        return "cuda"
+    return "cpu"
+
+
+def count(kind: str, devices: int | str) -> int:
+    """How many processes a machine runs for ``devices`` (a number, or ``"auto"``: every CUDA device, one process on a CPU).
+
+    Raises:
+        ValueError: more CUDA devices than there are.
+    """
+    there = torch.cuda.device_count() if kind == "cuda" else None
+    if devices in ("auto", -1):
+        return there or 1
+    if there is not None and int(devices) > there:
+        raise ValueError(f"devices={devices} was asked for, but this machine has {there} CUDA device(s)")
+    return int(devices)
+
+
+def device(kind: str, local_rank: int) -> torch.device:
+    """The device of a local rank; it becomes torch's current one.
+
+    Raises:
+        ValueError: local rank without a device of its own.
+    """
+    if kind == "cpu":
+        return torch.device("cpu")
+    there = torch.cuda.device_count()
+    if local_rank >= there:
+        raise ValueError(f"local rank {local_rank} has no device: this machine has {there} CUDA device(s). Start fewer processes a node")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)

@@ -1,0 +1,1 @@
+"""Checkpoints that cannot run code: JSON and safetensors, written atomically."""

@@ -1,0 +1,186 @@
+"""Trees of Python values and tensors as JSON and named tensors, and back. Nothing that is read can run code."""
+
+from __future__ import annotations
+
+import base64
+import math
+import sys
+from collections import Counter, OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TENSOR_DTYPES = frozenset(
+    getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "complex64", "bool"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+    )
+)
+"""What safetensors can hold."""
+
+_TAG = "$"  # {"$": kind, ...} stands for what JSON has no form of
+_MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+_SEQUENCES: dict[str, type[Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_NUMPY = frozenset(("bool", *(f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64)), "float16", "float32", "float64"))
+_ARRAYS = _NUMPY | {"complex64"}
+_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_POSSIBLE = "possible are dict, list, tuple, set, int, float, str, bool, None, bytes, tensors, and numpy arrays and numbers"
+
+
+def pack(tree: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Split ``tree`` into a JSON value and its tensors.
+
+    Exact types come back from :func:`unpack`: tuples, sets, bytes, keys of dicts that are no text, infinite and NaN floats,
+    numpy arrays and numbers, ``OrderedDict`` and ``Counter``. Parameters come back as plain tensors. A tensor that occurs
+    several times is kept once, and comes back as one tensor.
+
+    Returns:
+        A value that ``json.dumps(..., allow_nan=False)`` takes, and the tensors by name. They are detached but not copied:
+        they are on their device and change with the originals.
+
+    Raises:
+        TypeError: a value of another type; the message has its place in the tree.
+    """
+    packer = _Packer()
+    return packer.value(tree, ()), packer.tensors
+
+
+def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """The tree that :func:`pack` was given.
+
+    Raises:
+        ValueError: ``value`` is not of the form that :func:`pack` makes, or names a tensor that ``tensors`` lacks.
+    """
+    try:
+        return _unpack(value, tensors)
+    except (TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"no packed tree: {type(error).__name__}: {error}") from error
+
+
+class _Packer:
+    """The tensors found so far, and the values that stand for them."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[Any, str] = {}
+
+    def value(self, item: Any, path: tuple[Any, ...]) -> Any:
+        kind = type(item)
+        if item is None or kind in (bool, int, str):
+            return item
+        if kind is float:
+            return item if math.isfinite(item) else {_TAG: "float", "value": str(item)}
+        if kind is list:
+            return [self.value(each, (*path, i)) for i, each in enumerate(item)]
+        if kind in _MAPPINGS.values():
+            return self._mapping(item, path)
+        if kind in _SEQUENCES.values():
+            return {_TAG: kind.__name__, "items": [self.value(each, (*path, i)) for i, each in enumerate(item)]}
+        if kind is bytes:
+            return {_TAG: "bytes", "base64": base64.b64encode(item).decode("ascii")}
+        if isinstance(item, Tensor):
+            return {_TAG: "tensor", "name": self._tensor(item, path)}
+        if numpy := sys.modules.get("numpy"):  # without it there are no arrays
+            if isinstance(item, numpy.generic) and item.dtype.name in _NUMPY:
+                return {_TAG: "number", "dtype": item.dtype.name, "value": self.value(item.item(), path)}
+            if kind is numpy.ndarray and item.dtype.name in _ARRAYS:
+                return {_TAG: "array", "name": self._array(item, path)}
+        raise _unpackable(item, path)
+
+    def _mapping(self, item: dict[Any, Any], path: tuple[Any, ...]) -> Any:
+        kind = type(item)
+        if kind is dict and all(type(key) is str and not key.startswith(_TAG) for key in item):
+            return {key: self.value(each, (*path, key)) for key, each in item.items()}
+        for key in item:
+            if not _is_key(key):
+                raise TypeError(f"{_place(path)} has a key of type {type(key).__name__}, {key!r}: {_KEYS}")
+        pairs = [[self.value(key, path), self.value(each, (*path, key))] for key, each in item.items()]
+        return {_TAG: kind.__name__, "items": pairs}
+
+    def _tensor(self, item: Tensor, path: tuple[Any, ...]) -> str:
+        if type(item) not in (Tensor, torch.nn.Parameter) or item.layout != torch.strided or item.is_quantized:
+            raise TypeError(f"{_place(path)} is a tensor of a special kind ({type(item).__name__}, {item.layout}): make it a dense one")
+        if item.dtype not in TENSOR_DTYPES or item.is_meta:
+            raise TypeError(f"{_place(path)} is a tensor of {item.dtype} on {item.device}, which cannot be stored: convert it")
+        known = same_memory(item)
+        if known not in self._names:
+            self._names[known] = self._name(path)
+            self.tensors[self._names[known]] = item.detach()
+        return self._names[known]
+
+    def _array(self, item: Any, path: tuple[Any, ...]) -> str:
+        name = self._name(path)
+        # Copied: torch takes neither negative strides nor foreign byte order, and warns about read-only memory.
+        self.tensors[name] = torch.from_numpy(item.astype(item.dtype.newbyteorder("="), order="C", copy=True))
+        return name
+
+    def _name(self, path: tuple[Any, ...]) -> str:
+        # Safetensors takes valid UTF-8 and keeps "__metadata__" for itself.
+        name = ".".join(map(str, path)).encode("utf-8", "replace").decode("utf-8") or "value"
+        while name in self.tensors or name == "__metadata__":
+            name += "'"
+        return name
+
+
+_KEYS = "keys may be str, int, float, bool, None, bytes, or tuples of them"
+
+
+def _is_key(key: Any) -> bool:
+    if type(key) is tuple:
+        return all(map(_is_key, key))
+    return key is None or type(key) in (str, int, float, bool, bytes)
+
+
+def same_memory(tensor: Tensor) -> Any:
+    """A key that is equal for tensors which are the same elements in the same memory, such as tied weights."""
+    if not tensor.numel():
+        return id(tensor)
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+
+
+def _place(path: tuple[Any, ...]) -> str:
+    return "the state" + "".join(f"[{key!r}]" for key in path)
+
+
+def _unpackable(item: Any, path: tuple[Any, ...]) -> TypeError:
+    kind = type(item)
+    simple = next((base for base in (bool, int, float, str, bytes, tuple, list, dict) if isinstance(item, base)), None)
+    if simple is not None:
+        fix = f"turn it into a plain {simple.__name__}"
+    elif hasattr(item, "dtype"):
+        fix = f"convert it ({item.dtype}) to a plain array of numbers"
+    elif callable(getattr(item, "state_dict", None)):
+        fix = "save its state_dict()"
+    else:
+        fix = "save what it is made of, and make it again when loading"
+    return TypeError(f"{_place(path)} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: {fix}; {_POSSIBLE}")
+
+
+def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_unpack(each, tensors) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {key: _unpack(each, tensors) for key, each in value.items()}
+    kind = value[_TAG]
+    if kind in _MAPPINGS:
+        return _MAPPINGS[kind]({_unpack(key, tensors): _unpack(each, tensors) for key, each in value["items"]})
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](_unpack(each, tensors) for each in value["items"])
+    if kind == "float":
+        return _FLOATS[value["value"]]
+    if kind == "bytes":
+        return base64.b64decode(value["base64"], validate=True)
+    if kind == "tensor":
+        return tensors[value["name"]]
+    if kind == "array":
+        return tensors[value["name"]].numpy()
+    if kind == "number" and value["dtype"] in _NUMPY:
+        import numpy
+
+        return numpy.dtype(value["dtype"]).type(_unpack(value["value"], tensors))
+    raise ValueError(f"no packed tree: unknown kind {value!r}")

@@ -1,0 +1,1 @@
+"""The ``fit`` command. Its start imports no torch."""

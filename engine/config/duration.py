@@ -1,0 +1,181 @@
+"""One vocabulary for lengths of training: ``"3 epochs"``, ``"500 steps"``, ``"10 min"``, or an int of steps."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from dataclasses import dataclass
+from datetime import timedelta
+from fractions import Fraction
+from typing import Any, Literal, overload
+
+from engine.errors import nearest
+
+Unit = Literal["epochs", "steps", "seconds"]
+
+_FORMS = (
+    "'3 epochs', '0.5 epochs', '500 steps', '30 s', '10 min', '1.5 h', '2 days', 'DD:HH:MM:SS', a datetime.timedelta, "
+    "an int of steps, or a float in (0, 1] as a fraction of an epoch"
+)
+_UNITS: dict[str, tuple[Unit, int]] = {
+    **dict.fromkeys(("epoch", "epochs", "ep"), ("epochs", 1)),
+    **dict.fromkeys(("step", "steps"), ("steps", 1)),
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), ("seconds", 1)),
+    **dict.fromkeys(("min", "mins", "minute", "minutes"), ("seconds", 60)),
+    **dict.fromkeys(("h", "hour", "hours"), ("seconds", 3600)),
+    **dict.fromkeys(("d", "day", "days"), ("seconds", 86400)),
+}
+_TEXT = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)\s*([a-z]*)")
+_CLOCK = re.compile(r"([0-9]+):([0-9]{1,2}):([0-9]{1,2}):([0-9]{1,2})")
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A length of training. Made by :func:`parse`.
+
+    Raises:
+        ValueError: a negative or non-finite value, or a fraction of a step.
+    """
+
+    unit: Unit
+    """What is counted: ``"epochs"``, ``"steps"`` (of the optimizer) or ``"seconds"``."""
+    value: int | float
+    """How many of them; whole numbers are ints. Only epochs and seconds may be fractions."""
+
+    def __post_init__(self) -> None:
+        if self.unit not in ("epochs", "steps", "seconds"):
+            raise ValueError(f"unit={self.unit!r}: must be 'epochs', 'steps' or 'seconds'{nearest(self.unit, _UNITS)}")
+        if not math.isfinite(self.value) or self.value < 0:
+            raise ValueError(f"{self.value} {self.unit}: a duration is a finite number of at least 0")
+        if self.value == int(self.value):
+            object.__setattr__(self, "value", int(self.value))
+        elif self.unit == "steps":
+            raise ValueError(f"{self.value} steps: there is no fraction of a step; for a fraction of an epoch write '{self.value} epochs'")
+
+    def __str__(self) -> str:
+        return f"{self.value} {self.unit}"
+
+
+@overload
+def parse(value: None) -> None: ...
+@overload
+def parse(value: int | float | str | timedelta | Duration) -> Duration: ...
+def parse(value: int | float | str | timedelta | Duration | None) -> Duration | None:
+    """The :class:`Duration` that ``value`` stands for; ``None`` stays ``None``.
+
+    An int is a number of steps. A float in (0, 1] is a fraction of an epoch, as in Lightning's ``val_check_interval``; larger
+    ones are refused because nothing says what they count. A number in text means what the number means.
+    ``"DD:HH:MM:SS"`` is Lightning's ``max_time``.
+
+    Raises:
+        ValueError: text or a number that is no duration; the accepted forms are listed.
+        TypeError: a value of another type.
+    """
+    if value is None or isinstance(value, Duration):
+        return value
+    if isinstance(value, timedelta):
+        return Duration("seconds", value.total_seconds())
+    if isinstance(value, str):
+        return _parse_text(value)
+    if isinstance(value, float):
+        if 0 < value <= 1:
+            return Duration("epochs", value)
+        raise ValueError(f"{value!r} has no unit: give {_FORMS}")
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{value!r} ({type(value).__name__}) is no duration: give {_FORMS}")
+    return Duration("steps", operator.index(value))
+
+
+def _parse_text(text: str) -> Duration:
+    clean = text.strip().lower()
+    if clock := _CLOCK.fullmatch(clean):
+        days, hours, minutes, seconds = map(int, clock.groups())
+        return Duration("seconds", timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds())
+    match = _TEXT.fullmatch(clean)
+    if match is None:
+        raise ValueError(f"{text!r} is no duration: give {_FORMS}")
+    number, word = match.groups()
+    if word not in _UNITS and word:
+        raise ValueError(f"{text!r} has the unknown unit {word!r}{nearest(word, _UNITS)}: give {_FORMS}")
+    if not word and "." in number:
+        return parse(float(number))
+    unit, factor = _UNITS[word or "steps"]
+    return Duration(unit, float(number) * factor if "." in number else int(number) * factor)
+
+
+class Every:
+    """A trigger that is due once every ``duration``; with ``None`` it never is.
+
+    - steps: at each step that is a multiple of n, 0 excepted;
+    - whole epochs: at the end of every n-th epoch;
+    - fractions of an epoch: at the first step that has reached each multiple of n epochs, counted with ``steps_per_epoch``;
+    - seconds: at the first call n seconds or more after it was due last (or after the start).
+
+    It is due at most once in a step. Ranks read different clocks: when seconds decide about something collective, let one
+    rank decide for all.
+
+    Raises:
+        ValueError: a duration that is not positive, or as :func:`parse`.
+    """
+
+    def __init__(self, duration: int | float | str | timedelta | Duration | None, steps_per_epoch: int | None = None) -> None:
+        self.duration = parse(duration)
+        if self.duration is not None and self.duration.value <= 0:
+            raise ValueError(f"every {self.duration}: must be more than 0; give None for never")
+        self.steps_per_epoch = steps_per_epoch
+        """Optimizer steps in one epoch; needed for fractions of an epoch only, and may be set once it is known."""
+        self._last_step = -1
+        self._last_s = 0.0
+        self._n: Any = self.duration.value if self.duration else 0
+        unit = self.duration.unit if self.duration else "never"
+        self._reached = {"never": self._never, "steps": self._steps, "epochs": self._epochs, "seconds": self._seconds}[unit]
+        if unit == "epochs" and isinstance(self._n, float):
+            # 0.1 is the user's 1/10: as a float, 3 * 0.1 > 0.3 would move the trigger by a step.
+            self._n = Fraction(self._n).limit_denominator(1_000_000).as_integer_ratio()
+            self._reached = self._fraction
+
+    def due(self, step: int, epoch_end: int | None, elapsed_s: float) -> bool:
+        """Whether it is due now.
+
+        Args:
+            step: optimizer steps done so far.
+            epoch_end: the number of finished epochs when this is the end of one, else ``None``.
+            elapsed_s: seconds since the run began.
+
+        Raises:
+            ValueError: a fraction of an epoch without ``steps_per_epoch``.
+        """
+        if not self._reached(step, epoch_end, elapsed_s) or step == self._last_step:
+            return False
+        self._last_step, self._last_s = step, elapsed_s
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """When it was due last."""
+        return {"last_step": self._last_step, "last_s": self._last_s}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+        self._last_step, self._last_s = int(state["last_step"]), float(state["last_s"])
+
+    def _never(self, step: int, epoch_end: int | None, elapsed_s: float) -> bool:
+        return False
+
+    def _steps(self, step: int, epoch_end: int | None, elapsed_s: float) -> bool:
+        return step % self._n == 0 and step > 0
+
+    def _epochs(self, step: int, epoch_end: int | None, elapsed_s: float) -> bool:
+        return epoch_end is not None and epoch_end > 0 and epoch_end % self._n == 0
+
+    def _fraction(self, step: int, epoch_end: int | None, elapsed_s: float) -> bool:
+        if not self.steps_per_epoch:
+            raise ValueError(f"every {self.duration}: the length of an epoch is not known; give steps or a time, or a loader with a length")
+        over, under = self._n
+        length = over * self.steps_per_epoch
+        return step > 0 and step * under // length > (step - 1) * under // length
+
+    def _seconds(self, step: int, epoch_end: int | None, elapsed_s: float) -> bool:
+        if elapsed_s < self._last_s:  # a resumed or repeated run whose clock began again
+            self._last_s = 0.0
+        return bool(elapsed_s - self._last_s >= self._n)

@@ -1,0 +1,352 @@
+"""Every argument of ``Fit``: its default, what it means, and what may be given."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from engine.config.duration import Duration, parse
+from engine.errors import nearest
+
+PRECISIONS: dict[str, str] = {
+    **{name: name for name in ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")},
+    "no": "32-true",  # Accelerate's
+    "bf16": "bf16-mixed",
+    "fp16": "16-mixed",
+    "32": "32-true",  # Lightning's short ones
+    "16": "16-mixed",
+    "64": "64-true",
+}
+"""Accepted precision name -> the name that the library uses."""
+
+_ONE_EPOCH = Duration("epochs", 1)
+
+
+def precision_name(value: object) -> str:
+    """The library's name of a precision, e.g. ``"bf16"`` -> ``"bf16-mixed"``.
+
+    Raises:
+        ValueError: an unknown name; the nearest one is given.
+    """
+    name = PRECISIONS.get(str(value).lower())
+    if name is None:
+        raise ValueError(f"precision={value!r} is unknown{nearest(value, PRECISIONS)}; possible: {', '.join(PRECISIONS)}")
+    return name
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All arguments of ``Fit``, checked and in one form each.
+
+    Values are normalised when it is made: durations become :class:`Duration`, precision names the library's own,
+    ``callbacks`` a tuple, ``root_dir`` a ``Path``.
+
+    Raises:
+        ValueError, TypeError: a value that is not possible; the message names the argument, the value and what is possible.
+    """
+
+    strategy: Any = "auto"
+    """How the model is spread over the ranks: a registered name, or a strategy object."""
+    accelerator: str = "auto"
+    """``"cpu"``, ``"cuda"`` (``"gpu"`` means the same), or ``"auto"``: CUDA when there is one."""
+    devices: int | str | tuple[int, ...] = "auto"
+    """Processes on this node, one device each: a number, the device indices (``[0, 2]`` or ``"0,2"``), or ``"auto"``."""
+    num_nodes: int = 1
+    """Nodes of the job."""
+    precision: str = "32-true"
+    """Numbers of the model and of its compute; one of :data:`PRECISIONS`."""
+    max_epochs: int | None = None
+    """Stop after so many epochs. 1 when neither this nor ``max_steps`` nor ``max_time`` is given."""
+    max_steps: int | None = None
+    """Stop after so many optimizer steps."""
+    max_time: Duration | None = None
+    """Stop after so much time: ``"10 min"``, ``"1.5 h"``, ``"DD:HH:MM:SS"`` or a ``timedelta``."""
+    accumulate_grad_batches: int | dict[int, int] = 1
+    """Micro-batches of one optimizer step, or a schedule ``{first epoch: micro-batches}`` (1 before its first epoch)."""
+    global_batch_size: int | None = None
+    """Samples of one optimizer step over all ranks; the window is derived from it, at any world size."""
+    gradient_clip_val: float | None = None
+    """Largest gradient norm, or absolute value, left after clipping; ``None`` or 0 does not clip."""
+    gradient_clip_algorithm: str = "norm"
+    """``"norm"``: the global norm over all parameters and ranks. ``"value"``: each element on its own."""
+    val_every: Duration | None = _ONE_EPOCH
+    """Validate every so often: ``"1 epochs"``, ``"500 steps"``, ``"10 min"``; ``None`` never does."""
+    num_sanity_val_steps: int = 2
+    """Validation batches tried before training starts; 0 tries none, -1 all of them."""
+    limit_train_batches: int | float | None = None
+    """Micro-batches of an epoch on each rank: an int is a number (0: none), a float in (0, 1] a fraction, ``None`` all."""
+    limit_val_batches: int | float | None = None
+    """The same for each evaluation loader; 0 switches validation off."""
+    fast_dev_run: bool | int = False
+    """Try everything on n batches (``True``: 1): one epoch, n batches of training and of validation, no sanity check."""
+    log_every_n_steps: int = 50
+    """Optimizer steps between two log boundaries, where metrics leave the device; 0 never logs within an epoch."""
+    callbacks: tuple[Any, ...] = ()
+    """Callback objects, called in this order. Given in code only."""
+    compile: bool = False
+    """Compile the model with ``torch.compile``."""
+    deterministic: bool | str = False
+    """``True``: only deterministic algorithms, others raise; ``"warn"``: they warn."""
+    seed: int | None = None
+    """Seed of python, numpy and torch, and of the data order; 0 to 2**32 - 1. ``None`` seeds nothing."""
+    on_nonfinite: str | None = None
+    """A step whose gradient norm is not finite: ``"raise"`` an error, ``"skip"`` the step, or ``None``: no check."""
+    root_dir: Path = Path("runs")
+    """Where checkpoints and logs are written."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, check(field.name, getattr(self, field.name)))
+        if self.global_batch_size is not None and self.accumulate_grad_batches != 1:
+            raise ValueError(
+                f"global_batch_size={self.global_batch_size} and accumulate_grad_batches={self.accumulate_grad_batches!r}: "
+                "the first derives the second; give one of them"
+            )
+        if self.fast_dev_run:
+            for name, value in fast_dev_run_overrides(int(self.fast_dev_run)).items():
+                object.__setattr__(self, name, value)
+        if self.max_epochs is None and self.max_steps is None and self.max_time is None:
+            object.__setattr__(self, "max_epochs", 1)
+
+    def accumulate_at(self, epoch: int) -> int:
+        """Micro-batches of one optimizer step in ``epoch`` (the first is 0)."""
+        schedule = self.accumulate_grad_batches
+        if isinstance(schedule, int):
+            return schedule
+        return next((schedule[first] for first in sorted(schedule, reverse=True) if first <= epoch), 1)
+
+
+def fast_dev_run_overrides(n: int) -> dict[str, Any]:
+    """What ``fast_dev_run=n`` replaces in the other settings."""
+    return {
+        "max_epochs": 1,
+        "max_steps": None,
+        "max_time": None,
+        "val_every": _ONE_EPOCH,
+        "num_sanity_val_steps": 0,
+        "limit_train_batches": n,
+        "limit_val_batches": n,
+        "log_every_n_steps": 1,
+    }
+
+
+def check(name: str, value: object) -> Any:
+    """``value`` of the setting ``name`` in its normal form.
+
+    Raises:
+        ValueError, TypeError: as :class:`Settings`. An unknown ``name`` is a ValueError with the nearest one.
+    """
+    if name not in _CHECKS:
+        raise ValueError(f"{name!r} is no setting{nearest(name, _CHECKS)}; possible: {', '.join(_CHECKS)}")
+    return _CHECKS[name](name, value)
+
+
+_Check = Callable[[str, Any], Any]
+
+
+def _wrong(name: str, value: object, possible: str) -> ValueError:
+    return ValueError(f"{name}={value!r} is not possible: give {possible}")
+
+
+def _wrong_type(name: str, value: object, possible: str) -> TypeError:
+    return TypeError(f"{name}={value!r} is of type {type(value).__name__}: give {possible}")
+
+
+def _is_int(value: object) -> bool:
+    """Numpy's integers too, but no bool: ``max_steps=True`` is a slip."""
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def _int(least: int, *, none: str = "", most: int | None = None) -> _Check:
+    """An int in [least, most]; ``None`` too when ``none`` says what it means."""
+    possible = f"an int of at least {least}" if most is None else f"an int from {least} to {most}"
+    possible += f", or None for {none}" if none else ""
+
+    def run(name: str, value: Any) -> int | None:
+        if value is None and none:
+            return None
+        if not _is_int(value):
+            raise _wrong_type(name, value, possible)
+        number = operator.index(value)
+        if number < least or (most is not None and number > most):
+            raise _wrong(name, value, possible)
+        return number
+
+    return run
+
+
+def _choice(*names: str, none: str = "", aliases: Mapping[str, str] | None = None) -> _Check:
+    """One of ``names``; ``None`` too when ``none`` says what it means."""
+    possible = " or ".join(map(repr, names)) + (f", or None for {none}" if none else "")
+
+    def run(name: str, value: Any) -> str | None:
+        if value is None and none:
+            return None
+        if not isinstance(value, str):
+            raise _wrong_type(name, value, possible)
+        known = (aliases or {}).get(value.lower(), value.lower())
+        if known not in names:
+            raise ValueError(f"{name}={value!r} is unknown{nearest(value, names)}; possible: {possible}")
+        return known
+
+    return run
+
+
+def _bool(*names: str) -> _Check:
+    """A bool, or one of ``names``."""
+    possible = " or ".join(["True", "False", *map(repr, names)])
+
+    def run(name: str, value: Any) -> bool | str:
+        if isinstance(value, bool) or (isinstance(value, str) and value in names):
+            return value
+        if isinstance(value, str):
+            raise ValueError(f"{name}={value!r} is unknown{nearest(value, names)}; possible: {possible}")
+        raise _wrong_type(name, value, possible)
+
+    return run
+
+
+def _strategy(name: str, value: Any) -> Any:
+    if value is None or value == "" or isinstance(value, (bool, int, float, type)):
+        raise _wrong_type(name, value, "the name of a strategy, or a strategy object")
+    return value
+
+
+def _devices(name: str, value: Any) -> int | str | tuple[int, ...]:
+    possible = "'auto', an int of at least 1, or distinct device indices such as [0, 2]"
+    if isinstance(value, str) and value != "auto":
+        try:
+            numbers = [int(part) for part in value.split(",")]
+        except ValueError:
+            raise ValueError(f"{name}={value!r} is unknown{nearest(value, ['auto'])}; possible: {possible}") from None
+        value = numbers if "," in value else numbers[0]
+    if value == "auto":
+        return "auto"
+    if isinstance(value, (list, tuple)):
+        if not value or not all(_is_int(i) and i >= 0 for i in value) or len(set(value)) != len(value):
+            raise _wrong(name, value, possible)
+        return tuple(map(operator.index, value))
+    if not _is_int(value):
+        raise _wrong_type(name, value, possible)
+    if value < 1:
+        raise _wrong(name, value, possible)
+    return operator.index(value)
+
+
+def _accumulate(name: str, value: Any) -> int | dict[int, int]:
+    possible = "an int of at least 1, or a schedule {epoch: int} such as {0: 1, 5: 4}"
+    if not isinstance(value, Mapping):
+        if not _is_int(value):
+            raise _wrong_type(name, value, possible)
+        if value < 1:
+            raise _wrong(name, value, possible)
+        return operator.index(value)
+    if not value or not all(_is_int(n) and n >= least for pair in value.items() for n, least in zip(pair, (0, 1), strict=True)):
+        raise _wrong(name, value, possible)
+    return {operator.index(epoch): operator.index(value[epoch]) for epoch in sorted(value)}
+
+
+def _clip(name: str, value: Any) -> float | None:
+    possible = "a number of at least 0, or None for no clipping"
+    if value is None:
+        return None
+    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+        raise _wrong_type(name, value, possible)
+    number = float(value)
+    if math.isnan(number) or number < 0:
+        raise _wrong(name, value, possible)
+    return number or None
+
+
+def _limit(name: str, value: Any) -> int | float | None:
+    possible = "an int of at least 0 (a number of batches), a float in (0, 1] (a fraction of them), or None for all"
+    if value is None:
+        return None
+    if isinstance(value, float):
+        if not 0 <= value <= 1:
+            raise _wrong(name, value, possible)
+        return value or 0
+    if not _is_int(value):
+        raise _wrong_type(name, value, possible)
+    if value < 0:
+        raise _wrong(name, value, possible)
+    return operator.index(value)
+
+
+def _interval(name: str, value: int | float | str | timedelta | Duration | None) -> Duration | None:
+    duration = _duration(name, value)
+    if duration is not None and duration.value == 0:
+        raise _wrong(name, value, "a duration of more than 0, or None for never")
+    return duration
+
+
+def _time(name: str, value: int | float | str | timedelta | Duration | None) -> Duration | None:
+    duration = _duration(name, value)
+    if duration is not None and duration.unit != "seconds":
+        raise _wrong(name, value, f"a time such as '30 s', '10 min' or '1.5 h'; {value!r} means {duration}")
+    return duration
+
+
+def _duration(name: str, value: int | float | str | timedelta | Duration | None) -> Duration | None:
+    try:
+        return parse(value)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{name}={value!r}: {error}") from None
+
+
+def _fast_dev_run(name: str, value: Any) -> bool | int:
+    return value if isinstance(value, bool) else _FAST_INT(name, value)
+
+
+_FAST_INT = _int(0)
+
+
+def _callbacks(name: str, value: Any) -> tuple[Any, ...]:
+    items = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    for item in items:
+        if isinstance(item, type):
+            raise TypeError(f"{name} has the class {item.__name__}: give an object, {item.__name__}(...)")
+        if isinstance(item, (str, bytes, int, float, dict, set)) or item is None:
+            raise TypeError(f"{name} has {item!r} of type {type(item).__name__}: give a list of Callback objects")
+    return items
+
+
+def _path(name: str, value: Any) -> Path:
+    if not isinstance(value, str | Path) and not hasattr(value, "__fspath__"):
+        raise _wrong_type(name, value, "a path")
+    if not str(value).strip():
+        raise _wrong(name, value, "a path; '.' is the current directory")
+    return Path(value).expanduser()
+
+
+_CHECKS: dict[str, _Check] = {
+    "strategy": _strategy,
+    "accelerator": _choice("auto", "cpu", "cuda", aliases={"gpu": "cuda"}),
+    "devices": _devices,
+    "num_nodes": _int(1),
+    "precision": lambda name, value: precision_name(value),
+    "max_epochs": _int(0, none="no limit of epochs"),
+    "max_steps": _int(0, none="no limit of steps"),
+    "max_time": _time,
+    "accumulate_grad_batches": _accumulate,
+    "global_batch_size": _int(1, none="what the loader's batches give"),
+    "gradient_clip_val": _clip,
+    "gradient_clip_algorithm": _choice("norm", "value"),
+    "val_every": _interval,
+    "num_sanity_val_steps": _int(-1),
+    "limit_train_batches": _limit,
+    "limit_val_batches": _limit,
+    "fast_dev_run": _fast_dev_run,
+    "log_every_n_steps": _int(0),
+    "callbacks": _callbacks,
+    "compile": _bool(),
+    "deterministic": _bool("warn"),
+    "seed": _int(0, none="no seeding", most=2**32 - 1),
+    "on_nonfinite": _choice("raise", "skip", none="no check"),
+    "root_dir": _path,
+}

@@ -1,0 +1,1 @@
+"""Data order, its division among ranks and micro-batches, and the loaders that follow it."""

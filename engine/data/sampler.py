@@ -1,0 +1,124 @@
+"""Who trains on which sample when: pure arithmetic over (seed, epoch, position, world).
+
+Global batch ``i`` of an epoch is ``order[i*G:(i+1)*G]`` with ``G = batch_size * world_size * window``. Each rank takes its part of it in at
+most ``window`` micro-batches. A short last global batch is dealt out as evenly as it goes; a rank that is left without samples repeats
+some at weight 0, so that all ranks take part in the same collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+
+class Share(NamedTuple):
+    """What one micro-batch is worth."""
+
+    size: int
+    """Samples in it; 0 for a repeated micro-batch that only keeps the collectives matched."""
+    divisor: float
+    """What a mean loss over it is divided by, so that the average over ranks of the window's sum is the mean over all its samples."""
+    alone: float
+    """The same for a loop without accumulation: as if this micro-batch were its own window."""
+    last: bool
+    """Whether it closes its window."""
+
+
+ALONE = Share(size=1, divisor=1.0, alone=1.0, last=True)
+"""The share of a batch that no prepared loader gave out."""
+
+
+@lru_cache(maxsize=1024)
+def shares(sizes: tuple[tuple[int, ...], ...], rank: int) -> tuple[Share, ...]:
+    """The shares of one window on ``rank``. ``sizes[j][r]`` is the number of samples in micro-batch ``j`` of rank ``r``."""
+    world_size = len(sizes[0])
+    total = sum(map(sum, sizes))
+    return tuple(
+        Share(
+            size=micro[rank],
+            divisor=total / (micro[rank] * world_size) if micro[rank] else 1.0,
+            alone=sum(micro) / (micro[rank] * world_size) if micro[rank] else 1.0,
+            last=j == len(sizes) - 1,
+        )
+        for j, micro in enumerate(sizes)
+    )
+
+
+@dataclass(frozen=True)
+class Deal:
+    """How an epoch's units are dealt to the ranks; a unit is a sample, or a whole batch where the user's batches are kept."""
+
+    units: int
+    batch: int
+    """Units in a full micro-batch."""
+    window: int = 1
+    world_size: int = 1
+    rank: int = 0
+    drop_last: bool = False
+    """Leave out the units that do not fill a micro-batch on every rank."""
+    limit: int | None = None
+    """At most so many micro-batches on each rank."""
+
+    @property
+    def round(self) -> int:
+        """Units in one micro-batch of every rank."""
+        return self.batch * self.world_size
+
+    @property
+    def used(self) -> int:
+        """Units that are trained on in an epoch."""
+        units = self.units - self.units % self.round if self.drop_last else self.units
+        return units if self.limit is None else min(units, self.limit * self.round)
+
+    @property
+    def steps(self) -> int:
+        """Windows in an epoch."""
+        return -(-self.used // (self.round * self.window))
+
+    def __len__(self) -> int:
+        """Micro-batches of each rank in an epoch."""
+        return -(-self.used // self.round)
+
+    def windows(self, start: int = 0) -> Iterator[tuple[list[range], list[list[range]]]]:
+        """From position ``start`` (in units) on, each window: this rank's micro-batches as ranges of positions, and ``[micro-batch][rank]`` of all.
+
+        Of a full window only the own part is spelled out (the second list is empty): all its micro-batches are full.
+        """
+        full, offset, round_ = self.round * self.window, self.rank * self.batch, self.round
+        used, batch = self.used, self.batch
+        for base in range(start, used, full):
+            if base + full <= used:
+                yield [range(low, low + batch) for low in range(base + offset, base + full, round_)], []
+            else:
+                dealt = self._short(base, used - base)
+                spare = next(part for micro in dealt for part in micro if part)
+                yield [micro[self.rank] or spare for micro in dealt], dealt
+
+    def _short(self, base: int, count: int) -> list[list[range]]:
+        """A short window: each rank takes a contiguous part, parts differ by one unit at most."""
+        part, larger = divmod(count, self.world_size)
+        edges = [base + r * part + min(r, larger) for r in range(self.world_size + 1)]
+
+        def piece(rank: int, j: int) -> range:
+            low = min(edges[rank] + j * self.batch, edges[rank + 1])
+            return range(low, min(low + self.batch, edges[rank + 1]))
+
+        return [[piece(r, j) for r in range(self.world_size)] for j in range(-(-count // self.round))]
+
+
+def permutation(units: int, seed: int, epoch: int) -> torch.Tensor:
+    """The shuffled order of an epoch. Shape ``(units,)``, int64; the same on every rank and at every world size."""
+    generator = torch.Generator().manual_seed(mixed(seed, epoch))
+    return torch.randperm(units, generator=generator)
+
+
+def mixed(seed: int, epoch: int) -> int:
+    """One 63-bit seed out of two numbers (splitmix64's finalizer), so that seeds 0, 1, 2 and epochs 0, 1, 2 never share an order."""
+    z = (seed * 0x9E3779B97F4A7C15 + epoch * 0xD1342543DE82EF95 + 0x2545F4914F6CDD1D) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (z ^ (z >> 31)) >> 1

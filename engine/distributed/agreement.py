@@ -1,0 +1,72 @@
+"""The ranks agree to stop, without a collective in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from engine.distributed.group import Group
+
+PERIOD_S = 0.2
+"""A request to stop is seen by all ranks after about this long, or one step when steps are slower."""
+MAX_INTERVAL = 64
+"""Steps between two checks at most: bounds the delay when steps suddenly become slow."""
+
+
+class Agreement:
+    """One flag, true on every rank at the same call as soon as any rank has raised it.
+
+    All ranks make the same calls in the same order. The interval between two checks follows the slowest rank's steps, from
+    values that the check itself has reduced, so that all ranks compute the same one.
+    """
+
+    __slots__ = ("clock", "elapsed_s", "_cpu", "_interval", "_left", "_slowest_s", "_stop")
+
+    def __init__(self, group: Group) -> None:
+        self._cpu = group.cpu
+        self.clock: Callable[[], float] = lambda: 0.0
+        """This rank's seconds of training."""
+        self.elapsed_s = 0.0
+        """The largest of the ranks' clocks at the last check: a time that is the same on all of them."""
+        self._interval = self._left = 1
+        self._stop = False
+        self._slowest_s = 0.0
+
+    @property
+    def interval(self) -> int:
+        """Steps between two checks, 1 to ``MAX_INTERVAL``; the same on all ranks."""
+        return self._interval
+
+    def poll(self, stop: bool, elapsed_step_s: float) -> bool:
+        """Call once a step with this rank's wish and the step's duration (s): whether all ranks stop now.
+
+        A wish is kept until the next check, so it may be given for one step only. Alone, the answer is ``stop``.
+        """
+        if self._cpu is None:
+            return stop
+        if stop:
+            self._stop = True
+        if elapsed_step_s > self._slowest_s:
+            self._slowest_s = elapsed_step_s
+        self._left -= 1
+        return self._check() if self._left <= 0 else False
+
+    def now(self, stop: bool) -> bool:
+        """Agree at once (blocks for all ranks): whether any rank wishes to stop. For ends of epochs and of validation."""
+        if self._cpu is None:
+            return stop
+        self._stop = self._stop or stop
+        return self._check()
+
+    def _check(self) -> bool:
+        # An infinite duration would make the interval's division meaningless; NaN never gets past poll's comparison.
+        flags = torch.tensor([float(self._stop), min(self._slowest_s, 1e6), self.clock()], dtype=torch.float64)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._cpu)
+        stop, slowest_s, self.elapsed_s = flags.tolist()
+        if slowest_s > 0.0:  # no step since the last check: the interval stays
+            self._interval = max(1, min(MAX_INTERVAL, round(PERIOD_S / slowest_s)))
+        self._left = self._interval
+        self._stop, self._slowest_s = False, 0.0
+        return stop > 0.0

@@ -1,0 +1,245 @@
+"""Collectives over nested containers of tensors, and over objects.
+
+All ranks make the same calls in the same order, with trees of the same structure (dicts with their keys in the same order). Inputs are
+never changed in place, and results carry no gradient. CPU tensors travel over the group's gloo side, others over torch's default group.
+Alone, nothing is sent or copied.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.distributed.group import Group
+from engine.errors import nearest
+from engine.tree import map_tensors
+
+_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+_Spec = tuple[torch.dtype, tuple[int, ...]]
+
+
+def all_reduce(group: Group, tree: Any, op: str = "sum") -> Any:
+    """``tree`` with each tensor replaced by its sum, mean, min or max over all ranks, elementwise; shapes are kept.
+
+    Dtypes are kept, but for these (on one process too): the ``"mean"`` of integers and booleans is float32, the ``"sum"`` of booleans
+    is int64. Sums of float16 and bfloat16 are made in float32. Tensors of one dtype and device share one collective.
+
+    Raises:
+        ValueError: ``op`` is none of sum, mean, min, max.
+    """
+    if op not in _OPS:
+        raise ValueError(f"unknown reduction {op!r}{nearest(op, _OPS)}. Possible: {', '.join(_OPS)}")
+    tensors = _leaves(tree)
+    if group.cpu is None:
+        if all(_result_dtype(tensor.dtype, op) == tensor.dtype for tensor in tensors):
+            return tree
+        return map_tensors(lambda tensor: tensor.to(_result_dtype(tensor.dtype, op)), tree)
+    packs: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        packs.setdefault((_sent_dtype(tensor.dtype, op), tensor.device), []).append(index)
+    results = list(tensors)
+    for (dtype, device), members in packs.items():
+        flat = torch.cat([tensors[index].reshape(-1).to(dtype) for index in members])  # a copy, of a single member too
+        dist.all_reduce(flat, _OPS[op], group=_channel(group, device))
+        if op == "mean":
+            flat = (flat if dtype.is_floating_point or dtype.is_complex else flat.double()) / group.world_size
+        for index, part in zip(members, flat.split([tensors[index].numel() for index in members]), strict=True):
+            results[index] = part.view(tensors[index].shape).to(_result_dtype(tensors[index].dtype, op))
+    return _rebuild(tree, results)
+
+
+def gather(group: Group, tree: Any) -> Any:
+    """``tree`` with each tensor replaced by those of all ranks, concatenated along dim 0 in the order of ranks.
+
+    ``[n_r, ...]`` on rank r becomes ``[n_0 + n_1 + ..., ...]`` on every rank; the lengths may differ, and be 0. Scalars ``[]`` become
+    ``[world_size]`` (``[1]`` on one process).
+
+    Raises:
+        ValueError: the ranks hold different numbers of tensors, dtypes, numbers of dims, or sizes of dims other than 0 (on all ranks).
+    """
+    if group.cpu is None:
+        return map_tensors(lambda tensor: tensor if tensor.ndim else tensor.detach().reshape(1), tree)
+    tensors = [tensor.detach() if tensor.ndim else tensor.detach().reshape(1) for tensor in _leaves(tree)]
+    specs = _exchange_specs(group, _leaves(tree), "gather")
+    results = []
+    for index, tensor in enumerate(tensors):
+        shapes = [spec[index][1] for spec in specs]
+        if any(shape[1:] != shapes[0][1:] for shape in shapes):
+            raise ValueError(_differ("gather", index, specs, "sizes beyond dim 0 (pad_across_processes makes them equal)"))
+        results.append(_gather_rows(group, tensor, [shape[0] if shape else 1 for shape in shapes]))
+    return _rebuild(tree, results)
+
+
+def broadcast(group: Group, tree: Any, src: int = 0) -> Any:
+    """``tree`` with each tensor replaced by rank ``src``'s.
+
+    Raises:
+        ValueError: no such rank, or the ranks' tensors differ in number, dtype or shape (on all ranks).
+    """
+    _check_src(group, src)
+    if group.cpu is None:
+        return tree
+    tensors = _leaves(tree)
+    specs = _exchange_specs(group, tensors, "broadcast")
+    results = []
+    for index, tensor in enumerate(tensors):
+        if any(spec[index] != specs[0][index] for spec in specs):
+            raise ValueError(_differ("broadcast", index, specs, "shapes"))
+        copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if copy.numel():
+            dist.broadcast(_bytes(copy), src, group=_channel(group, copy.device))
+        results.append(copy)
+    return _rebuild(tree, results)
+
+
+def pad_across_processes(group: Group, tree: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    """``tree`` with each tensor padded along ``dim`` to the longest over all ranks, as in Accelerate.
+
+    ``pad_index`` is the value put in, at the end or (``pad_first``) at the start. Tensors without such a dim are returned as they are.
+
+    Raises:
+        ValueError: the ranks hold different numbers of tensors, dtypes or numbers of dims (on all ranks).
+    """
+    if group.cpu is None:
+        return tree
+    tensors = _leaves(tree)
+    specs = _exchange_specs(group, tensors, "pad_across_processes")
+    results = []
+    for index, tensor in enumerate(tensors):
+        if not -tensor.ndim <= dim < tensor.ndim:
+            results.append(tensor)
+            continue
+        missing = max(spec[index][1][dim] for spec in specs) - tensor.shape[dim]
+        shape = list(tensor.shape)
+        shape[dim] = missing
+        parts = [tensor.detach(), tensor.new_full(shape, pad_index)]
+        results.append(torch.cat(parts[::-1] if pad_first else parts, dim) if missing else tensor)
+    return _rebuild(tree, results)
+
+
+def gather_object(group: Group, obj: Any) -> list[Any]:
+    """Every rank's ``obj``, in the order of ranks, on every rank. Objects are pickled: the ranks of one job trust each other.
+
+    Raises:
+        TypeError: some rank's object cannot be pickled (on all ranks, naming it).
+    """
+    if group.cpu is None:
+        return [obj]
+    sent: list[Any] = [None] * group.world_size
+    dist.all_gather_object(sent, _packed(obj), group=group.cpu)
+    return [_unpacked(item, rank) for rank, item in enumerate(sent)]
+
+
+def broadcast_object(group: Group, obj: Any, src: int = 0) -> Any:
+    """Rank ``src``'s ``obj``, on every rank; pickled on the way.
+
+    Raises:
+        ValueError: no such rank.
+        TypeError: the object cannot be pickled (on all ranks).
+    """
+    _check_src(group, src)
+    if group.cpu is None:
+        return obj
+    sent = [_packed(obj) if group.rank == src else ""]
+    dist.broadcast_object_list(sent, src, group=group.cpu)
+    return obj if group.rank == src and isinstance(sent[0], bytes) else _unpacked(sent[0], src)
+
+
+def _sent_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
+    if dtype is torch.bool:
+        return torch.int64 if op in ("sum", "mean") else torch.uint8
+    if dtype.is_floating_point:
+        # Halves lose digits in every addition (and overflow in fp16), and gloo adds no float8.
+        return dtype if dtype.itemsize >= 4 else torch.float32
+    if dtype.is_complex:
+        return dtype
+    return torch.int64 if op == "mean" or dtype not in (torch.uint8, torch.int8, torch.int32) else dtype
+
+
+def _result_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        return torch.float32
+    return torch.int64 if op == "sum" and dtype is torch.bool else dtype
+
+
+def _gather_rows(group: Group, tensor: Tensor, lengths: list[int]) -> Tensor:
+    """``[n_r, ...]`` of each rank r to ``[sum(n_r), ...]``. Gathered as bytes, padded to the longest: gloo knows not every dtype."""
+    longest, row = max(lengths), tensor.shape[1:]
+    if not longest * row.numel():
+        return tensor.new_empty((sum(lengths), *row))
+    mine = tensor.contiguous()
+    if len(mine) < longest:
+        mine = torch.cat([mine, tensor.new_zeros((longest - len(mine), *row))])
+    out = tensor.new_empty((group.world_size, longest, *row))
+    dist.all_gather([_bytes(part) for part in out], _bytes(mine), group=_channel(group, tensor.device))
+    if min(lengths) == longest:
+        return out.flatten(0, 1)
+    return torch.cat([part[:length] for part, length in zip(out, lengths, strict=True)])
+
+
+def _exchange_specs(group: Group, tensors: Iterable[Tensor], verb: str) -> list[list[_Spec]]:
+    """Each rank's (dtype, shape) of each tensor; the same error on all ranks unless number, dtypes and numbers of dims agree."""
+    specs: list[list[_Spec]] = gather_object(group, [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors])
+    for rank, theirs in enumerate(specs):
+        if len(theirs) != len(specs[0]):
+            raise ValueError(f"{verb}: rank 0 gave {len(specs[0])} tensors, rank {rank} gave {len(theirs)}; all must give the same number")
+        for index, ((dtype, shape), (dtype_0, shape_0)) in enumerate(zip(theirs, specs[0], strict=True)):
+            if dtype != dtype_0:
+                raise ValueError(_differ(verb, index, specs, "dtypes"))
+            if len(shape) != len(shape_0):
+                raise ValueError(_differ(verb, index, specs, "numbers of dims"))
+    return specs
+
+
+def _differ(verb: str, index: int, specs: list[list[_Spec]], what: str) -> str:
+    first = specs[0][index]
+    rank = next(rank for rank, theirs in enumerate(specs) if theirs[index] != first)
+    other = specs[rank][index]
+    return (
+        f"{verb}: tensor {index} has different {what} on the ranks: rank 0 gave {first[0]} {list(first[1])}, "
+        f"rank {rank} gave {other[0]} {list(other[1])}"
+    )
+
+
+def _check_src(group: Group, src: int) -> None:
+    if not 0 <= src < group.world_size:
+        raise ValueError(f"src={src} is no rank of this job: possible are 0 to {group.world_size - 1}")
+
+
+def _channel(group: Group, device: torch.device) -> dist.ProcessGroup | None:
+    return group.cpu if device.type == "cpu" else None
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _packed(obj: Any) -> bytes | str:
+    # An object that cannot be sent must reach the others as an error: they are waiting for it.
+    try:
+        return pickle.dumps(obj)
+    except Exception as error:
+        return f"{type(obj).__name__}: {error}"
+
+
+def _unpacked(sent: bytes | str, rank: int) -> Any:
+    if isinstance(sent, str):
+        raise TypeError(f"rank {rank} gave an object that cannot be pickled: {sent}. Send numbers, strings, tensors, containers")
+    return pickle.loads(sent)
+
+
+def _leaves(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(lambda tensor: found.append(tensor), tree)
+    return found
+
+
+def _rebuild(tree: Any, leaves: list[Tensor]) -> Any:
+    rest = iter(leaves)
+    return map_tensors(lambda tensor: next(rest), tree)

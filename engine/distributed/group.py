@@ -1,0 +1,234 @@
+"""The processes of one job: joining them, waiting for them, leaving without an abort."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from engine.distributed import failures
+from engine.distributed.environment import Environment
+from engine.log import logger
+
+LEAVE_S = 5.0
+"""How long a process that ends normally waits for the others (s): without it about 15 % of FSDP2 runs abort at exit."""
+
+
+@dataclass(eq=False)
+class _Shared:
+    """torch's default group in this process, and what we hang on it: the same for every ``Group`` of the process."""
+
+    world: dist.ProcessGroup
+    cpu: dist.ProcessGroup
+    store: dist.Store | None  # None: the user initialised the default group, and destroys it
+    pid: int
+    failed: bool = False
+
+
+_shared: _Shared | None = None
+_stores: dict[tuple[str, int], dist.Store] = {}  # the port that rank 0 serves stays bound for the life of the process
+_generation = 0
+
+
+class Group:
+    """The processes of one job. Made by :func:`join`.
+
+    ``rank``, ``world_size``, ``local_rank``, ``is_main`` (rank 0) and ``device`` (the one this process computes on) are plain
+    attributes. ``cpu`` is a gloo process group beside the default one, for flags, sizes, objects and CPU tensors, so that these never
+    mix with the gradients' collectives; ``None`` when the process is alone, and then every collective is a no-op.
+    """
+
+    __slots__ = ("_shared", "cpu", "device", "environment", "is_main", "local_rank", "rank", "world_size")
+
+    def __init__(self, environment: Environment, device: torch.device, shared: _Shared | None = None) -> None:
+        self.environment = environment
+        self.device = device
+        self.rank, self.world_size, self.local_rank = environment.rank, environment.world_size, environment.local_rank
+        self.is_main = environment.rank == 0
+        self.cpu: dist.ProcessGroup | None = shared.cpu if shared else None
+        self._shared = shared
+
+    @property
+    def failed(self) -> bool:
+        """Set it to True after an error: the process then leaves without waiting for the others, who may never come."""
+        return self._shared is not None and self._shared.failed
+
+    @failed.setter
+    def failed(self, value: bool) -> None:
+        if self._shared is not None:
+            self._shared.failed = value
+
+    def barrier(self) -> None:
+        """Wait until every rank is here. On the CPU: it does not wait for work queued on a device."""
+        if self.cpu is not None:
+            dist.barrier(group=self.cpu)
+
+    def close(self) -> None:
+        """Leave the job now rather than at the interpreter's exit: for every ``Group`` of this process. Repeated calls do nothing.
+
+        A default group that the user initialised is left to the user.
+        """
+        if self._shared is not None and self._shared is _shared:
+            _leave()
+        self._shared = self.cpu = None
+
+
+def join(
+    environment: Environment,
+    device: torch.device,
+    *,
+    timeout: timedelta,
+    store: dist.Store | None = None,
+    check: Callable[[], None] | None = None,
+) -> Group:
+    """Meet the other processes of the job; all of them call this.
+
+    World size 1 makes no process group. Otherwise torch's default group is initialised (gloo for CPU tensors, NCCL for CUDA ones), or
+    used as it is when that has been done already, by the user or by an earlier ``join``. Ours is left at the interpreter's exit.
+
+    Args:
+        environment: this process's place.
+        device: what this process computes on; ``torch.device("cuda", i)`` must be the current CUDA device already.
+        timeout: for the meeting, and later for each collective.
+        store: where the processes meet; by default served at the environment's master address and port.
+        check: called on rank 0 about ten times a second while others are awaited; it may raise.
+
+    Raises:
+        RuntimeError: the others did not come in time, the address cannot be served or reached, or the default group that exists has
+            another rank or size than the environment says.
+    """
+    global _shared
+    failures.attach(environment)
+    if dist.is_initialized():
+        _check_existing(environment)
+        if environment.world_size == 1:
+            return Group(environment, device)
+        if _shared is None or _shared.world is not dist.group.WORLD:
+            _shared = _adopt(timeout, None)
+        return Group(environment, device, _shared)
+    if environment.world_size == 1:
+        return Group(environment, device)
+    prefixed = _meet(environment, timeout, store, check)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=prefixed,
+        rank=environment.rank,
+        world_size=environment.world_size,
+        timeout=timeout,
+    )
+    _shared = _adopt(timeout, prefixed)
+    return Group(environment, device, _shared)
+
+
+def _check_existing(environment: Environment) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if (rank, world_size) != (environment.rank, environment.world_size):
+        raise RuntimeError(
+            f"torch.distributed is initialised already as rank {rank} of {world_size}, but the environment ({environment.name}) says rank "
+            f"{environment.rank} of {environment.world_size}. Start the processes with torchrun, or set its variables (RANK, WORLD_SIZE, "
+            "LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) in each of them before init_process_group."
+        )
+
+
+def _adopt(timeout: timedelta, store: dist.Store | None) -> _Shared:
+    world = dist.group.WORLD
+    assert world is not None
+    cpu = dist.new_group(backend="gloo", timeout=timeout)
+    assert cpu is not None
+    # Handlers run last in, first out: ours must come before those of whoever serves the store or waits for our exit.
+    atexit.unregister(_leave)
+    atexit.register(_leave)
+    return _Shared(world, cpu, store, os.getpid())
+
+
+def _meet(environment: Environment, timeout: timedelta, store: dist.Store | None, check: Callable[[], None] | None) -> dist.Store:
+    """The store where all ranks of this attempt have been seen by rank 0."""
+    global _generation
+    where = f"{environment.master_addr}:{environment.master_port}"
+    who = f"rank {environment.rank} of {environment.world_size}"
+    deadline = time.monotonic() + timeout.total_seconds()
+    if store is None:
+        store = _open(environment, timeout, where, who)
+    # A group joined after an earlier one was closed, or after a restart, must not read the old one's addresses.
+    prefixed = dist.PrefixStore(f"fit/{environment.restart_count}/{_generation}", store)
+    _generation += 1
+    prefixed.set_timeout(timeout)
+    joined = prefixed.add("joined", 1)
+    pause = 0.005
+    while environment.rank == 0 and joined < environment.world_size:
+        if check is not None:
+            check()
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"only {joined} of {environment.world_size} ranks came to {where} within {timeout.total_seconds():g} s. Look for the "
+                "first error in the output of the others, and whether their machines reach this address."
+            )
+        time.sleep(pause)
+        pause = min(pause * 2, 0.1)
+        joined = prefixed.add("joined", 0)
+    return prefixed
+
+
+def _open(environment: Environment, timeout: timedelta, where: str, who: str) -> dist.Store:
+    assert environment.master_addr is not None
+    assert environment.master_port is not None
+    key = (environment.master_addr, environment.master_port)
+    serves = environment.rank == 0 and not environment.agent_store
+    if key not in _stores:
+        try:
+            _stores[key] = dist.TCPStore(
+                *key, environment.world_size, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=serves
+            )
+        except dist.DistError as error:
+            todo = (
+                "Another program may hold the port: choose another MASTER_PORT."
+                if serves
+                else "Is rank 0 running there, and is the address right as seen from this machine?"
+            )
+            raise RuntimeError(f"{who} could not {'serve' if serves else 'reach'} the job's store at {where}: {error}. {todo}") from error
+    return _stores[key]
+
+
+def _leave() -> None:
+    """Destroy the default group if it is ours: after all ranks have come here, unless this process is ending with an error."""
+    global _shared
+    shared, _shared = _shared, None
+    if shared is None or shared.store is None or shared.pid != os.getpid() or shared.world is not dist.group.WORLD:
+        return
+    # Set by the interpreter when it prints an uncaught exception (last_exc is its name from Python 3.12 on).
+    if shared.failed or getattr(sys, "last_exc", None) is not None or getattr(sys, "last_value", None) is not None:
+        _abandon()
+        return
+    if _all_leave(shared.store, dist.get_world_size()):
+        dist.barrier(group=shared.cpu)
+    else:
+        _abandon()
+    dist.destroy_process_group()
+
+
+def _abandon() -> None:
+    """Keep torch's process groups alive for ever: their destructors wait (up to the timeout) for work that others will never join."""
+    for process_group in list(dist.distributed_c10d._world.pg_map):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))
+
+
+def _all_leave(store: dist.Store, world_size: int) -> bool:
+    """Whether all ranks came here within ``LEAVE_S``. By the store: a collective that some rank never joins would block the exit."""
+    deadline = time.monotonic() + LEAVE_S
+    try:
+        left = store.add("left", 1)
+        while left < world_size and time.monotonic() < deadline:
+            time.sleep(0.005)
+            left = store.add("left", 0)
+    except (RuntimeError, dist.DistError) as error:
+        logger.debug("leaving alone: %s", error)
+        return False
+    return left >= world_size

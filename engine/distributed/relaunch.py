@@ -1,0 +1,349 @@
+"""``Fit(devices=n)`` in a plain script: rank 0 starts the other ranks by repeating its own command line, and answers for them.
+
+Ranks 1 to n-1 are the same program with torchrun's variables in their environment; they run the script from its first line and meet rank 0
+where it joins the group. Rank 0's own environment is not touched. While rank 0 trains, a rank that ends, in whatever way, ends all: the others
+are terminated and rank 0 raises a ``RankError`` with the first traceback. When rank 0 ends, the others end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import logging
+import multiprocessing
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from engine.distributed import failures
+from engine.distributed.environment import Environment
+from engine.errors import RankError
+from engine.log import logger
+
+SETTLE_S = 0.3
+"""After a death: time for ranks that die of the same cause to leave their tracebacks, so that the first can be told (s)."""
+KILL_S = 5.0
+"""Between SIGTERM and SIGKILL (s)."""
+INTERRUPT_S = 2.5
+"""After a death rank 0's thread is interrupted by a ``RankError``, unless a collective's error has brought it back by then (s)."""
+GIVE_UP_S = 5.0
+"""After a death rank 0's process is ended, if its thread has not reacted by then: it hangs in native code (s)."""
+
+
+@dataclass(eq=False)
+class _Child:
+    rank: int
+    process: subprocess.Popen[bytes]
+    error_file: Path
+    ended: float = 0.0  # s since 1970; 0.0 while it lives
+
+    def blame(self) -> tuple[bool, float]:
+        """Sorts the cause first: a rank that only saw others go comes after one that went by itself, then the earlier one first."""
+        _, moment, blames_peer = failures.read(self.error_file)
+        return blames_peer, moment or self.ended
+
+    def story(self) -> str:
+        """What is known of its end."""
+        code = self.process.returncode
+        if code == 0:
+            return f"rank {self.rank} ended early (exit code 0) while rank 0 still trains: all ranks must make the same calls"
+        text, _, _ = failures.read(self.error_file)
+        how = f"failed with exit code {code}" if code > 0 else f"was killed by {_signal_name(-code)}"
+        if text:
+            return f"rank {self.rank} {how}. Its traceback:\n\n{text.rstrip()}"
+        return f"rank {self.rank} {how} and left no traceback: see its output above"
+
+
+class Started:
+    """The ranks that this process, rank 0, has started. Made by :func:`start`.
+
+    ``environment`` is rank 0's place in the job and ``store`` where it meets the others:
+    ``join(started.environment, device, timeout=..., store=started.store, check=started.check)``.
+    """
+
+    def __init__(self, environment: Environment, store: dist.Store, children: list[_Child], directory: Path) -> None:
+        self.environment = environment
+        self.store = store
+        self._children = children
+        self._directory = directory
+        self._pid, self._thread = os.getpid(), threading.get_ident()
+        self._deaths: queue.SimpleQueue[_Child] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._failed = threading.Event()  # _story is set, once and for all
+        self._story = ""
+        self._reported = False
+        self._back = threading.Event()  # rank 0's thread needs the others no longer, or knows of the failure
+        self._broken = False  # the last training ended with an error: the others may wait for ever
+        self._terminated = False
+        for child in children:
+            threading.Thread(target=self._wait, args=(child,), name=f"fit-rank-{child.rank}", daemon=True).start()
+        threading.Thread(target=self._monitor, name="fit-ranks", daemon=True).start()
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Put it around everything that needs all ranks (joining them, ``Fit.run``): inside, any end of another rank is a failure.
+
+        From :func:`start` to the first use the ranks count as needed, too. Raises what :meth:`check` raises, at the start and in place of a
+        collective's error.
+        """
+        self._thread = threading.get_ident()
+        self._back.clear()
+        self._judge()
+        self.check()
+        self._broken = True
+        try:
+            yield
+            self._broken = False
+        except BaseException as error:
+            self._broken = not isinstance(error, KeyboardInterrupt)
+            self.check(error)
+            raise
+        finally:
+            self._come_back()
+
+    def check(self, error: BaseException | None = None, wait_s: float = 3.0) -> None:
+        """Raise if another rank has failed.
+
+        Args:
+            error: what rank 0's own work has raised, if anything. If it only says that others have gone (``failures.blames_peer``), the
+                cause is given up to ``wait_s`` seconds to show itself. Any other error is rank 0's own: nothing is raised.
+
+        Raises:
+            RankError: from ``error``; names the rank that failed first, its exit code or signal, and its traceback.
+        """
+        if error is not None and (not failures.blames_peer(error) or (isinstance(error, RankError) and str(error))):
+            self._come_back()
+            return
+        if self._failed.wait(wait_s if error is not None else 0.0):
+            self._come_back()
+            self._reported = True
+            raise RankError(self._story) from (error if error is not None and str(error) else None)
+        if error is not None:
+            self._come_back()
+
+    def _come_back(self) -> None:
+        with self._lock:
+            self._back.set()
+            # An interrupt that was not delivered yet must not strike later.
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), None)
+
+    def _wait(self, child: _Child) -> None:
+        child.process.wait()
+        child.ended = time.time()
+        self._deaths.put(child)
+
+    def _monitor(self) -> None:
+        for _ in self._children:
+            child = self._deaths.get()
+            if child.process.returncode == 0 and self._back.is_set():
+                continue
+            time.sleep(SETTLE_S)
+            if self._judge():
+                break
+        if self._failed.is_set() and not self._back.is_set():
+            self._end_all()
+
+    def _judge(self) -> bool:
+        """Whether a rank has failed by now; its story is kept when it is the first time."""
+        with self._lock:
+            if not self._failed.is_set() and not self._terminated:
+                dead = [child for child in self._children if child.ended and (child.process.returncode != 0 or not self._back.is_set())]
+                if dead:
+                    self._story = min(dead, key=_Child.blame).story()
+                    self._failed.set()
+        return self._failed.is_set()
+
+    def _end_all(self) -> None:
+        threading.Thread(target=self._terminate, args=(KILL_S,), name="fit-terminate", daemon=True).start()
+        if self._back.wait(INTERRUPT_S):
+            return
+        with self._lock:
+            if not self._back.is_set():
+                # For Python code that uses no collective just now. The exception is made without a message: ``check`` puts it in.
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(RankError))
+        if self._back.wait(GIVE_UP_S - INTERRUPT_S):
+            return
+        self._terminate(0.0)
+        self._die(f"{self._story}\n\nrank 0 did not react within {GIVE_UP_S:g} s and is ended.")
+
+    def _terminate(self, limit_s: float) -> None:
+        """SIGTERM to all that live, SIGKILL to those that still live ``limit_s`` later."""
+        self._terminated = True
+        for child in self._children:
+            child.process.terminate()
+        self._await_all(limit_s)
+        for child in self._children:
+            child.process.kill()
+
+    def _await_all(self, limit_s: float, until: threading.Event | None = None) -> None:
+        begun, told = time.monotonic(), False
+        while waiting := [child for child in self._children if not child.ended]:
+            waited = time.monotonic() - begun
+            if waited > limit_s or (until is not None and until.is_set()):
+                return
+            if waited > 10.0 and not told:
+                told = True
+                logger.warning("rank 0 is done and waits for %s", ", ".join(f"rank {c.rank} (process {c.process.pid})" for c in waiting))
+            time.sleep(0.02)
+
+    def _finish(self) -> None:
+        """At the interpreter's exit: wait for the others, or end them if rank 0 ends with an error."""
+        if os.getpid() != self._pid:  # a fork of rank 0
+            return
+        self._come_back()
+        # Set by the interpreter when it prints an uncaught exception.
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        limit_s = float("inf")
+        if self._broken or isinstance(error, KeyboardInterrupt):  # which reached the others, too: they may be saving
+            limit_s = KILL_S
+        elif error is not None:
+            limit_s = SETTLE_S if failures.blames_peer(error) else 0.0
+        with contextlib.suppress(KeyboardInterrupt):
+            self._await_all(limit_s, until=self._failed)
+        failed = not isinstance(error, KeyboardInterrupt) and self._judge()
+        self._terminate(KILL_S)
+        if failed and not self._reported:
+            logging.shutdown()
+            self._die(self._story)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _die(self, text: str) -> None:
+        # The only way to a non-zero exit code from another thread or from an exit handler.
+        with contextlib.suppress(Exception):
+            print(f"RankError: {text}", file=sys.stderr)
+            shutil.rmtree(self._directory, ignore_errors=True)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(1)
+
+
+_started: Started | None = None
+
+
+def current() -> Started | None:
+    """What :func:`start` has started in this process; ``None`` before it, in the other ranks, and in forks."""
+    return _started if _started is not None and _started._pid == os.getpid() else None
+
+
+def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Started:
+    """Start ranks 1 to ``world_size`` - 1 by repeating this process's command line; this process is rank 0.
+
+    They stay for the life of this process, which waits for them when it ends: further calls return the same. Unless OMP_NUM_THREADS is
+    set, the CPU's threads are shared out among the ranks, this one included. ``timeout`` is the store's.
+
+    Raises:
+        RuntimeError: the command line cannot be repeated (interactive, notebook, pytest, script from standard input, a worker
+            process), or another number of ranks was started before.
+        ValueError: ``world_size`` is less than 2.
+    """
+    global _started
+    if world_size < 2:
+        raise ValueError(f"world_size={world_size}: to start other ranks it must be at least 2")
+    started = current()
+    if started is not None:
+        if started.environment.world_size != world_size:
+            raise RuntimeError(
+                f"{world_size} ranks asked for, but this process has started {started.environment.world_size} before and keeps them until "
+                "it ends. Use the same number of devices for every run of one script."
+            )
+        return started
+    command = _command(world_size)
+    store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+    threads = _share_threads(world_size)
+    directory = Path(tempfile.mkdtemp(prefix="fit-ranks-"))
+    children: list[_Child] = []
+    try:
+        for rank in range(1, world_size):
+            error_file = directory / f"rank={rank}.json"
+            variables = {**threads, **os.environ, **_variables(rank, world_size, store.port), "TORCHELASTIC_ERROR_FILE": str(error_file)}
+            process = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, cwd=_first_directory())
+            children.append(_Child(rank, process, error_file))
+    except BaseException:
+        for child in children:
+            child.process.kill()
+            child.process.wait()
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    environment = Environment("relaunch", 0, world_size, 0, world_size, 1, "127.0.0.1", store.port, agent_store=True)
+    _started = Started(environment, store, children, directory)
+    atexit.register(_started._finish)
+    return _started
+
+
+def _command(world_size: int) -> list[str]:
+    main = sys.modules.get("__main__")
+    ipython = sys.modules.get("IPython")
+    if "ipykernel" in sys.modules:
+        reason = "it is a Jupyter kernel"
+    elif hasattr(sys, "ps1") or sys.flags.interactive or (ipython is not None and ipython.get_ipython() is not None):
+        reason = "it is an interactive interpreter"
+    elif "pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ:
+        reason = "it is a pytest session"
+    elif multiprocessing.parent_process() is not None:
+        reason = "it is a worker of the multiprocessing module"
+    elif getattr(main, "__file__", None) == "<stdin>" or (sys.orig_argv[1:] in ([], ["-"])):
+        reason = "the script was read from standard input"
+    elif not sys.executable or getattr(sys, "frozen", False):
+        reason = "it is an embedded or frozen interpreter"
+    else:
+        return [sys.executable, *sys.orig_argv[1:]]
+    raise RuntimeError(
+        f"{world_size} processes asked for, but the other ranks are started by repeating the command line of this one, and {reason}. "
+        f"Write a script and start it with: torchrun --nproc-per-node {world_size} script.py"
+    )
+
+
+def _first_directory() -> str | None:
+    """Where the command line was given, if it names the script by a relative path: the script may have changed directory since."""
+    file = str(getattr(sys.modules.get("__main__"), "__file__", None) or "")
+    for argument in sys.orig_argv[1:]:
+        if argument and not os.path.isabs(argument) and file.endswith(os.sep + argument):
+            return file[: -len(argument)]
+    return None
+
+
+def _variables(rank: int, world_size: int, port: int) -> Mapping[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "FIT_PARENT_PID": str(os.getpid()),
+    }
+
+
+def _share_threads(world_size: int) -> dict[str, str]:
+    if "OMP_NUM_THREADS" in os.environ:
+        return {}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = max(1, cores // world_size)
+    if torch.get_num_threads() > share:
+        torch.set_num_threads(share)
+    return {"OMP_NUM_THREADS": str(share)}
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

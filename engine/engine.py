@@ -1,0 +1,339 @@
+"""``Engine``: plain PyTorch objects made distributed, for people who keep their own loop."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from engine import accelerator as accelerators
+from engine import gradients, strategies
+from engine.data.loader import PreparedLoader
+from engine.data.sampler import ALONE, Share
+from engine.distributed import collectives
+from engine.distributed.environment import Environment, detect
+from engine.distributed.group import Group, join
+from engine.gradients import Loss, Window
+from engine.precision import Precision, Scaler
+from engine.prepared import AutocastForward, PreparedOptimizer, PreparedScheduler
+from engine.processes import Processes
+from engine.stepper import Stepper, Then
+from engine.strategies.base import Strategy
+
+
+class Engine(Processes):
+    """Makes a plain PyTorch loop distributed, in mixed precision, with exact gradient accumulation::
+
+        engine = Engine(accumulate_grad_batches=4)
+        model, optimizer, loader, scheduler = engine.prepare(model, optimizer, loader, scheduler)
+        for batch in loader:
+            with engine.accumulate(model):
+                loss = loss_of(model(batch))
+                engine.backward(loss)
+                engine.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+
+    The processes are those that the environment describes (torchrun's variables); without any, there is one. Engines with
+    different settings may live side by side.
+
+    Args:
+        strategy: a name or a :class:`engine.Strategy`; ``"auto"`` is ``single`` for one process and ``ddp`` for several.
+        accelerator: ``"auto"`` (CUDA when present), ``"cpu"``, ``"cuda"``.
+        precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true``, ``64-true`` (or ``no``, ``bf16``, ``fp16``).
+        accumulate_grad_batches: micro-batches in a window; may be changed between epochs.
+        on_nonfinite: ``"raise"`` or ``"skip"`` a step whose gradient norm is not finite; ``None``: not checked (fp16 always skips).
+        seed: of the data order; by default torch's initial seed on rank 0.
+        timeout: for meeting the other processes and for each collective.
+        environment: where this process stands; detected when not given.
+        group: processes that were joined already.
+
+    Raises:
+        ValueError: unknown names, or a strategy that does not fit the processes.
+        RuntimeError: the accelerator is not there, or the processes did not meet.
+    """
+
+    def __init__(
+        self,
+        *,
+        strategy: str | Strategy = "auto",
+        accelerator: str = "auto",
+        precision: str | Precision = "32-true",
+        accumulate_grad_batches: int = 1,
+        on_nonfinite: str | None = None,
+        seed: int | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        environment: Environment | None = None,
+        group: Group | None = None,
+    ) -> None:
+        if on_nonfinite not in (None, "raise", "skip"):
+            raise ValueError(f"on_nonfinite={on_nonfinite!r} is unknown; possible: 'raise', 'skip', None")
+        self.precision = Precision.parse(precision)
+        if group is None:
+            environment = environment or detect(os.environ)
+            chosen = strategies.get(strategy, environment.world_size)
+            kind = accelerators.device_type(accelerator)
+            group = join(environment, accelerators.device(kind, environment.local_rank), timeout=timeout)
+        else:
+            chosen = strategies.get(strategy, group.world_size)
+        self.group, self.strategy = group, chosen
+        self.strategy.connect(group)
+        self.window = Window()
+        self.accumulate_grad_batches = accumulate_grad_batches
+        self.scaler = Scaler(group.device) if self.precision.scaled else None
+        self.seed: int = collectives.broadcast_object(group, torch.initial_seed() if seed is None else seed)
+        self._stepper = Stepper(self.window, self.strategy, self.scaler, on_nonfinite)
+        self._stepper.describe = self._describe_gradients
+        self._models: list[nn.Module] = []
+        self._agree = self._largest if self.scaler is not None else None
+        self._unfed = 0
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Micro-batches in a full window."""
+        return self.window.size
+
+    @accumulate_grad_batches.setter
+    def accumulate_grad_batches(self, value: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"accumulate_grad_batches={value!r} must be an int of at least 1")
+        self.window.size = value
+
+    # -- preparing --------------------------------------------------------------------------------------------------------------
+
+    def prepare(self, *objects: Any) -> Any:
+        """Models, optimizers, loaders and schedulers, ready for this job's processes; in the order given, one alone not in a tuple.
+
+        Objects of other kinds come back as they are, and so does what was prepared before.
+        """
+        done = tuple(self._prepare(item) for item in objects)
+        return done[0] if len(done) == 1 else done
+
+    def _prepare(self, item: Any) -> Any:
+        if isinstance(item, (PreparedLoader, PreparedOptimizer, PreparedScheduler)):
+            return item
+        if isinstance(item, nn.Module):
+            return self.prepare_model(item)
+        if isinstance(item, Optimizer):
+            return self.prepare_optimizer(item)
+        if isinstance(item, LRScheduler):
+            return self.prepare_scheduler(item)
+        if isinstance(item, DataLoader):
+            return self.prepare_data_loader(item)
+        return item
+
+    def prepare_model(self, model: nn.Module, *, autocast: bool = True) -> nn.Module:
+        """The model on its device, wrapped by the strategy.
+
+        Args:
+            autocast: under mixed precision, run the forward pass in autocast and give half-precision outputs back as fp32.
+                Without it, use :meth:`autocast` yourself.
+        """
+        if any(model is known or model is self.unwrap_model(known) for known in self._models):
+            return next(known for known in self._models if model is known or model is self.unwrap_model(known))
+        model.to(self.device, self.precision.parameters)
+        if autocast and self.precision.autocast is not None:
+            AutocastForward(self.precision, self.device).attach(model)
+        prepared = self.strategy.setup(model)
+        self._models.append(prepared)
+        return prepared
+
+    def place_model(self, model: nn.Module) -> nn.Module:
+        """The model on its device and in its dtype, the same on every rank, but not wrapped: for evaluation and manual optimization."""
+        model.to(self.device, self.precision.parameters)
+        self.strategy.share_parameters(model)
+        return model
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        """An optimizer that steps with exact gradients at the end of each window."""
+        parameters = gradients.parameters_of([optimizer])
+        if not parameters:
+            raise ValueError(f"{type(optimizer).__name__} has no parameters: give it model.parameters()")
+        if not any(optimizer is known for known in self._stepper.known):
+            self._stepper.known.append(optimizer)
+        return PreparedOptimizer(optimizer, self._stepper, self.window)
+
+    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        """A scheduler that steps when the optimizer did."""
+        return PreparedScheduler(scheduler, self._stepper, self.window)
+
+    def prepare_data_loader(self, loader: Any, *, place: bool = True) -> PreparedLoader:
+        """A loader that gives this process its part of the data, on the device. Takes any iterable, a list of batches too.
+
+        Args:
+            place: move the batches to the device (and floating point inputs to a ``*-true`` precision's dtype).
+        """
+        dtype = self.precision.parameters
+        return PreparedLoader(loader, group=self.group, window=self.window, seed=self.seed, dtype=dtype, place=place)
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """The module that the user gave to :meth:`prepare`."""
+        inner = self.strategy.unwrap(model)
+        original = inner._modules.get("_orig_mod")  # torch.compile's wrapper
+        return inner if original is None else original
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget everything that was prepared and return cached device memory; as many ``None`` as objects, to assign to their names."""
+        self.release()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return [None] * len(objects)
+
+    def release(self) -> None:
+        """Forget every prepared model and optimizer."""
+        self._models.clear()
+        self._stepper.known.clear()
+
+    # -- a step -----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch closes its window, so that gradients are reduced and the optimizer steps."""
+        return not self.window.accumulating or self.window.share.last
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """One micro-batch of a window: gradients are reduced, and optimizers and schedulers step, in its last one only.
+
+        A prepared loader knows where its windows end, at the end of an epoch too. Without one, every
+        ``accumulate_grad_batches``-th call closes a window.
+        """
+        self.enter_window(models)
+        try:
+            yield
+        finally:
+            self.window.accumulating = False
+
+    def enter_window(self, models: Sequence[nn.Module] = ()) -> None:
+        """What :meth:`accumulate` does on entering; for loops that accumulate throughout."""
+        window = self.window
+        if window.share is ALONE or window.share.alone < 0:
+            self._unfed += 1
+            window.share = Share(1, float(window.size), -1.0, last=self._unfed % window.size == 0)
+        window.accumulating = True
+        self.strategy.sync(models or self._models, window.share.last)
+
+    @contextmanager
+    def no_sync(self, *models: nn.Module) -> Iterator[None]:
+        """Forward and backward passes whose gradients are not reduced over the ranks."""
+        chosen = models or tuple(self._models)
+        self.strategy.sync(chosen, False)
+        try:
+            yield
+        finally:
+            self.strategy.sync(chosen, True)
+
+    def autocast(self) -> Any:
+        """The context of a forward pass in this precision (for code outside a prepared model's ``forward``)."""
+        return self.precision.context(self.device)
+
+    def backward(self, loss: Tensor | Loss, **kwargs: Any) -> None:
+        """Backward from a loss, weighted so that the step's gradient is that of one big batch over all ranks and the whole window.
+
+        Args:
+            loss: a scalar (the mean over its micro-batch), or :class:`engine.Loss`.
+            kwargs: for ``Tensor.backward`(``retain_graph``, ``inputs``).
+
+        Raises:
+            TypeError: neither; or both kinds in one window.
+            ValueError: no graph, or more than one element.
+        """
+        root, divisor = self.window.root(loss, self.group.world_size, self._agree)
+        if divisor == 1.0 and self.scaler is None:
+            root.backward(**kwargs)
+            return
+        seed = self.window.seed(divisor, root.device)
+        root.backward(seed if self.scaler is None else self.scaler.seed(seed), **kwargs)
+
+    def backward_nothing(self) -> None:
+        """This micro-batch has no loss. Alone, its samples do not count; among several ranks they count with a zero gradient."""
+        window = self.window
+        window.drop(self.group.world_size)
+        if self.group.world_size > 1 and self.sync_gradients:
+            root = gradients.joins(p for model in self._models for p in model.parameters())
+            root.backward()
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Make the gradients readable before ``optimizer.step()``: divided by the loss scale and the window's weight."""
+        chosen = self._stepper.known if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        self._stepper.prepare([raw(o) for o in chosen])
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float) -> Tensor | None:
+        """Scale the gradients down to a global 2-norm of at most ``max_norm``; the norm before, shape ``()``; ``None`` inside a window."""
+        if not self.sync_gradients:
+            return None
+        grads = self._readable(parameters)
+        return gradients.clip_norm(grads, self.strategy.norm(grads), max_norm, None)
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Clamp each gradient element to [-clip_value, clip_value]."""
+        if self.sync_gradients:
+            gradients.clip_values(self._readable(parameters), clip_value)
+
+    def _readable(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        ids = {id(p) for p in chosen}
+        self._stepper.prepare([o for o in self._stepper.known if any(id(p) in ids for p in gradients.parameters_of([o]))])
+        return gradients.gradients(chosen)
+
+    def average_gradients(self, optimizer: Any) -> None:
+        """Average this optimizer's gradients over the ranks now, for models whose backward passes do not (manual optimization)."""
+        self.strategy.average_gradients(gradients.parameters_of([raw(optimizer)]))
+
+    def step(
+        self, optimizers: Sequence[Any], *, max_norm: float | None = None, max_value: float | None = None, then: Then | None = None
+    ) -> None:
+        """Finish the window: divide, clip, check and apply the gradients of all ``optimizers`` as one, in as few passes as possible.
+
+        Args:
+            optimizers: what :meth:`prepare` gave back, or the plain ones.
+            max_norm: clip the global 2-norm to this.
+            max_value: clip each element to [-max_value, max_value].
+            then: called with whether the step was applied (False: skipped, a gradient was not finite) as soon as that is known: at
+                once on a CPU, on CUDA with fused optimizers at the next step or :meth:`settle`.
+        """
+        self._stepper.step([raw(o) for o in optimizers], max_norm=max_norm, max_value=max_value, then=then)
+
+    def settle(self) -> None:
+        """Wait until the verdict of every step is known and ``then`` has been called."""
+        self._stepper.settle()
+
+    @property
+    def pending_steps(self) -> int:
+        """Steps whose verdict is not known yet."""
+        return self._stepper.pending
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The newest step's gradient norm before clipping, shape ``()``; ``None`` when neither clipping nor a check needed it."""
+        return self._stepper.norm
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the newest step was left out because a gradient was not finite. Waits for the device."""
+        self._stepper.settle()
+        return self._stepper.skipped
+
+    def _largest(self, value: float) -> float:
+        return float(collectives.all_reduce(self.group, torch.tensor(value, dtype=torch.float64), "max"))
+
+    def _describe_gradients(self) -> str:
+        named = ((name, p) for model in self._models for name, p in self.unwrap_model(model).named_parameters())
+        names = gradients.where_nonfinite(named)
+        return f"; first in: {', '.join(names[:5])}" if names else ""
+
+
+def raw(optimizer: Any) -> Any:
+    """The user's own optimizer."""
+    return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer

@@ -1,0 +1,207 @@
+"""``Fit``: the loop done for you."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from engine import prepare
+from engine.callback import Callback
+from engine.config.duration import Duration
+from engine.config.resolve import UNSET, resolve
+from engine.config.schema import Settings
+from engine.crew import crew
+from engine.datamodule import DataModule
+from engine.engine import Engine
+from engine.loop import call_all, evaluate, predict, train, validate
+from engine.module import TrainModule
+from engine.run import Result, Run
+from engine.session import session
+from engine.strategies.base import Strategy
+
+
+class Fit:
+    """Trains, validates, tests and predicts with a :class:`engine.TrainModule`.
+
+    Every argument may also come from the environment (``FIT_PRECISION=bf16-mixed``) or a YAML file (``fit.yaml``, or the one that
+    ``FIT_CONFIG`` names); what is given in code wins, then the environment, then the file. Values and their
+    defaults are documented at :class:`engine.config.schema.Settings`.
+
+    Args:
+        strategy: ``"auto"``, ``"single"``, ``"ddp"``, a :class:`engine.Strategy` object.
+        accelerator: ``"auto"`` (CUDA when present), ``"cpu"``, ``"cuda"``.
+        devices: processes on this machine, one device each; started by ``run`` unless torchrun has. Default: every GPU, or one process.
+        num_nodes: machines.
+        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``.
+        max_epochs, max_steps, max_time: stop at whichever comes first; one epoch when none is given.
+        accumulate_grad_batches: micro-batches of an optimizer step, or ``{first epoch: micro-batches}``.
+        global_batch_size: samples of an optimizer step over all ranks; the micro-batches of a step follow from it.
+        gradient_clip_val, gradient_clip_algorithm: clip the global norm (``"norm"``) or each element (``"value"``).
+        val_every: a duration: ``"1 epochs"``, ``500`` steps, ``0.25`` of an epoch, ``"10 min"``; ``None``: never.
+        num_sanity_val_steps: validation batches tried before training.
+        limit_train_batches, limit_val_batches: a number of batches, or a fraction of them.
+        fast_dev_run: try everything on one batch (or n).
+        log_every_n_steps: steps between two log boundaries.
+        callbacks: called in this order.
+        compile: ``torch.compile`` the model.
+        deterministic: ``True`` or ``"warn"``.
+        seed: of python, numpy, torch and the data order.
+        on_nonfinite: ``"raise"`` or ``"skip"`` steps whose gradient norm is not finite.
+        root_dir: where checkpoints and logs go.
+
+    Raises:
+        ValueError, TypeError: a wrong argument; the message names it, its value and what is possible.
+    """
+
+    def __init__(
+        self,
+        *,
+        strategy: str | Strategy = UNSET,
+        accelerator: str = UNSET,
+        devices: int | str | Sequence[int] = UNSET,
+        num_nodes: int = UNSET,
+        precision: str | int = UNSET,
+        max_epochs: int | None = UNSET,
+        max_steps: int | None = UNSET,
+        max_time: str | timedelta | Duration | None = UNSET,
+        accumulate_grad_batches: int | Mapping[int, int] = UNSET,
+        global_batch_size: int | None = UNSET,
+        gradient_clip_val: float | None = UNSET,
+        gradient_clip_algorithm: str = UNSET,
+        val_every: int | float | str | timedelta | Duration | None = UNSET,
+        num_sanity_val_steps: int = UNSET,
+        limit_train_batches: int | float | None = UNSET,
+        limit_val_batches: int | float | None = UNSET,
+        fast_dev_run: bool | int = UNSET,
+        log_every_n_steps: int = UNSET,
+        callbacks: Callback | Sequence[Callback] | None = UNSET,
+        compile: bool = UNSET,
+        deterministic: bool | str = UNSET,
+        seed: int | None = UNSET,
+        on_nonfinite: str | None = UNSET,
+        root_dir: str | Path = UNSET,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        resolved = resolve(given, os.environ)
+        self.settings: Settings = resolved.settings
+        """What holds, from code, environment, file and defaults."""
+        self.origins: dict[str, str] = resolved.origins
+        """Where each setting comes from."""
+
+    def run(
+        self,
+        module: TrainModule,
+        train_loader: Any = None,
+        val_loaders: Any = None,
+        *,
+        datamodule: DataModule | None = None,
+        resume: str | Path | None = None,
+    ) -> Result:
+        """Train::
+
+            start or meet the processes; seed; prepare_data; setup; configure_model; configure_optimizers; resume
+            on_fit_start; sanity validation; on_train_start
+            epochs (engine.loop.train)
+            on_train_end; on_fit_end; teardown
+
+        Args:
+            module: what to train; it holds the trained weights afterwards.
+            train_loader: a ``DataLoader``, a list of batches, or any iterable of batches.
+            val_loaders: one loader or a list of them.
+            datamodule: where loaders come from that are not given here.
+            resume: ``"last"`` (the newest checkpoint in ``root_dir``), ``"auto"`` (the same, if there is one), or a checkpoint's path.
+
+        Returns:
+            How it ended; on every rank.
+
+        Raises:
+            ValueError, TypeError: bad input, before the first step where that is possible.
+            RankError: another rank failed.
+            KeyboardInterrupt: Ctrl-C, after the step, when callbacks have saved and closed.
+            Exception: whatever the module or a callback raised, unchanged.
+        """
+        datamodule, train_loader = _datamodule(datamodule, train_loader)
+        with self._start(module, "fit") as run, session(run, datamodule):
+            prepare.training(run, train_loader, val_loaders, datamodule)
+            prepare.resume(run, resume)
+            call_all(run, run.hooks.on_fit_start)
+            self._sanity_check(run)
+            call_all(run, run.hooks.on_train_start)
+            train(run)
+            call_all(run, run.hooks.on_train_end)
+            call_all(run, run.hooks.on_fit_end)
+        return run.result()
+
+    def validate(
+        self, module: TrainModule, loaders: Any = None, *, datamodule: DataModule | None = None, checkpoint: str | Path | None = None
+    ) -> list[dict[str, float]]:
+        """Run ``validation_step`` on every batch; one dict of metrics for each loader. ``checkpoint``: load these weights first."""
+        return self._evaluate(module, loaders, datamodule, checkpoint, "validate", "validation")
+
+    def test(
+        self, module: TrainModule, loaders: Any = None, *, datamodule: DataModule | None = None, checkpoint: str | Path | None = None
+    ) -> list[dict[str, float]]:
+        """Run ``test_step`` on every batch; one dict of metrics for each loader. ``checkpoint``: load these weights first."""
+        return self._evaluate(module, loaders, datamodule, checkpoint, "test", "test")
+
+    def predict(
+        self, module: TrainModule, loaders: Any = None, *, datamodule: DataModule | None = None, checkpoint: str | Path | None = None
+    ) -> list[Any]:
+        """The outputs of ``predict_step``, one entry a batch, in the data's order, from all ranks on every rank, on the CPU.
+
+        With several loaders a list for each of them. ``checkpoint``: load these weights first.
+        """
+        datamodule, loaders = _datamodule(datamodule, loaders)
+        with self._start(module, "predict") as run, session(run, datamodule):
+            prepared = prepare.evaluation(run, "predict", loaders, datamodule, "predict_step")
+            run.load_weights(checkpoint)
+            results = predict(run, prepared)
+        return results[0] if len(prepared) == 1 else results
+
+    def _evaluate(
+        self, module: TrainModule, loaders: Any, datamodule: DataModule | None, checkpoint: str | Path | None, stage: str, name: str
+    ) -> list[dict[str, float]]:
+        datamodule, loaders = _datamodule(datamodule, loaders)
+        with self._start(module, stage) as run, session(run, datamodule):
+            prepared = prepare.evaluation(run, name, loaders, datamodule, f"{name}_step")
+            run.load_weights(checkpoint)
+            results = evaluate(run, prepared, name, getattr(module, f"{name}_step"))
+        return results
+
+    def _sanity_check(self, run: Run) -> None:
+        """A few validation batches, so that an error in them does not wait for the end of the first epoch. Leaves no trace."""
+        count = self.settings.num_sanity_val_steps
+        if not count or not run.val_loaders or run.step:
+            return
+        run.stage = "sanity"
+        call_all(run, run.hooks.on_sanity_check_start)
+        validate(run, None if count < 0 else count)
+        call_all(run, run.hooks.on_sanity_check_end)
+        run.stage = "fit"
+
+    @contextmanager
+    def _start(self, module: TrainModule, stage: str) -> Iterator[Run]:
+        """Meet the other processes and make the run."""
+        if not isinstance(module, TrainModule):
+            raise TypeError(f"Fit takes a TrainModule, got {type(module).__name__}: subclass engine.TrainModule, or keep your loop with engine.Engine")
+        settings = self.settings
+        for callback in settings.callbacks:
+            if not isinstance(callback, Callback):
+                raise TypeError(f"callbacks has {callback!r:.80} of type {type(callback).__name__}: give engine.Callback objects")
+        with crew(settings) as group:
+            engine = Engine(strategy=settings.strategy, precision=settings.precision, on_nonfinite=settings.on_nonfinite, seed=settings.seed, group=group)
+            callbacks = tuple(c for c in settings.callbacks if not (settings.fast_dev_run and c.runs_last))
+            yield Run(settings, engine, module, callbacks, stage)
+
+
+def _datamodule(datamodule: DataModule | None, loader: Any) -> tuple[DataModule | None, Any]:
+    """A data module may stand in the place of a loader."""
+    if isinstance(loader, DataModule):
+        if datamodule is not None:
+            raise ValueError("two data modules were given: one in the place of the loader, one as datamodule=")
+        return loader, None
+    return datamodule, loader

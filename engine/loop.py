@@ -1,0 +1,320 @@
+"""The loops: train, evaluate, predict. Free functions over :class:`engine.run.Run`."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.data.loader import PreparedLoader
+from engine.distributed.collectives import gather_object
+from engine.gradients import Loss
+from engine.metrics import Recorder
+from engine.run import Run
+from engine.seed import isolated
+from engine.tree import map_tensors
+
+
+def train(run: Run) -> None:
+    """Train until a limit is reached or someone asks to stop::
+
+        while no limit is reached:
+            on_train_epoch_start
+            for each micro-batch:
+                on_train_batch_start; training_step; backward
+                at its window's end: finish gradients; optimizer step; zero_grad; step schedulers
+                on_train_batch_end
+                at a step's end, when due: log, validate, stop
+            validate when due; on_train_epoch_end; log; epoch schedulers
+    """
+    state = run.state
+    if state.epoch_done:
+        next_epoch(run)
+    while not reached_limit(run):
+        train_epoch(run)
+        if not state.epoch_done:
+            break
+        if not reached_limit(run):
+            next_epoch(run)
+
+
+def train_epoch(run: Run) -> None:
+    """One pass over the training data, or what is left of it."""
+    engine, module, state, hooks, times, recorder = run.engine, run.module, run.state, run.hooks, run.times, run.recorder
+    window, call, automatic, clock = engine.window, run.call, module.automatic_optimization, time.perf_counter
+    autocast = engine.autocast()
+    batches = begin_epoch(run)
+    mark = clock()
+    for batch in batches:
+        began = clock()
+        times.data += began - mark
+        index = state.batch_idx
+        recorder.size = window.share.size
+        if automatic:
+            engine.enter_window()
+        if hooks.on_train_batch_start and any([hook(run, module, batch, index) == -1 for hook in hooks.on_train_batch_start]):
+            break
+        with autocast:
+            outputs = call(batch, index)
+        if automatic:
+            backward(run, outputs)
+        state.batch_idx = index + 1
+        state.batches += 1
+        closes = window.share.last or not automatic
+        if automatic and closes:
+            optimizer_step(run)
+        for hook in hooks.on_train_batch_end:
+            hook(run, module, outputs, batch, index)
+        mark = clock()
+        times.compute += mark - began
+        if closes and end_step(run, mark - began):
+            break
+    window.accumulating = False
+    end_epoch(run)
+
+
+def backward(run: Run, outputs: Any) -> None:
+    """Backward from what ``training_step`` returned."""
+    loss = outputs
+    if type(loss) is not Tensor and not isinstance(loss, (Tensor, Loss)):
+        loss = loss_in(outputs, run.module)
+        if loss is None:
+            run.engine.backward_nothing()
+            return
+    for hook in run.hooks.on_before_backward:
+        hook(run, run.module, loss)
+    run.engine.backward(loss)
+    for hook in run.hooks.on_after_backward:
+        hook(run, run.module)
+
+
+def loss_in(outputs: Any, module: nn.Module) -> Any:
+    """The loss inside a training step's outputs, or ``None``."""
+    if outputs is None:
+        return None
+    if not isinstance(outputs, Mapping):
+        raise TypeError(
+            f"{type(module).__name__}.training_step returned {type(outputs).__name__}; "
+            "possible: a scalar tensor, Loss(sum, count), a dict with one of them under 'loss', or None"
+        )
+    if "loss" not in outputs:
+        raise ValueError(f"{type(module).__name__}.training_step returned a dict without 'loss'; its keys: {', '.join(map(str, outputs))}")
+    return outputs["loss"]
+
+
+def optimizer_step(run: Run) -> None:
+    """Finish the window's gradients and step; a window in which no micro-batch had a loss is no step."""
+    engine, module, hooks = run.engine, run.module, run.hooks
+    if engine.window.empty:
+        return
+    if hooks.on_before_optimizer_step:
+        engine.unscale_gradients(run.optimizers)
+        for optimizer in run.optimizers:
+            for hook in hooks.on_before_optimizer_step:
+                hook(run, module, optimizer)
+    engine.step(run.optimizers, max_norm=run.max_norm, max_value=run.max_value, then=run.applied)
+    for optimizer in run.optimizers:
+        for hook in hooks.on_before_zero_grad:
+            hook(run, module, optimizer)
+        optimizer.zero_grad()
+
+
+def end_step(run: Run, seconds: float) -> bool:
+    """After an optimizer step: whatever is due. Whether the epoch is to be left."""
+    run.state.position += run.stride
+    if run.agreement.poll(run.wishes_stop, seconds):
+        run.accept_stop()
+    if run.state.step + run.engine.pending_steps >= run.due_step or run.stop_reason:
+        due(run)
+    run.recorder.window += 1
+    return bool(run.stop_reason)
+
+
+def due(run: Run) -> None:
+    """Log, validate and find out whether a limit is reached."""
+    run.engine.settle()
+    step, settings = run.state.step, run.settings
+    if settings.log_every_n_steps and step % settings.log_every_n_steps == 0:
+        run.publish_step()
+    if run.val_loaders and not run.stop_reason and run.val_every.due(step, None, run.elapsed_s):
+        validate(run)
+    reached_limit(run)
+    run.plan_next()
+
+
+def reached_limit(run: Run) -> bool:
+    """Whether a limit or a request ends the training; the reason is noted."""
+    state, settings = run.state, run.settings
+    finished = state.epoch + state.epoch_done
+    if run.stop_reason:
+        return True
+    if run.max_steps is not None and state.step >= run.max_steps:
+        run.stop_reason = f"max_steps={run.max_steps} reached"
+    elif run.max_epochs is not None and finished >= run.max_epochs:
+        run.stop_reason = f"max_epochs={run.max_epochs} reached"
+    elif settings.max_time is not None and run.elapsed_s >= settings.max_time.value:
+        run.stop_reason = f"max_time={settings.max_time} reached"
+    return bool(run.stop_reason)
+
+
+def begin_epoch(run: Run) -> Iterator[Any]:
+    """Set the window and the loader to where the epoch is."""
+    state, loader = run.state, run.train_loader
+    assert loader is not None
+    run.engine.accumulate_grad_batches = run.window_at(state.epoch)
+    run.stride = loader.stride
+    loader.resume(state.epoch, state.position)
+    run.plan_next()
+    for hook in run.hooks.on_train_epoch_start:
+        hook(run, run.module)
+    return iter(loader)
+
+
+def end_epoch(run: Run) -> None:
+    """Validation when due, then hooks, values, schedulers. An epoch left in the middle keeps its place and its values."""
+    run.engine.settle()
+    state, module = run.state, run.module
+    exhausted = run.num_train_batches is not None and state.batch_idx >= run.num_train_batches
+    whole = exhausted or not run.stop_reason
+    if whole and run.val_loaders and run.val_every.due(state.step, state.epoch + 1, run.elapsed_s):
+        validate(run)
+    run.recorder.size, run.recorder.on_step, run.recorder.on_epoch = 1, False, True
+    for hook in run.hooks.on_train_epoch_end:
+        hook(run, module)
+    run.recorder.on_step, run.recorder.on_epoch = True, False
+    run.publish(run.recorder.epoch_values(clear=whole), run.recorder)
+    if whole:
+        for schedule in run.schedulers:
+            if schedule.interval == "epoch" and module.automatic_optimization and (state.epoch + 1) % schedule.frequency == 0:
+                schedule.advance(run.metrics)
+        state.epoch_done = True
+        for hook in run.hooks.last_on_train_epoch_end:
+            hook(run, module)
+        if run.agreement.now(run.wishes_stop):
+            run.accept_stop()
+
+
+def next_epoch(run: Run) -> None:
+    """Move the counters on."""
+    state = run.state
+    state.epoch, state.batch_idx, state.position, state.epoch_done = state.epoch + 1, 0, 0, False
+
+
+# -- evaluation -----------------------------------------------------------------------------------------------------------------------
+
+
+def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
+    """Validation inside of a training; it leaves gradients, random numbers and every module's train/eval flag as they were."""
+    if run.stage == "fit":
+        if run.state.validated_step == run.state.step:
+            return []
+        run.state.validated_step = run.state.step
+    began = time.perf_counter()
+    results = evaluate(run, run.val_loaders, "validation", run.module.validation_step, limit)
+    run.times.validation += time.perf_counter() - began
+    if run.stage == "fit" and run.agreement.now(run.wishes_stop):
+        run.accept_stop()
+    return results
+
+
+def evaluate(
+    run: Run, loaders: Sequence[PreparedLoader], name: str, step: Callable[..., Any], limit: int | None = None
+) -> list[dict[str, float]]:
+    """Run ``step`` on every batch of every loader without gradients; one dict of metrics for each loader.
+
+    Args:
+        name: ``"validation"`` or ``"test"``: whose hooks are called.
+        limit: at most so many batches of each loader.
+    """
+    hooks, module, outer = run.hooks, run.module, run.recorder
+    several = len(loaders) > 1
+    recorders = [Recorder(run.engine.group, on_step=False, on_epoch=True, suffix=f"/dataloader_idx_{i}" if several else "") for i in range(len(loaders))]
+    common = Recorder(run.engine.group, on_step=False, on_epoch=True)
+    with evaluating(module):
+        run.recorder = common
+        call_all(run, getattr(hooks, f"on_{name}_start"))
+        call_all(run, getattr(hooks, f"on_{name}_epoch_start"))
+        for index, (loader, recorder) in enumerate(zip(loaders, recorders, strict=True)):
+            run.recorder = recorder
+            for _ in batches(run, loader, name, step, index if several else None, limit):
+                pass
+        run.recorder = common
+        call_all(run, getattr(hooks, f"on_{name}_epoch_end"))
+        shared = common.epoch_values()
+        values = [recorder.epoch_values() for recorder in recorders]
+        run.recorder = outer
+        if run.stage != "sanity":
+            for recorder, found in zip([*recorders, common], [*values, shared], strict=True):
+                if found:
+                    run.publish(dict(found), recorder)
+        call_all(run, getattr(hooks, f"on_{name}_end"))
+    return [{**found, **shared} for found in values]
+
+
+def predict(run: Run, loaders: Sequence[PreparedLoader]) -> list[list[Any]]:
+    """The outputs of ``predict_step`` for each loader: one entry a batch in the data's order, from all ranks, on the CPU."""
+    run.num_eval_batches = [loader.length for loader in loaders]
+    results = []
+    with evaluating(run.module):
+        call_all(run, run.hooks.on_predict_start)
+        call_all(run, run.hooks.on_predict_epoch_start)
+        for index, loader in enumerate(loaders):
+            several = index if len(loaders) > 1 else None
+            own = [map_tensors(Tensor.cpu, out) for out in batches(run, loader, "predict", run.module.predict_step, several, None)]
+            by_rank = [own] if run.world_size == 1 else gather_object(run.engine.group, own)
+            dealt = itertools.zip_longest(*by_rank, fillvalue=_NOTHING)
+            results.append([out for row in dealt for out in row if out is not _NOTHING])
+        call_all(run, run.hooks.on_predict_epoch_end)
+        call_all(run, run.hooks.on_predict_end)
+    return results
+
+
+_NOTHING = object()
+
+
+def batches(run: Run, loader: PreparedLoader, name: str, step: Callable[..., Any], index: int | None, limit: int | None) -> Iterator[Any]:
+    """The outputs of ``step`` on this rank's batches. ``index``: the loader's, when there are several."""
+    engine, module = run.engine, run.module
+    starts, ends = getattr(run.hooks, f"on_{name}_batch_start"), getattr(run.hooks, f"on_{name}_batch_end")
+    place = () if index is None else (index,)
+    autocast = engine.autocast()
+    for number, batch in enumerate(loader if limit is None else itertools.islice(loader, limit)):
+        size = engine.window.share.size
+        if not size and not engine.strategy.matched_forward:
+            continue  # repeated samples of a rank that has run out
+        run.recorder.size = size
+        for hook in starts:
+            hook(run, module, batch, number, *place)
+        with autocast:
+            outputs = step(batch, number, *place)
+        for hook in ends:
+            hook(run, module, outputs, batch, number, *place)
+        if size:
+            yield outputs
+        if run.interrupted and run.world_size == 1:
+            raise KeyboardInterrupt
+    run.recorder.size = 1
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Eval mode, no gradients; afterwards each submodule's own flag and all random numbers are back."""
+    flags = [(m, m.training) for m in module.modules()]
+    module.eval()
+    try:
+        with isolated(), torch.no_grad():
+            yield
+    finally:
+        for m, flag in flags:
+            m.training = flag
+
+
+def call_all(run: Run, hooks: Sequence[Callable[..., Any]]) -> None:
+    """Call hooks that take nothing but the run and the module."""
+    for hook in hooks:
+        hook(run, run.module)

@@ -1,0 +1,263 @@
+"""Logged values: kept on their device as they come, reduced over micro-batches and ranks when they are read."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.distributed.collectives import gather, gather_object
+from engine.distributed.group import Group
+from engine.errors import nearest
+
+REDUCTIONS = ("mean", "sum", "min", "max")
+_FOLD = 256
+"""Values kept before they are folded into one: bounds memory, and costs 1/256 of a fold for each value."""
+
+
+class Slot:
+    """All values of one name: those of the current step, and those of the epoch."""
+
+    __slots__ = ("metric", "name", "options", "reduce", "total", "values", "weight", "weights", "window", "window_values", "window_weights")
+
+    def __init__(self, name: str, options: tuple[bool, bool, bool, str]) -> None:
+        self.name, self.options, self.reduce = name, options, options[3]
+        self.metric: Any = None
+        self.window = -1
+        self.window_values: list[Any] = []
+        self.window_weights: list[Any] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the epoch."""
+        self.values: list[Any] = []
+        self.weights: list[Any] = []
+        self.total: Any = None
+        self.weight: Any = 0.0
+
+    def fold(self) -> None:
+        """Reduce the epoch's values so far to one pair (value, weight), on the device."""
+        if self.values:
+            total, weight = reduced(self.values, self.weights, self.reduce)
+            if self.total is not None:
+                totals, weights = [self.total, total], [self.weight, weight]
+                if self.reduce == "mean":  # totals are weighted sums already
+                    total, weight = self.total + total, self.weight + weight
+                else:
+                    total, weight = reduced(totals, [1.0, 1.0], self.reduce)[0], weights[0] + weights[1]
+            self.total, self.weight = total, weight
+            self.values, self.weights = [], []
+
+
+def reduced(values: list[Any], weights: list[Any], reduce: str) -> tuple[Any, Any]:
+    """``(sum of value * weight, sum of weights)`` for ``"mean"``, else ``(reduced value, number of values)``; float64, no wait for a device."""
+    plain = not any(isinstance(v, Tensor) for v in values)
+    if plain and not any(isinstance(w, Tensor) for w in weights):
+        if reduce == "mean":
+            return _sum([v * w for v, w in zip(values, weights, strict=True)]), math.fsum(weights)
+        return {"sum": _sum, "min": min, "max": max}[reduce](values), float(len(values))
+    device = next(t.device for t in (*values, *weights) if isinstance(t, Tensor))
+    stacked = _column(values, device)
+    if reduce != "mean":
+        return getattr(torch, {"sum": "sum", "min": "amin", "max": "amax"}[reduce])(stacked), float(len(values))
+    if not any(isinstance(w, Tensor) for w in weights) and len(set(weights)) == 1:
+        return stacked.sum() * weights[0], float(sum(weights))
+    column = _column(weights, device)
+    return (stacked * column).sum(), column.sum()
+
+
+def _column(items: list[Any], device: torch.device) -> Tensor:
+    if all(isinstance(item, Tensor) for item in items):
+        return torch.stack([item.reshape(()).to(torch.float64) if item.dtype != torch.float64 or item.ndim else item for item in items]).to(device)
+    floats = [float(i) if not isinstance(i, Tensor) else 0.0 for i in items]
+    column = torch.tensor(floats, dtype=torch.float64).to(device, non_blocking=True)
+    for index, item in enumerate(items):
+        if isinstance(item, Tensor):
+            column[index] = item.reshape(()).to(device, torch.float64, non_blocking=True)
+    return column
+
+
+class Recorder:
+    """What ``self.log`` writes to: one for training, one for each loader of an evaluation."""
+
+    def __init__(self, group: Group, *, on_step: bool, on_epoch: bool, suffix: str = "") -> None:
+        self.group, self.suffix = group, suffix
+        self.on_step, self.on_epoch = on_step, on_epoch
+        """What holds for a name that says nothing about it."""
+        self.slots: dict[str, Slot] = {}
+        self.window = 0
+        """Which step the values belong to."""
+        self.size: int = 1
+        """Samples in the current micro-batch: the weight of its values; 0: they do not count."""
+
+    def record(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce: str = "mean",
+        batch_size: Any = None,
+    ) -> None:
+        """Keep one value. Nothing is computed on it and no device is waited for.
+
+        Raises:
+            TypeError: not a number, a one-element tensor or a torchmetrics object.
+            ValueError: several elements, or a name that was logged with other options before.
+        """
+        options = (self.on_step if on_step is None else on_step, self.on_epoch if on_epoch is None else on_epoch, prog_bar, reduce)
+        slot = self.slots.get(name)
+        if slot is None:
+            slot = self._new(name, options)
+        elif slot.options != options:
+            self._conflict(slot, options)
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"log({name!r}) got a tensor of shape {tuple(value.shape)}: log one number, for example its .mean()")
+            value = value.detach()
+        elif not isinstance(value, (int, float)):
+            value = self._other(slot, value)
+            if value is None:
+                return
+        if not self.size:
+            return
+        weight = self.size if batch_size is None else batch_size
+        if options[0]:
+            if slot.window != self.window:
+                slot.window, slot.window_values, slot.window_weights = self.window, [], []
+            slot.window_values.append(value)
+            slot.window_weights.append(weight)
+        if options[1]:
+            slot.values.append(value)
+            slot.weights.append(weight)
+            if len(slot.values) >= _FOLD:
+                slot.fold()
+
+    def _new(self, name: str, options: tuple[bool, bool, bool, str]) -> Slot:
+        if not isinstance(name, str):
+            raise TypeError(f"log() takes a name (str) first, got {name!r}")
+        if options[3] not in REDUCTIONS:
+            raise ValueError(f"log({name!r}, reduce={options[3]!r}) is unknown{nearest(options[3], REDUCTIONS)}; possible: {', '.join(REDUCTIONS)}")
+        slot = self.slots[name] = Slot(name, options)
+        return slot
+
+    def _conflict(self, slot: Slot, options: tuple[bool, bool, bool, str]) -> None:
+        names = ("on_step", "on_epoch", "prog_bar", "reduce")
+        differ = [f"{n}={b!r} (before: {a!r})" for n, a, b in zip(names, slot.options, options, strict=True) if a != b]
+        raise ValueError(f"log({slot.name!r}) is called with other options than before: {', '.join(differ)}; give it one set, or another name")
+
+    def _other(self, slot: Slot, value: Any) -> Any:
+        """A torchmetrics object (kept, read later: ``None``) or a number in disguise (numpy's)."""
+        if callable(getattr(value, "compute", None)) and callable(getattr(value, "reset", None)):
+            if callable(getattr(value, "items", None)):
+                raise TypeError(f"log({slot.name!r}) got a MetricCollection: use log_dict(collection)")
+            slot.metric, slot.window = value, self.window
+            return None
+        if isinstance(value, Mapping):
+            raise TypeError(f"log({slot.name!r}) got a dict: use log_dict, with one number under each name (no nested dicts)")
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"log({slot.name!r}) got {type(value).__name__}: log a number, a tensor with one element or a torchmetrics Metric"
+            ) from None
+
+    # -- reading ----------------------------------------------------------------------------------------------------------------
+
+    def step_values(self) -> dict[str, float]:
+        """The newest step's values, over its micro-batches and all ranks. A collective; waits for the device once."""
+        pairs = {}
+        for slot in self.slots.values():
+            if slot.options[0] and slot.window == self.window:
+                name = f"{slot.name}_step" if slot.options[1] else slot.name
+                if slot.metric is not None:
+                    cache = getattr(slot.metric, "_forward_cache", None)
+                    pairs[name] = ("mean", (slot.metric.compute() if cache is None else cache), 1.0)
+                else:
+                    pairs[name] = (slot.reduce, *reduced(slot.window_values, slot.window_weights, slot.reduce))
+        return self._over_ranks(pairs)
+
+    def epoch_values(self, clear: bool = True) -> dict[str, float]:
+        """The epoch's values over all micro-batches and ranks; then a new epoch begins. A collective; waits for the device once."""
+        pairs, computed = {}, {}
+        for slot in self.slots.values():
+            if not slot.options[1]:
+                continue
+            name = (f"{slot.name}_epoch" if slot.options[0] else slot.name) + self.suffix
+            if slot.metric is not None:
+                value = slot.metric.compute()  # torchmetrics reduces over the ranks by itself
+                if not isinstance(value, Tensor) or value.numel() != 1:
+                    raise ValueError(f"log({slot.name!r}): {type(slot.metric).__name__}.compute() gave {value!r:.100}, not one number")
+                computed[name] = float(value)
+                if clear:
+                    slot.metric.reset()
+            else:
+                slot.fold()
+                pairs[name] = (slot.reduce, 0.0 if slot.total is None else slot.total, slot.weight)
+            if clear:
+                slot.clear()
+        return {**self._over_ranks(pairs), **computed}
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the epoch so far (torchmetrics objects are submodules: their states are the module's)."""
+        state = {}
+        for name, slot in self.slots.items():
+            slot.fold()
+            if slot.total is not None:
+                state[name] = {"options": list(slot.options), "total": slot.total, "weight": slot.weight}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+        for name, saved in state.items():
+            slot = self.slots[name] = Slot(name, tuple(saved["options"]))
+            slot.total, slot.weight = saved["total"], saved["weight"]
+
+    def progress_names(self) -> set[str]:
+        """The names to show in a progress bar, in each of their forms."""
+        names = [slot.name for slot in self.slots.values() if slot.options[2]]
+        return {name + ending + self.suffix for name in names for ending in ("", "_step", "_epoch")} | set(names)
+
+    def _over_ranks(self, pairs: dict[str, tuple[str, Any, Any]]) -> dict[str, float]:
+        numbers = [part for _, total, weight in pairs.values() for part in (total, weight)]
+        tensors = [n for n in numbers if isinstance(n, Tensor)]
+        if tensors:  # one copy off the device for everything
+            rows = iter(torch.stack([t.detach().reshape(()).to(tensors[0].device, torch.float64) for t in tensors]).tolist())
+            numbers = [next(rows) if isinstance(n, Tensor) else float(n) for n in numbers]
+        ops = [op for op, _, _ in pairs.values()]
+        every = [(list(pairs), ops, [float(n) for n in numbers])]
+        if self.group.world_size > 1:
+            every = self._exchange(*every[0])
+        return combined(every)
+
+    def _exchange(self, names: list[str], ops: list[str], numbers: list[float]) -> list[tuple[list[str], list[str], list[float]]]:
+        """Every rank's names and numbers. Ranks that log the same names, the usual case, exchange numbers only."""
+        head = gather(self.group, torch.tensor([[zlib.crc32(repr((names, ops)).encode())]], dtype=torch.int64))
+        if len(set(head.flatten().tolist())) == 1:
+            if not names:
+                return [(names, ops, [])]
+            rows = gather(self.group, torch.tensor([numbers], dtype=torch.float64))
+            return [(names, ops, row) for row in rows.tolist()]
+        return gather_object(self.group, (names, ops, numbers))
+
+
+def combined(every: list[tuple[list[str], list[str], list[float]]]) -> dict[str, float]:
+    """One value for each name out of the ranks' (total, weight) pairs; a name without any weight is left out."""
+    merged: dict[str, tuple[str, list[float], list[float]]] = {}
+    for names, ops, numbers in every:
+        for index, (name, op) in enumerate(zip(names, ops, strict=True)):
+            if numbers[2 * index + 1]:
+                _, totals, weights = merged.setdefault(name, (op, [], []))
+                totals.append(numbers[2 * index])
+                weights.append(numbers[2 * index + 1])
+    how = {"mean": lambda t, w: _sum(t) / _sum(w), "sum": lambda t, w: _sum(t), "min": lambda t, w: min(t), "max": lambda t, w: max(t)}
+    return {name: float(how[op](totals, weights)) for name, (op, totals, weights) in merged.items()}
+
+
+def _sum(numbers: list[float]) -> float:
+    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)  # fsum refuses inf - inf

@@ -1,0 +1,276 @@
+"""``TrainModule``: a model together with how it is trained."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from engine.gradients import Loss
+from engine.hparams import HParams, init_arguments
+from engine.log import warn_once
+
+
+class Context(Protocol):
+    """What a module reaches of the run that it is in."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def optimizers(self) -> list[Any]: ...
+    @property
+    def schedulers(self) -> list[Any]: ...
+    def log(self, name: str, value: Any, *options: Any) -> None: ...
+    def manual_backward(self, loss: Any, **kwargs: Any) -> None: ...
+
+
+class TrainModule(nn.Module):
+    """Subclass it, define ``training_step`` and ``configure_optimizers``, and give it to :class:`engine.Fit`.
+
+    The model's forward pass is called as ``self(x)`` or through any submodule; device placement, distributed wrapping, precision,
+    accumulation and clipping are the run's business.
+    """
+
+    automatic_optimization: bool = True
+    """Set it to False to call ``manual_backward`` and the optimizers' ``step`` and ``zero_grad`` in ``training_step`` yourself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._context: Context | None = None
+        self._log: Any = None
+        self._hparams = HParams()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy or a pickle of the module belongs to no run.
+        return {**self.__dict__, "_context": None, "_log": None}
+
+    # -- what to define ---------------------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | Loss | Mapping[str, Any] | None:
+        """The loss of one micro-batch.
+
+        Returns:
+            A scalar (the mean over the micro-batch's samples), :class:`engine.Loss` (a sum and a count, for means over tokens), a
+            dict with either under ``"loss"``, or ``None`` to leave the micro-batch out.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define training_step(self, batch, batch_idx)")
+
+    def configure_optimizers(self) -> Any:
+        """Optimizers and learning rate schedulers, in one of these forms.
+
+        An optimizer; a list of them; ``([optimizers], [schedulers])``; a dict ``{"optimizer": ..., "lr_scheduler": ...}``, a list or
+        tuple of such dicts; ``None`` for no training of parameters. A scheduler stands for itself or is a dict of ``scheduler``,
+        ``interval`` (``"epoch"`` or ``"step"``), ``frequency``, ``monitor`` (for ReduceLROnPlateau), ``strict`` and ``name``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define configure_optimizers(self)")
+
+    def configure_model(self) -> None:
+        """Build parts of the model here when their construction depends on the run; called once on every rank before anything else."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        """One validation batch, without gradients; takes ``dataloader_idx`` as well when there are several loaders."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        """One test batch, without gradients; takes ``dataloader_idx`` as well when there are several loaders."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """The prediction for one batch; by default ``self(batch)``."""
+        return self(batch)
+
+    # -- logging ----------------------------------------------------------------------------------------------------------------
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce: str = "mean",
+        batch_size: Any = None,
+    ) -> None:
+        """Log one number. It stays on its device until a log boundary; it is always reduced over all ranks.
+
+        Args:
+            name: the same options must be given each time.
+            value: a number, a tensor with one element, or a torchmetrics ``Metric`` (computed and reset at the epoch's end).
+            prog_bar: show it in the progress bar.
+            on_step: report the newest step's value every ``log_every_n_steps`` steps; default in training steps.
+            on_epoch: report the epoch's value; default everywhere else. With both, the names end in ``_step`` and ``_epoch``.
+            reduce: ``"mean"`` (weighted by ``batch_size``), ``"sum"``, ``"min"``, ``"max"``.
+            batch_size: the value's weight in a mean; by default the samples in the micro-batch.
+
+        Raises:
+            TypeError, ValueError: a value that is not one number, or other options than before; both name the key.
+        """
+        if self._log is None:
+            warn_once(f"{type(self).__name__}.log() outside of a Fit run records nothing")
+            return
+        self._log(name, value, prog_bar, on_step, on_epoch, reduce, batch_size)
+
+    def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
+        """:meth:`log` for each entry of a dict or a torchmetrics ``MetricCollection``; the options hold for all."""
+        for name, value in values.items():
+            if isinstance(value, Mapping):
+                raise TypeError(f"log_dict: the value of {name!r} is a dict; give one flat dict of numbers")
+            self.log(name, value, **options)
+
+    # -- hyperparameters --------------------------------------------------------------------------------------------------------
+
+    def save_hyperparameters(self, *names: Any, ignore: str | Iterable[str] = ()) -> None:
+        """Keep the arguments of ``__init__`` in :attr:`hparams`, and in every checkpoint. Call it inside ``__init__``.
+
+        Args:
+            names: keep only these; or one dict to keep as it is.
+            ignore: leave these out (modules given as arguments, for example).
+        """
+        ignored = {ignore} if isinstance(ignore, str) else set(ignore)
+        if len(names) == 1 and isinstance(names[0], Mapping):
+            found = dict(names[0])
+        else:
+            frame = inspect.currentframe()
+            found = init_arguments(self, frame.f_back if frame else None)
+            unknown = [name for name in names if name not in found]
+            if unknown:
+                raise ValueError(f"save_hyperparameters({unknown[0]!r}): {type(self).__name__}.__init__ has no such argument; it has {', '.join(found)}")
+            if names:
+                found = {name: found[name] for name in names}
+        self._hparams.update({name: value for name, value in found.items() if name not in ignored})
+
+    @property
+    def hparams(self) -> HParams:
+        """What :meth:`save_hyperparameters` kept; entries are attributes too."""
+        return self._hparams
+
+    # -- manual optimization ----------------------------------------------------------------------------------------------------
+
+    def optimizers(self) -> Any:
+        """The optimizer, or the list of several, that ``configure_optimizers`` gave; for manual optimization."""
+        found = self._attached("optimizers()").optimizers
+        return found[0] if len(found) == 1 else found
+
+    def lr_schedulers(self) -> Any:
+        """The scheduler, or the list of several, or ``None``; in manual optimization their ``step`` is yours to call."""
+        found = [record.scheduler for record in self._attached("lr_schedulers()").schedulers]
+        return found[0] if len(found) == 1 else found or None
+
+    def manual_backward(self, loss: Any, **kwargs: Any) -> None:
+        """Backward from ``loss`` (scaled under fp16); gradients are averaged over the ranks when an optimizer steps."""
+        self._attached("manual_backward()").manual_backward(loss, **kwargs)
+
+    # -- where am I -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the run, or of the first parameter outside of one."""
+        if self._context is not None:
+            return self._context.device
+        first = next(self.parameters(), None)
+        return torch.device("cpu") if first is None else first.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the first floating point parameter."""
+        return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps so far."""
+        return self._context.step if self._context else 0
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch, from 0."""
+        return self._context.epoch if self._context else 0
+
+    @property
+    def global_rank(self) -> int:
+        return self._context.rank if self._context else 0
+
+    @property
+    def world_size(self) -> int:
+        return self._context.world_size if self._context else 1
+
+    def _attached(self, what: str) -> Context:
+        if self._context is None:
+            raise RuntimeError(f"{what} is only possible while a Fit run is going on")
+        return self._context
+
+    def attach(self, context: Context | None) -> None:
+        """Enter (or leave) a run; called by it."""
+        self._context = context
+        self._log = None if context is None else context.log
+
+    # -- hooks: Lightning's, each optional; called in the order of engine/README.md ------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Before a run; ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+
+    def teardown(self, stage: str) -> None:
+        """After a run, also after an error."""
+
+    def on_fit_start(self) -> None: ...
+    def on_fit_end(self) -> None: ...
+    def on_train_start(self) -> None: ...
+    def on_train_end(self) -> None: ...
+    def on_train_epoch_start(self) -> None: ...
+    def on_train_epoch_end(self) -> None: ...
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        """Return -1 to skip the rest of the epoch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+    def on_before_backward(self, loss: Any) -> None: ...
+    def on_after_backward(self) -> None: ...
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Gradients are whole and unscaled, not yet clipped."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None: ...
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch, changed or not, before it goes to the device."""
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch, changed or not, on the device (augmentation on the GPU)."""
+        return batch
+
+    def on_validation_start(self) -> None: ...
+    def on_validation_end(self) -> None: ...
+    def on_validation_epoch_start(self) -> None: ...
+    def on_validation_epoch_end(self) -> None: ...
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_test_start(self) -> None: ...
+    def on_test_end(self) -> None: ...
+    def on_test_epoch_start(self) -> None: ...
+    def on_test_epoch_end(self) -> None: ...
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_predict_start(self) -> None: ...
+    def on_predict_end(self) -> None: ...
+    def on_predict_epoch_start(self) -> None: ...
+    def on_predict_epoch_end(self) -> None: ...
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add entries (trees of tensors and JSON values) to what is saved."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Read them back."""
+
+    # -- loaders of the module's own, used when ``Fit`` is given none ---------------------------------------------------------------
+
+    def train_dataloader(self) -> Any: ...
+    def val_dataloader(self) -> Any: ...
+    def test_dataloader(self) -> Any: ...
+    def predict_dataloader(self) -> Any: ...

@@ -1,0 +1,127 @@
+"""What ``configure_optimizers`` gives, in one form: a list of optimizers and a list of schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from engine.errors import nearest
+from engine.gradients import parameters_of
+
+
+@dataclass(slots=True)
+class Schedule:
+    """A learning rate scheduler, and when it steps."""
+
+    scheduler: Any
+    interval: str = "epoch"
+    """``"epoch"``: at the end of epochs, after validation. ``"step"``: after optimizer steps that happened."""
+    frequency: int = 1
+    """Every so many epochs or steps."""
+    monitor: str | None = None
+    """The metric that ``ReduceLROnPlateau`` follows."""
+    strict: bool = True
+    """Whether a missing ``monitor`` is an error (else that update is left out)."""
+    name: str | None = None
+    """How learning rate loggers call it."""
+    reduce_on_plateau: bool = False
+
+    def __post_init__(self) -> None:
+        if self.interval not in ("epoch", "step"):
+            raise ValueError(f"lr_scheduler interval={self.interval!r} is unknown{nearest(self.interval, ('epoch', 'step'))}; possible: 'epoch', 'step'")
+        if isinstance(self.frequency, bool) or not isinstance(self.frequency, int) or self.frequency < 1:
+            raise ValueError(f"lr_scheduler frequency={self.frequency!r} must be an int of at least 1")
+        if not callable(getattr(self.scheduler, "step", None)):
+            raise TypeError(f"lr_scheduler has no step(): got {type(self.scheduler).__name__}")
+        self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
+        if self.reduce_on_plateau and self.monitor is None:
+            raise ValueError('ReduceLROnPlateau needs a metric: return {"scheduler": ..., "monitor": "val_loss"} for it')
+
+    def advance(self, metrics: Mapping[str, float]) -> None:
+        """One scheduler step.
+
+        Raises:
+            ValueError: the monitored metric is not there, with the names of those that are.
+        """
+        if not self.reduce_on_plateau:
+            self.scheduler.step()
+        elif self.monitor in metrics:
+            self.scheduler.step(metrics[self.monitor])
+        elif self.strict:
+            raise ValueError(
+                f"ReduceLROnPlateau follows {self.monitor!r}, which was not logged{nearest(self.monitor, metrics)}; "
+                f"logged: {', '.join(sorted(metrics)) or 'nothing'}"
+            )
+
+
+def configured(given: Any) -> tuple[list[Optimizer], list[Schedule]]:
+    """Lightning's forms of ``configure_optimizers``' result.
+
+    Raises:
+        TypeError, ValueError: another form, or an optimizer without parameters to train.
+    """
+    optimizers, schedules = _parse(given)
+    if len({id(o) for o in optimizers}) < len(optimizers):
+        raise ValueError("configure_optimizers gave the same optimizer twice")
+    for optimizer in optimizers:
+        if not any(p.requires_grad for p in parameters_of([optimizer])):
+            raise ValueError(f"{type(optimizer).__name__} has no parameters to train: it was given none, or only frozen ones (requires_grad=False)")
+    return optimizers, schedules
+
+
+def _parse(given: Any) -> tuple[list[Optimizer], list[Schedule]]:
+    if given is None:
+        return [], []
+    if isinstance(given, Mapping):
+        return _entry(given)
+    if not isinstance(given, (list, tuple)):
+        return [_optimizer(given)], []
+    if len(given) == 2 and all(isinstance(part, (list, tuple)) for part in given):
+        return [_optimizer(o) for o in given[0]], [_schedule(s) for s in given[1]]
+    if all(isinstance(part, Mapping) for part in given):
+        entries = [_entry(part) for part in given]
+        return [o for os, _ in entries for o in os], [s for _, ss in entries for s in ss]
+    return [_optimizer(o) for o in given], []
+
+
+def _entry(entry: Mapping[str, Any]) -> tuple[list[Optimizer], list[Schedule]]:
+    known = ("optimizer", "lr_scheduler", "monitor")
+    for key in entry:
+        if key not in known:
+            raise ValueError(f"configure_optimizers: unknown key {key!r}{nearest(key, known)}; possible: {', '.join(known)}")
+    if "optimizer" not in entry:
+        raise ValueError('configure_optimizers: a dict needs the key "optimizer"')
+    schedules = []
+    if entry.get("lr_scheduler") is not None:
+        given = entry["lr_scheduler"]
+        if not isinstance(given, Mapping):
+            given = {"scheduler": given, "monitor": entry.get("monitor")}
+        schedules.append(_schedule(given))
+    return [_optimizer(entry["optimizer"])], schedules
+
+
+def _optimizer(given: Any) -> Optimizer:
+    if not isinstance(given, Optimizer):
+        raise TypeError(
+            f"configure_optimizers gave {type(given).__name__} where a torch.optim.Optimizer belongs; possible: an optimizer, a list of them, "
+            '([optimizers], [schedulers]), {"optimizer": ..., "lr_scheduler": ...}'
+        )
+    return given
+
+
+def _schedule(given: Any) -> Schedule:
+    if isinstance(given, Mapping):
+        known = [f.name for f in fields(Schedule)]
+        for key in given:
+            if key not in known:
+                raise ValueError(f"configure_optimizers: unknown key {key!r} in lr_scheduler{nearest(key, known)}; possible: {', '.join(known)}")
+        if "scheduler" not in given:
+            raise ValueError('configure_optimizers: an lr_scheduler dict needs the key "scheduler"')
+        return Schedule(**given)
+    if not isinstance(given, LRScheduler) and not callable(getattr(given, "step", None)):
+        raise TypeError(f"configure_optimizers gave {type(given).__name__} where a learning rate scheduler belongs")
+    return Schedule(given)

@@ -1,0 +1,123 @@
+"""Number formats: which dtype parameters, inputs and computations have, and the loss scaler of fp16."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from engine.errors import nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """One choice of number formats.
+
+    ``*-mixed``: parameters and gradients stay fp32, the forward pass runs under ``torch.autocast``.
+    ``*-true``: parameters, gradients, floating point inputs and optimizer state have that dtype.
+    """
+
+    name: str
+    autocast: torch.dtype | None = None
+    """The dtype that autocast computes in; ``None`` without autocast."""
+    parameters: torch.dtype | None = None
+    """What parameters and floating point inputs are cast to; ``None`` leaves them as they are."""
+    scaled: bool = False
+    """Whether the loss is scaled: fp16 gradients below 6e-8 would vanish otherwise."""
+
+    @classmethod
+    def parse(cls, name: str | int | Precision) -> Precision:
+        """The precision of that name (Lightning's names, and Accelerate's ``no``, ``bf16`` and ``fp16``).
+
+        Raises:
+            ValueError: for a name that does not exist, with the names that do.
+        """
+        if isinstance(name, Precision):
+            return name
+        key = _ALIASES.get(str(name), str(name))
+        if key not in _PRECISIONS:
+            known = [*_PRECISIONS, *_ALIASES]
+            raise ValueError(f"precision={name!r} is unknown{nearest(name, known)}; possible: {', '.join(known)}")
+        return _PRECISIONS[key]
+
+    def context(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """The autocast context of a forward pass on ``device``; one object serves a whole run, but does not nest in itself."""
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(device.type, dtype=self.autocast)
+
+
+_PRECISIONS = {
+    precision.name: precision
+    for precision in (
+        Precision("32-true"),
+        Precision("bf16-mixed", autocast=torch.bfloat16),
+        Precision("16-mixed", autocast=torch.float16, scaled=True),
+        Precision("bf16-true", parameters=torch.bfloat16),
+        Precision("16-true", parameters=torch.float16),
+        Precision("64-true", parameters=torch.float64),
+    )
+}
+_ALIASES = {"no": "32-true", "32": "32-true", "fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "16": "16-mixed", "64": "64-true"}
+
+
+class Scaler(torch.amp.GradScaler):
+    """A ``GradScaler`` whose unscaling also divides by the window's weight, and that several optimizers share correctly.
+
+    The scale changes only while no optimizer holds gradients that were made with the old one: with
+    ``backward(a); backward(b); a.step(); b.step()`` both are unscaled with the scale of their backward passes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device=device.type)
+        self._found: list[Tensor] = []
+        self._used: dict[int, tuple[weakref.ref[Tensor], int] | None] = {}
+
+    def seed(self, seed: Tensor) -> Tensor:
+        """The scaled gradient of the loss itself, for ``loss.backward(seed)``. Shape ``()``."""
+        scaled: Tensor = self.scale(seed)
+        return scaled
+
+    def unscale(self, optimizer: Optimizer, divisor: Tensor | float | None) -> Tensor:
+        """Divide the optimizer's gradients by scale and ``divisor`` in one pass; the result is 1.0 when one of them is not finite."""
+        assert self._scale is not None, "unscale before any backward"
+        inverse = self._scale.double().reciprocal()
+        if divisor is not None:
+            inverse = inverse / divisor
+        found = torch.zeros((), dtype=torch.float32, device=self._scale.device)
+        devices = self._unscale_grads_(optimizer, inverse.float(), found, False)
+        for other in devices.values():
+            if other is not found:
+                found += other.to(found.device, non_blocking=True)
+        return found
+
+    def stepped(self, optimizers: Iterable[Optimizer], found: Tensor, others: Iterable[Optimizer]) -> None:
+        """Note the outcome of these optimizers' step; adjust the scale as soon as no other one holds scaled gradients."""
+        own = set()
+        for optimizer in optimizers:
+            own.add(id(optimizer))
+            self._found.append(found)
+            grad = _first_grad(optimizer)
+            self._used[id(optimizer)] = None if grad is None else (weakref.ref(grad), grad._version)
+        if any(self._waits(other) for other in others if id(other) not in own):
+            return
+        scale, tracker = self._check_scale_growth_tracker("update")
+        worst = torch.stack([f.to(scale.device) for f in self._found]).max()
+        torch._amp_update_scale_(scale, tracker, worst, self._growth_factor, self._backoff_factor, self._growth_interval)
+        self._found.clear()
+
+    def _waits(self, optimizer: Optimizer) -> bool:
+        """Whether it holds gradients that it has not stepped with (loops that call ``zero_grad`` first keep used ones around)."""
+        grad = _first_grad(optimizer)
+        used = self._used.get(id(optimizer))
+        return grad is not None and (used is None or used[0]() is not grad or used[1] != grad._version)
+
+
+def _first_grad(optimizer: Optimizer) -> Tensor | None:
+    return next((p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None), None)

@@ -1,0 +1,212 @@
+"""From what the user passed to a run that can start: loaders, model, optimizers, checkpoint. Whatever is wrong is said here, before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from engine.data.loader import PreparedLoader
+from engine.datamodule import DataModule
+from engine.log import logger, warn_once
+from engine.manual import ManualOptimizer
+from engine.module import TrainModule
+from engine.optimizers import configured
+from engine.run import Run
+from engine.transforms.compile import compile_module
+
+SOURCES = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader", "predict": "predict_dataloader"}
+
+
+class TrainingStep(nn.Module):
+    """``training_step`` as a forward pass, for strategies that work on forward passes."""
+
+    def __init__(self, module: TrainModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> Any:
+        return self.module.training_step(*args)
+
+
+def loaders_for(run: Run, kind: str, given: Any, datamodule: DataModule | None) -> list[PreparedLoader]:
+    """The prepared loaders of a kind: those given, else the data module's, else the module's own."""
+    name = SOURCES[kind]
+    for source in (datamodule, run.module):
+        if given is None and source is not None:
+            given = getattr(source, name)()
+    if given is None:
+        return []
+    several = kind != "train" and isinstance(given, (list, tuple)) and bool(given) and all(map(_is_loader, given))
+    prepared = [run.engine.prepare_data_loader(loader) for loader in (given if several else [given])]
+    for index, loader in enumerate(prepared):
+        if run.hooks.transfers:
+            loader.hooks = (run.module.on_before_batch_transfer, run.module.on_after_batch_transfer, index)
+        if kind != "train":
+            loader.window_size = 1
+    return prepared
+
+
+def _is_loader(item: Any) -> bool:
+    """Whether an entry of a list is a loader of its own (else the list is a list of batches)."""
+    if isinstance(item, (DataLoader, PreparedLoader)):
+        return True
+    if isinstance(item, (list, tuple)):
+        return isinstance(item, list) and bool(item) and isinstance(item[0], (list, tuple, dict))
+    return not isinstance(item, (Tensor, dict, str)) and isinstance(item, Iterable)
+
+
+def limit(loader: PreparedLoader, name: str, value: int | float | None) -> None:
+    """Apply ``limit_train_batches`` or ``limit_val_batches``."""
+    if isinstance(value, float):
+        length = loader.length
+        if value == 1.0:
+            return
+        if length is None:
+            raise ValueError(f"{name}={value} is a fraction, but {type(loader.loader).__name__} has no length: give a number of batches")
+        value = int(length * value)
+        if not value:
+            raise ValueError(f"{name} leaves no batch of the {length} that each rank has: give a larger fraction, or a number of batches")
+    loader.limit = value
+
+
+def training(run: Run, train_loader: Any, val_loaders: Any, datamodule: DataModule | None) -> None:
+    """Get a training ready: model, loaders, optimizers. Compile and distribute come before the optimizers are made."""
+    module, settings = run.module, run.settings
+    if type(module).training_step is TrainModule.training_step:
+        raise TypeError(f"{type(module).__name__} must define training_step(self, batch, batch_idx)")
+    found = loaders_for(run, "train", train_loader, datamodule)
+    if not found:
+        raise ValueError("no training data: give run(module, train_loader), a datamodule or a module with train_dataloader")
+    run.train_loader = found[0]
+    limit(run.train_loader, "limit_train_batches", settings.limit_train_batches)
+    run.num_train_batches = run.train_loader.length
+    if run.num_train_batches == 0 and settings.limit_train_batches != 0:
+        raise ValueError(f"the training loader ({type(run.train_loader.loader).__name__}) is empty")
+    run.val_loaders = validation_loaders(run, val_loaders, datamodule)
+    manual_checks(run)
+    windows(run)
+    place(run)
+    optimizers(run)
+
+
+def validation_loaders(run: Run, given: Any, datamodule: DataModule | None) -> list[PreparedLoader]:
+    """Those of a training; none when validation is switched off or the module has no ``validation_step``."""
+    settings, module = run.settings, run.module
+    if settings.limit_val_batches == 0 or settings.val_every is None:
+        return []
+    found = loaders_for(run, "validation", given, datamodule)
+    if found and type(module).validation_step is TrainModule.validation_step and "validation_step" not in vars(module):
+        warn_once(f"{type(module).__name__} has no validation_step: the validation data is not used")
+        return []
+    for loader in found:
+        limit(loader, "limit_val_batches", settings.limit_val_batches)
+    run.num_eval_batches = [loader.length for loader in found]
+    return found
+
+
+def windows(run: Run) -> None:
+    """The window from ``global_batch_size``; steps per epoch for intervals that are fractions of one."""
+    settings, loader = run.settings, run.train_loader
+    assert loader is not None
+    wanted = settings.global_batch_size
+    if wanted is not None:
+        size = getattr(loader.loader, "batch_size", None)
+        if not isinstance(size, int):
+            raise ValueError(f"global_batch_size={wanted} needs a loader with a batch_size; {type(loader.loader).__name__} has none")
+        each = size * run.world_size
+        window, rest = divmod(wanted, each)
+        if rest or not window:
+            near = sorted({max(1, window) * each, (window + 1) * each})
+            raise ValueError(
+                f"global_batch_size={wanted} cannot be made of batches of {size} on {run.world_size} rank(s) ({each} a micro-batch of all); "
+                f"possible near it: {', '.join(map(str, near))}, or another batch_size in the loader"
+            )
+        run.window_at = lambda epoch: window
+    if run.num_train_batches is not None:
+        run.val_every.steps_per_epoch = -(-run.num_train_batches // run.window_at(0))
+
+
+def manual_checks(run: Run) -> None:
+    """Settings that manual optimization leaves to the module."""
+    if run.module.automatic_optimization:
+        return
+    for name, neutral in (("accumulate_grad_batches", 1), ("gradient_clip_val", None), ("global_batch_size", None)):
+        value = getattr(run.settings, name)
+        if value != neutral:
+            raise ValueError(f"{name}={value!r} has no effect with automatic_optimization=False: do it in training_step, and leave it out of Fit")
+
+
+def place(run: Run) -> None:
+    """The module on its device, compiled and distributed as the settings say."""
+    module, engine = run.module, run.engine
+    if not module.training:
+        warn_once(f"{type(module).__name__} is in eval mode (dropout off, batch norm frozen) and will be trained so; call module.train() before the run")
+    if run.settings.compile:
+        compile_module(module)
+    if not module.automatic_optimization:
+        engine.place_model(module)
+        return
+    wrapped = engine.prepare_model(TrainingStep(module), autocast=False)
+    if not isinstance(wrapped, TrainingStep):
+        run.call = wrapped
+
+
+def optimizers(run: Run) -> None:
+    """What ``configure_optimizers`` gives, prepared."""
+    module, engine = run.module, run.engine
+    if type(module).configure_optimizers is TrainModule.configure_optimizers:
+        raise TypeError(f"{type(module).__name__} must define configure_optimizers(self); return None to train nothing")
+    found, schedules = configured(module.configure_optimizers())
+    prepared = [engine.prepare_optimizer(o) for o in found]
+    # The loop steps whole windows with engine.step and needs no wrapper; a module that steps by itself does.
+    chosen: list[Any] = list(found) if module.automatic_optimization else [ManualOptimizer(o, run) for o in prepared]
+    for schedule in schedules:
+        if schedule.interval == "step" and schedule.reduce_on_plateau and schedule.frequency == 1:
+            warn_once("ReduceLROnPlateau with interval='step' and frequency=1 looks at a metric after every step, which changes only when it is logged")
+    run.set_optimizers(chosen, schedules, module.automatic_optimization)
+
+
+def evaluation(run: Run, kind: str, given: Any, datamodule: DataModule | None, step: str) -> list[PreparedLoader]:
+    """Get ``validate``, ``test`` or ``predict`` ready."""
+    module = run.module
+    base = getattr(TrainModule, step)
+    if step != "predict_step" and getattr(type(module), step) is base and step not in vars(module):
+        raise TypeError(f"{type(module).__name__} must define {step}(self, batch, batch_idx)")
+    found = loaders_for(run, kind, given, datamodule)
+    if not found:
+        raise ValueError(f"no data: give a loader, a datamodule or a module with {SOURCES[kind]}")
+    if kind != "train":
+        for loader in found:
+            limit(loader, "limit_val_batches", run.settings.limit_val_batches or None)
+    run.num_eval_batches = [loader.length for loader in found]
+    run.engine.place_model(module)
+    return found
+
+
+def resume(run: Run, wanted: str | Path | None) -> None:
+    """Go on from a checkpoint: ``"last"`` (must exist), ``"auto"`` (when there is one) or a path."""
+    if wanted is None:
+        return
+    if str(wanted) == "auto":
+        try:
+            path = run.saver.find("last")
+        except FileNotFoundError:
+            return
+    else:
+        path = run.saver.find(wanted)
+    run.load_checkpoint(path)
+    if run.is_main_process:
+        logger.info("resumed from %s: epoch %d, step %d", path, run.epoch, run.step)
+
+
+def deterministic(setting: bool | str) -> Sequence[bool]:
+    """Switch deterministic algorithms on; what to give back to torch afterwards."""
+    before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+    if setting:
+        torch.use_deterministic_algorithms(True, warn_only=setting == "warn")
+    return before

@@ -1,0 +1,148 @@
+"""What ``Engine.prepare`` gives back for an optimizer, a scheduler and a model under autocast: the user's object, with the step under control."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from engine.gradients import Window
+from engine.precision import Precision
+from engine.stepper import Stepper
+from engine.tree import map_tensors
+
+
+class PreparedOptimizer(Optimizer):
+    """An optimizer that steps once a window, with exact gradients, and skips what is not finite. Everything else is the wrapped one's.
+
+    Inside ``engine.accumulate`` a ``step`` before the window's last micro-batch does nothing, and ``zero_grad`` only ever clears
+    gradients that a step has used: it may stand at the start or at the end of the loop.
+    """
+
+    def __init__(self, optimizer: Optimizer, stepper: Stepper, window: Window) -> None:
+        # Not Optimizer.__init__: parameters, state and hooks stay in the one optimizer that has them.
+        self.optimizer, self._stepper, self._window, self._used = optimizer, stepper, window, False
+
+    def __getattr__(self, name: str) -> Any:
+        # Optimizers carry methods that no wrapper can list (schedule-free ones have train() and eval()).
+        if name == "optimizer" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return repr(self.optimizer)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Handles of this job's processes cannot travel: a copy is the plain optimizer.
+        return _itself, (self.optimizer,)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the newest step was left out because a gradient was not finite. Waits for the device."""
+        self._stepper.settle()
+        return self._stepper.skipped
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step with the window's gradients; the value of ``closure`` when one is given (it computes them itself, as LBFGS asks)."""
+        if self._window.accumulating and not self._window.share.last:
+            return None
+        self._used = True
+        if closure is None:
+            return self._stepper.step([self.optimizer])
+        if self._stepper.scaler is not None:
+            raise RuntimeError("optimizer.step(closure) under precision='16-mixed': gradients cannot be unscaled inside the closure; use bf16-mixed")
+
+        def exact() -> Any:
+            value = closure()
+            self._stepper.prepare([self.optimizer])
+            self._stepper.forget([self.optimizer])
+            return value
+
+        self._stepper.skipped = False
+        return self.optimizer.step(exact)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not self._window.accumulating or self._used:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+            self._used = False
+
+
+class PreparedScheduler:
+    """A learning rate scheduler that steps once for each optimizer step that happened, whatever the number of processes."""
+
+    def __init__(self, scheduler: Any, stepper: Stepper, window: Window) -> None:
+        self.scheduler, self._stepper, self._window = scheduler, stepper, window
+
+    def __getattr__(self, name: str) -> Any:
+        # Schedulers have no common interface beyond step and state_dict.
+        if name == "scheduler" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.scheduler,)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        if self._window.accumulating and not self._window.share.last:
+            return
+
+        def advance(applied: bool) -> None:
+            if applied:
+                self.scheduler.step(*args, **kwargs)
+
+        self._stepper.after(advance)
+
+
+class AutocastForward:
+    """Runs a module's forward pass under autocast; its half-precision outputs become fp32, so that losses on them are computed exactly."""
+
+    def __init__(self, precision: Precision, device: torch.device) -> None:
+        self.precision, self.device = precision, device
+        self._open: list[Any] = []
+
+    def attach(self, module: nn.Module) -> None:
+        """Hooks rather than a wrapper: class, parameter names and pickling stay as they are."""
+        module.register_forward_pre_hook(self.enter)
+        module.register_forward_hook(self.leave, always_call=True)
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        context = self.precision.context(self.device)
+        context.__enter__()
+        self._open.append(context)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
+        return map_tensors(_full, output)
+
+
+def _itself(wrapped: Any) -> Any:
+    return wrapped
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -1,0 +1,371 @@
+"""``Run``: one training, validation, test or prediction under way, as callbacks and loops see it; ``Result``: what is left of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.callback import Callback, Hooks
+from engine.config.duration import Every
+from engine.config.schema import Settings
+from engine.data.loader import PreparedLoader
+from engine.datamodule import DataModule
+from engine.distributed.agreement import Agreement
+from engine.engine import Engine
+from engine.log import logger
+from engine.metrics import Recorder
+from engine.module import TrainModule
+from engine.optimizers import Schedule
+from engine.saving import Saver
+from engine.seed import capture, restore
+
+
+@dataclass(slots=True)
+class TrainState:
+    """The counters of a training. They say everything about where it stands."""
+
+    epoch: int = 0
+    """Index of the epoch under way, or of the next one."""
+    step: int = 0
+    """Optimizer steps that happened."""
+    batch_idx: int = 0
+    """Micro-batches of this rank in this epoch."""
+    batches: int = 0
+    """Micro-batches of this rank in all."""
+    position: int = 0
+    """How far the epoch's data is used up, in samples (in batches where the data gives ready batches)."""
+    epoch_done: bool = False
+    """The epoch is over, its schedulers have stepped; only the counter has not moved on yet."""
+    validated_step: int = -1
+    """The step at which validation ran last."""
+
+
+@dataclass(slots=True)
+class Times:
+    """Where a run's seconds went, on this rank."""
+
+    data: float = 0.0
+    """Waiting for the loader."""
+    compute: float = 0.0
+    """Training steps, optimizer steps and callbacks."""
+    validation: float = 0.0
+    checkpoint: float = 0.0
+    other: float = 0.0
+    """Setting up and tearing down."""
+
+
+@dataclass(slots=True)
+class Result:
+    """How a run ended."""
+
+    status: str
+    """``"completed"`` (``max_epochs`` or ``max_steps`` reached), ``"stopped"`` (asked to, or ``max_time``), ``"interrupted"`` (Ctrl-C)."""
+    stop_reason: str
+    epoch: int
+    """Finished epochs."""
+    step: int
+    """Optimizer steps."""
+    metrics: dict[str, float]
+    """The newest value of everything logged."""
+    best_checkpoint: Path | None = None
+    last_checkpoint: Path | None = None
+    times: Times = field(default_factory=Times)
+
+
+class Run:
+    """What callbacks see. Attributes without a method are for reading."""
+
+    def __init__(
+        self, settings: Settings, engine: Engine, module: TrainModule, callbacks: tuple[Callback, ...], stage: str, *, logs: bool = True
+    ) -> None:
+        self.settings, self.engine, self.module, self.callbacks = settings, engine, module, callbacks
+        self.stage = stage
+        """``"fit"``, ``"sanity"`` (inside fit), ``"validate"`` (inside fit as well), ``"test"``, ``"predict"``."""
+        self.hooks = Hooks(callbacks, module, TrainModule)
+        self.state = TrainState()
+        self.recorder = Recorder(engine.group, on_step=True, on_epoch=False)
+        self.metrics: dict[str, float] = {}
+        """The newest value of every logged name; a name logged ``on_step`` and ``on_epoch`` is there as itself too (the epoch's)."""
+        self.progress: dict[str, float] = {}
+        """Those of them that were logged with ``prog_bar=True``."""
+        self.optimizers: list[Any] = []
+        self.schedulers: list[Schedule] = []
+        self._step_schedules: list[Schedule] = []
+        self.root_dir: Path = settings.root_dir
+        self.saver = Saver(engine.group, self.root_dir / "checkpoints")
+        self.best_checkpoint: Path | None = None
+        self.last_checkpoint: Path | None = None
+        self.train_loader: PreparedLoader | None = None
+        self.datamodule: DataModule | None = None
+        self.num_train_batches: int | None = None
+        """Micro-batches of this rank in an epoch; ``None`` when the loader has no length."""
+        self.val_loaders: list[PreparedLoader] = []
+        self.num_eval_batches: list[int | None] = []
+        self.max_steps: int | None = settings.max_steps
+        self.max_epochs: int | None = settings.max_epochs
+        self.exception: BaseException | None = None
+        self.times = Times()
+        self.val_every = Every(settings.val_every)
+        self.agreement = Agreement(engine.group)
+        self.agreement.clock = self.clock
+        self.max_norm = settings.gradient_clip_val if settings.gradient_clip_algorithm == "norm" else None
+        self.max_value = settings.gradient_clip_val if settings.gradient_clip_algorithm == "value" else None
+        self.window_at: Callable[[int], int] = settings.accumulate_at
+        """Micro-batches in a window, by epoch."""
+        self.stride = 1
+        """What a full window adds to the data position."""
+        self.due_step = 0
+        """The next step after which more than the step itself may happen."""
+        self.interrupted = False
+        self.call: Callable[..., Any] = module.training_step
+        """What runs ``training_step``: the module itself, or the strategy's wrapper around it."""
+        self.stop_reason = ""
+        self._stop_wish: str | None = None
+        self._started = time.monotonic()
+        self._elapsed_before = 0.0
+        self._logged_step = -1
+        self._logs_itself = logs and not any(type(c).on_log is not Callback.on_log for c in callbacks)
+
+    # -- where am I -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far."""
+        return self.state.step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way, from 0."""
+        return self.state.epoch
+
+    @property
+    def rank(self) -> int:
+        return self.engine.process_index
+
+    @property
+    def world_size(self) -> int:
+        return self.engine.num_processes
+
+    @property
+    def is_main_process(self) -> bool:
+        return self.engine.is_main_process
+
+    @property
+    def device(self) -> torch.device:
+        return self.engine.device
+
+    @property
+    def validated_step(self) -> int:
+        """The step at which validation ran last, or -1."""
+        return self.state.validated_step
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of training, those before a resume included; with several ranks, what they agreed on last."""
+        if self.world_size > 1:
+            return self.agreement.elapsed_s
+        return self.clock()
+
+    def clock(self) -> float:
+        """Seconds of training by this rank's own clock."""
+        return self._elapsed_before + time.monotonic() - self._started
+
+    # -- stopping ---------------------------------------------------------------------------------------------------------------
+
+    def stop(self, reason: str = "asked to stop") -> None:
+        """End the training after this step; with several ranks, at the next step where they agree (about 0.2 s)."""
+        if self._stop_wish is None:
+            self._stop_wish = reason
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the run is on its way to its end."""
+        return bool(self.stop_reason) or self._stop_wish is not None
+
+    @property
+    def wishes_stop(self) -> bool:
+        return self._stop_wish is not None
+
+    def accept_stop(self) -> None:
+        """All ranks have agreed to stop."""
+        if not self.stop_reason:
+            self.stop_reason = self._stop_wish or "another rank asked to stop"
+
+    def applied(self, happened: bool) -> None:
+        """An optimizer step was taken (or skipped: counters and schedulers then stay where they are)."""
+        if happened:
+            self.state.step += 1
+            for schedule in self._step_schedules:
+                if self.state.step % schedule.frequency == 0:
+                    schedule.advance(self.metrics)
+
+    def set_optimizers(self, optimizers: list[Any], schedules: list[Schedule], automatic: bool) -> None:
+        """What ``configure_optimizers`` gave, prepared. In manual optimization schedulers are the module's to step."""
+        self.optimizers, self.schedulers = optimizers, schedules
+        self._step_schedules = [s for s in schedules if s.interval == "step"] if automatic else []
+
+    # -- schedule ---------------------------------------------------------------------------------------------------------------
+
+    def plan_next(self) -> None:
+        """Find the next step after which something is due, so that the steps before it need one comparison."""
+        step, settings = self.state.step, self.settings
+        marks = [] if self.max_steps is None else [self.max_steps]
+        every = self.val_every.duration
+        intervals = [settings.log_every_n_steps]
+        if every is not None and self.val_loaders:
+            intervals.append(int(every.value) if every.unit == "steps" else 1 if every.unit == "seconds" or every.value != int(every.value) else 0)
+        if settings.max_time is not None:
+            intervals.append(1)
+        marks += [(step // n + 1) * n for n in intervals if n]
+        self.due_step = max(step + 1, min(marks, default=1 << 62))
+
+    # -- logging ----------------------------------------------------------------------------------------------------------------
+
+    def log(self, name: str, value: Any, *options: Any) -> None:
+        """``module.log`` ends here."""
+        self.recorder.record(name, value, *options)
+
+    def publish_step(self) -> None:
+        """The step's values, every ``log_every_n_steps`` steps."""
+        if self.state.step != self._logged_step:
+            self._logged_step = self.state.step
+            self.publish(self.recorder.step_values(), self.recorder)
+
+    def publish(self, values: dict[str, float], recorder: Recorder) -> None:
+        """Give reduced values to the callbacks, the progress bar and ``metrics``."""
+        for hook in self.hooks.on_before_log:
+            hook(self, self.module, values, self.state.step)
+        if not values:
+            return
+        plain = {name.removesuffix("_epoch"): value for name, value in values.items() if name.endswith("_epoch")}
+        self.metrics.update({**plain, **values})
+        shown = recorder.progress_names()
+        self.progress.update({name: value for name, value in values.items() if name in shown})
+        for hook in self.hooks.on_log:
+            hook(self, self.module, values, self.state.step)
+        if self._logs_itself and self.is_main_process:
+            logger.info("epoch %d step %d: %s", self.epoch, self.step, ", ".join(f"{name}={value:.4g}" for name, value in values.items()))
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, metrics: dict[str, float] | None = None) -> Path:
+        """Save everything that the run needs to go on; all ranks call this together. A step that is saved already is not saved again.
+
+        Returns:
+            The checkpoint's directory, ``<root_dir>/checkpoints/step=00000120``.
+        """
+        began = time.perf_counter()
+        self.engine.settle()
+        shared = self.state_dict()
+        for hook in self.hooks.on_save_checkpoint:
+            hook(self, self.module, shared["user"])
+        shared["callbacks"] = {_key(self.callbacks, c): c.state_dict() for c in self.callbacks}
+        counters = {"epoch": self.epoch, "step": self.step, "batch_idx": self.state.batch_idx}
+        path = self.saver.save(
+            self.step,
+            model=self.module.state_dict(),
+            optim={str(i): o.state_dict() for i, o in enumerate(self.optimizers)},
+            shared=shared,
+            own={"rng": capture(), "recorder": self.recorder.state_dict()},
+            manifest={"counters": counters, "metrics": dict(self.metrics if metrics is None else metrics), "hparams": self.saver.readable(self.module.hparams)},
+        )
+        self.times.checkpoint += time.perf_counter() - began
+        return path
+
+    def remove_checkpoint(self, path: Path) -> None:
+        """Delete a checkpoint; every rank may call this, the main process does it."""
+        self.saver.remove(path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything about the run that is the same on all ranks, but for parameters and optimizers."""
+        return {
+            "state": asdict(self.state),
+            "seed": self.engine.seed,
+            "schedulers": [s.scheduler.state_dict() for s in self.schedulers],
+            "scaler": self.engine.scaler.state_dict() if self.engine.scaler is not None else None,
+            "metrics": dict(self.metrics),
+            "elapsed_s": self.clock(),
+            "val_every": self.val_every.state_dict(),
+            "user": {},
+        }
+
+    def load_checkpoint(self, path: Path) -> None:
+        """Go on from a checkpoint: parameters, optimizers, schedulers, counters, data position, random numbers, callbacks."""
+        loaded = self.saver.load(path)
+        self.module.load_state_dict(loaded.model)
+        shared, saved = loaded.shared_state, loaded.optim
+        if len(saved) != len(self.optimizers) or len(shared["schedulers"]) != len(self.schedulers):
+            raise ValueError(
+                f"{path} has {len(saved)} optimizer(s) and {len(shared['schedulers'])} scheduler(s), configure_optimizers gave "
+                f"{len(self.optimizers)} and {len(self.schedulers)}"
+            )
+        for index, optimizer in enumerate(self.optimizers):
+            optimizer.load_state_dict(saved[str(index)])
+        for schedule, state in zip(self.schedulers, shared["schedulers"], strict=True):
+            schedule.scheduler.load_state_dict(state)
+        if self.engine.scaler is not None and shared["scaler"]:
+            self.engine.scaler.load_state_dict(shared["scaler"])
+        self.state = TrainState(**shared["state"])
+        self.metrics.update(shared["metrics"])
+        self._elapsed_before = shared["elapsed_s"]
+        self.val_every.load_state_dict(shared["val_every"])
+        self.reseed(shared["seed"])
+        for callback in self.callbacks:
+            if _key(self.callbacks, callback) in shared["callbacks"]:
+                callback.load_state_dict(shared["callbacks"][_key(self.callbacks, callback)])
+        for hook in self.hooks.on_load_checkpoint:
+            hook(self, self.module, shared["user"])
+        if loaded.rank_state is not None:
+            self.recorder.load_state_dict(loaded.rank_state["recorder"])
+            restore(loaded.rank_state["rng"])
+        self.last_checkpoint = path
+
+    def load_weights(self, path: str | Path | None) -> None:
+        """Take only the parameters and buffers of a checkpoint."""
+        if path is not None:
+            self.module.load_state_dict(self.saver.load(self.saver.find(path)).model)
+
+    def release(self) -> None:
+        """Let go of loaders (their worker processes end) and of the model's wrapper."""
+        self.engine.release()
+        self.call = self.module.training_step
+        self.train_loader, self.val_loaders = None, []
+
+    def reseed(self, seed: int) -> None:
+        """Take over another run's data order."""
+        self.engine.seed = seed
+        if self.train_loader is not None:
+            self.train_loader.reseed(seed)
+
+    # -- manual optimization ----------------------------------------------------------------------------------------------------
+
+    def manual_backward(self, loss: Any, **kwargs: Any) -> None:
+        """``module.manual_backward`` ends here."""
+        for hook in self.hooks.on_before_backward:
+            hook(self, self.module, loss)
+        self.engine.backward(loss, **kwargs)
+        for hook in self.hooks.on_after_backward:
+            hook(self, self.module)
+
+    # -- the end ----------------------------------------------------------------------------------------------------------------
+
+    def result(self) -> Result:
+        """What ``Fit.run`` returns."""
+        if self.interrupted:
+            status = "interrupted"
+        else:
+            status = "stopped" if self.stop_reason and not self.stop_reason.startswith(("max_epochs", "max_steps")) else "completed"
+        epochs = self.state.epoch + self.state.epoch_done
+        return Result(status, self.stop_reason, epochs, self.step, dict(self.metrics), self.best_checkpoint, self.last_checkpoint, self.times)
+
+
+def _key(callbacks: tuple[Callback, ...], callback: Callback) -> str:
+    """A callback's name in checkpoints: its class, numbered among those of the same class."""
+    same = [c for c in callbacks if type(c) is type(callback)]
+    name = type(callback).__qualname__
+    return name if len(same) == 1 else f"{name}.{next(i for i, c in enumerate(same) if c is callback)}"

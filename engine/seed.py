@@ -1,0 +1,92 @@
+"""Random numbers of python, numpy, torch and CUDA: seed them, and take and put back their state."""
+
+from __future__ import annotations
+
+import operator
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_MOST = 2**32 - 1  # numpy's limit
+
+
+def seed_everything(seed: int) -> int:
+    """Seed python's ``random``, numpy (when it is installed), torch on the CPU and on every CUDA device.
+
+    Returns:
+        The seed.
+
+    Raises:
+        TypeError: ``seed`` is no int.
+        ValueError: it is not in [0, 2**32 - 1].
+    """
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise TypeError(f"seed={seed!r} is of type {type(seed).__name__}: give an int from 0 to {_MOST}")
+    seed = operator.index(seed)
+    if not 0 <= seed <= _MOST:
+        raise ValueError(f"seed={seed} is not possible: give an int from 0 to {_MOST}")
+    random.seed(seed)
+    try:
+        import numpy
+    except ImportError:
+        pass
+    else:
+        numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    return seed
+
+
+def capture() -> dict[str, Any]:
+    """The state of every generator that this process uses, as JSON values and tensors; see :func:`restore`.
+
+    Numpy's is there when numpy was imported, CUDA's (of the current device) when CUDA was initialised: neither is woken
+    for this. No device is waited for: CUDA keeps its generator's state on the host.
+    """
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": {"version": version, "numbers": torch.tensor(numbers, dtype=torch.int64), "gauss": gauss},
+        "torch": torch.get_rng_state(),
+    }
+    if numpy := sys.modules.get("numpy"):
+        kind, keys, position, has_gauss, cached = numpy.random.get_state()
+        keys = torch.from_numpy(keys.astype("int64"))
+        state["numpy"] = {"kind": kind, "keys": keys, "position": int(position), "has_gauss": int(has_gauss), "cached": float(cached)}
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Put back what :func:`capture` took. A generator that ``state`` lacks is left as it is, and so is CUDA's where there is no CUDA.
+
+    Raises:
+        ValueError: ``state`` is not of :func:`capture`'s form.
+    """
+    try:
+        python = state["python"]
+        random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
+        torch.set_rng_state(state["torch"].cpu())
+        if "numpy" in state:
+            import numpy
+
+            saved = state["numpy"]
+            keys = saved["keys"].numpy().astype("uint32")
+            numpy.random.set_state((saved["kind"], keys, saved["position"], saved["has_gauss"], saved["cached"]))
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"].cpu())
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no state of random generators: {type(error).__name__}: {error}; give what capture() returned") from error
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Whatever random numbers the block takes, the code after it sees those it would have seen without the block."""
+    state = capture()
+    try:
+        yield
+    finally:
+        restore(state)

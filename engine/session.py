@@ -1,0 +1,112 @@
+"""The frame around every run: seed, set up, and whatever happens, tell the callbacks, tear down and put things back."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+
+from engine.data.sampler import mixed
+from engine.datamodule import DataModule
+from engine.log import logger
+from engine.prepare import deterministic
+from engine.run import Run
+from engine.seed import seed_everything
+
+
+@contextmanager
+def session(run: Run, datamodule: DataModule | None) -> Iterator[None]:
+    """Set up; at the end, also after an error, tear down. Errors reach every callback and leave unchanged."""
+    module = run.module
+    before = deterministic(run.settings.deterministic)
+    with interruptible(run):
+        try:
+            module.attach(run)
+            _set_up(run, datamodule)
+            yield
+            if run.interrupted:
+                raise KeyboardInterrupt
+        except BaseException as error:
+            cause = error
+            if run.interrupted and not isinstance(error, KeyboardInterrupt):
+                cause = KeyboardInterrupt()  # data workers get Ctrl-C too, and their end is seen first
+            run.exception = cause
+            run.engine.group.failed = True
+            _report(run, cause)
+            if cause is not error:
+                raise cause from error
+            raise
+        finally:
+            _tear_down(run, datamodule)
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _set_up(run: Run, datamodule: DataModule | None) -> None:
+    stage, module, seed = run.stage, run.module, run.settings.seed
+    if seed is not None:
+        seed_everything(seed)
+    if datamodule is not None:
+        if run.world_size == 1:
+            datamodule.prepare_data()
+        else:
+            with run.engine.local_main_process_first():
+                if run.engine.is_local_main_process:
+                    datamodule.prepare_data()
+        datamodule.setup(stage)
+    run.datamodule = datamodule
+    for hook in run.hooks.setup:
+        hook(run, module, stage)
+    module.configure_model()
+    if run.rank and stage == "fit":
+        # Ranks see different samples: with the same random numbers they would drop out the same units of each.
+        seed_everything(mixed(run.engine.seed, run.rank) % 2**32)
+
+
+def _report(run: Run, error: BaseException) -> None:
+    for hook in run.hooks.on_exception:
+        try:
+            hook(run, run.module, error)
+        except Exception:
+            logger.exception("on_exception of a callback failed while %s was handled", type(error).__name__)
+
+
+def _tear_down(run: Run, datamodule: DataModule | None) -> None:
+    module, failed = run.module, run.exception is not None
+    steps = [lambda hook=hook: hook(run, module, run.stage) for hook in run.hooks.teardown]
+    if datamodule is not None:
+        steps.append(lambda: datamodule.teardown(run.stage))
+    steps.append(lambda: module.attach(None))
+    steps.append(run.release)
+    for step in steps:
+        try:
+            step()
+        except Exception:
+            if not failed:
+                module.attach(None)
+                raise
+            logger.exception("teardown failed after %s", type(run.exception).__name__)
+
+
+@contextmanager
+def interruptible(run: Run) -> Iterator[None]:
+    """Ctrl-C ends the run after the step; a second one at once. A handler of the user's own stays in place."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if run.interrupted:
+            raise KeyboardInterrupt
+        run.interrupted = True
+        run.stop("interrupted (Ctrl-C)")
+        logger.warning("Ctrl-C: the run ends after this step; again to end it at once")
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

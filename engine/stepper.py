@@ -1,0 +1,190 @@
+"""The optimizer step: finish the gradients in as few passes as possible, decide whether they are sound, apply them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from engine import gradients
+from engine.gradients import Window
+from engine.precision import Scaler
+from engine.strategies.base import Strategy
+
+Then = Callable[[bool], None]
+
+
+class Stepper:
+    """Steps optimizers whose gradients one :class:`Window` has gathered.
+
+    A step is skipped when a gradient is not finite, under fp16's scaler always, otherwise if ``on_nonfinite`` says so. On the CPU the
+    verdict is known at once. On a device, with optimizers that skip by themselves (fused ones), nobody waits for it: it is
+    read at the next step, when that one's kernels are queued already, or by :meth:`settle`.
+    """
+
+    def __init__(self, window: Window, strategy: Strategy, scaler: Scaler | None, on_nonfinite: str | None) -> None:
+        self.window, self.strategy, self.scaler, self.on_nonfinite = window, strategy, scaler, on_nonfinite
+        self.known: list[Optimizer] = []
+        """Every optimizer of this engine."""
+        self.norm: Tensor | None = None
+        """The global norm of the newest step's gradients before clipping; ``None`` when nothing asked for it. Shape ``()``."""
+        self.skipped = False
+        """Whether the newest decided step was skipped."""
+        self.describe: Callable[[], str] = lambda: ""
+        self._ready: dict[int, Tensor | None] = {}
+        self._pending: list[tuple[Tensor, Any, list[Then]]] = []
+
+    @property
+    def pending(self) -> int:
+        """Steps whose verdict is not known yet."""
+        return len(self._pending)
+
+    def prepare(self, optimizers: Sequence[Optimizer]) -> None:
+        """Unscale and divide these optimizers' gradients now, so that they can be looked at; the step does not do it again."""
+        divisor = self._divisor()
+        for optimizer in optimizers:
+            if id(optimizer) in self._ready:
+                continue
+            found: Tensor | None = None
+            if self.scaler is not None:
+                found = self.scaler.unscale(optimizer, divisor)
+            elif divisor is not None:
+                gradients.divide(gradients.gradients(gradients.parameters_of([optimizer])), divisor)
+            self._ready[id(optimizer)] = found
+
+    def forget(self, optimizers: Sequence[Optimizer]) -> None:
+        """New gradients will come: what :meth:`prepare` did no longer holds."""
+        for optimizer in optimizers:
+            self._ready.pop(id(optimizer), None)
+
+    def step(
+        self,
+        optimizers: Sequence[Optimizer],
+        *,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        then: Then | None = None,
+    ) -> None:
+        """Divide by the window's weight, clip, check and apply the gradients of ``optimizers``.
+
+        Args:
+            optimizers: stepped together on one loss: all of them or none.
+            max_norm: clip the global 2-norm over all of them to this.
+            max_value: clip each element to [-max_value, max_value].
+            then: called with whether the step was applied, as soon as that is known.
+        """
+        if self._pending:
+            self.settle()
+        divisor = self._divisor()
+        if self.scaler is None and max_norm is None and max_value is None and self.on_nonfinite is None and divisor is None:
+            for optimizer in optimizers:
+                optimizer.step()
+            self._ready.clear()
+            self.skipped = False
+            if then is not None:
+                then(True)
+            return
+        found = self._finish(optimizers, divisor, max_norm, max_value)
+        self._apply(optimizers, found, then)
+
+    def _divisor(self) -> Tensor | float | None:
+        return self.window.finish(self.strategy.sum, self.strategy.group.world_size)
+
+    def _finish(
+        self, optimizers: Sequence[Optimizer], divisor: Tensor | float | None, max_norm: float | None, max_value: float | None
+    ) -> Tensor | None:
+        """All passes over the gradients; a flag (1.0: not finite) when something asked for one."""
+        found: Tensor | None = None
+        if self.scaler is not None or any(id(o) in self._ready for o in optimizers):
+            self.prepare(optimizers)
+            flags = [f for f in (self._ready[id(o)] for o in optimizers) if f is not None]
+            found, divisor = (torch.stack(flags).max() if flags else None), None
+        grads = gradients.gradients(gradients.parameters_of(optimizers))
+        checks = self.on_nonfinite is not None and self.scaler is None
+        if max_norm is not None or checks:
+            norm = self.strategy.norm(grads)
+            if max_norm is not None:
+                self.norm, divisor = gradients.clip_norm(grads, norm, max_norm, divisor), None
+            else:
+                self.norm = norm if divisor is None else norm / divisor
+            if checks:
+                found = (~self.norm.isfinite()).float()
+        if divisor is not None and not self._fold(optimizers, divisor, found, max_value):
+            gradients.divide(grads, divisor)
+        if max_value is not None:
+            gradients.clip_values(grads, max_value)
+        return None if found is None else self.strategy.agree(found)
+
+    def _fold(self, optimizers: Sequence[Optimizer], divisor: Tensor | float, found: Tensor | None, max_value: float | None) -> bool:
+        """Let a fused optimizer divide inside its kernel instead of in a pass of its own."""
+        if max_value is not None or not isinstance(divisor, Tensor) or not all(_skips_itself(o) for o in optimizers):
+            return False
+        for optimizer in optimizers:
+            optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
+            if found is None:
+                optimizer.found_inf = torch.zeros((), device=divisor.device)  # type: ignore[attr-defined]
+        return True
+
+    def _apply(self, optimizers: Sequence[Optimizer], found: Tensor | None, then: Then | None) -> None:
+        on_device = found is not None and found.device.type != "cpu" and all(_skips_itself(o) for o in optimizers)
+        skip = found is not None and not on_device and bool(found)  # waits for the device if it is there
+        if skip and self.on_nonfinite == "raise" and self.scaler is None:
+            self._fail()
+        for optimizer in optimizers:
+            if on_device:
+                optimizer.found_inf = found  # type: ignore[attr-defined]
+                if not hasattr(optimizer, "grad_scale"):
+                    optimizer.grad_scale = None  # type: ignore[attr-defined]
+            if not skip:
+                optimizer.step()
+            for name in ("found_inf", "grad_scale"):
+                optimizer.__dict__.pop(name, None)
+            self._ready.pop(id(optimizer), None)
+        if self.scaler is not None:
+            assert found is not None
+            self.scaler.stepped(optimizers, found, self.known)
+        thens = [] if then is None else [then]
+        if on_device:
+            assert found is not None
+            host = torch.empty((), dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._pending.append((host, event, thens))
+        else:
+            self._decide(not skip, thens)
+
+    def settle(self) -> None:
+        """Wait for the verdicts that are still out, and tell those who asked for them."""
+        while self._pending:
+            host, event, thens = self._pending.pop(0)
+            event.synchronize()
+            applied = not bool(host)
+            if not applied and self.on_nonfinite == "raise" and self.scaler is None:
+                self._fail()
+            self._decide(applied, thens)
+
+    def after(self, then: Then) -> None:
+        """Call ``then`` with the newest step's verdict, now or when it is known."""
+        if self._pending:
+            self._pending[-1][2].append(then)
+        else:
+            then(not self.skipped)
+
+    def _decide(self, applied: bool, thens: list[Then]) -> None:
+        self.skipped = not applied
+        for then in thens:
+            then(applied)
+
+    def _fail(self) -> None:
+        raise FloatingPointError(
+            f"a gradient is not finite (on_nonfinite='raise'){self.describe()}; the parameters are those from before this step. "
+            "Lower the learning rate, set gradient_clip_val, look at the batch, or go on with on_nonfinite='skip'"
+        )
+
+
+def _skips_itself(optimizer: Optimizer) -> bool:
+    """Whether its step takes ``found_inf`` and ``grad_scale`` on the device, as torch's fused optimizers do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

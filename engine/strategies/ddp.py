@@ -1,0 +1,132 @@
+"""Data parallel: every rank holds the whole model; gradients are averaged while backward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from engine.distributed.collectives import all_reduce
+from engine.errors import nearest
+from engine.strategies.base import Strategy, trained
+
+HOOKS = ("fp16", "bf16", "powersgd")
+
+
+@dataclass(kw_only=True)
+class DDP(Strategy):
+    """``torch.nn.parallel.DistributedDataParallel`` with its settings as fields."""
+
+    find_unused_parameters: bool = False
+    """Search the graph for parameters without gradient in each step (costs time; needed when the forward pass takes varying paths)."""
+    static_graph: bool = False
+    """Promise that each step uses the same parameters in the same order."""
+    gradient_as_bucket_view: bool = False
+    """Let gradients be views of the communication buckets: saves one copy of all gradients."""
+    bucket_cap_mb: float | None = None
+    """Size of a communication bucket in MiB; torch's default is 25."""
+    broadcast_buffers: bool = True
+    """Give every rank rank 0's buffers before each forward pass."""
+    comm_hook: str | None = None
+    """Compress gradients on the wire: ``"fp16"``, ``"bf16"`` (half the bytes) or ``"powersgd"`` (low rank, lossy)."""
+    powersgd_rank: int = 1
+    powersgd_start: int = 1000
+    """PowerSGD: steps that are reduced exactly before compression begins."""
+    _begun: set[int] = field(default_factory=set, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.comm_hook is not None and self.comm_hook not in HOOKS:
+            raise ValueError(f"DDP(comm_hook={self.comm_hook!r}) is unknown{nearest(self.comm_hook, HOOKS)}; possible: {', '.join(HOOKS)}, None")
+        if self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0:
+            raise ValueError(f"DDP(bucket_cap_mb={self.bucket_cap_mb!r}) must be positive")
+
+    def setup(self, model: nn.Module) -> nn.Module:
+        # A job of one process, or a model that nothing trains, has no gradients to reduce.
+        if self.group.world_size == 1 or not any(True for _ in trained(model)):
+            self.share_parameters(model)
+            return model
+        device = self.group.device
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            find_unused_parameters=self.find_unused_parameters,
+            static_graph=self.static_graph,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            broadcast_buffers=self.broadcast_buffers,
+            **({} if self.bucket_cap_mb is None else {"bucket_cap_mb": self.bucket_cap_mb}),
+        )
+        self._register_hook(wrapped)
+        return wrapped
+
+    def _register_hook(self, model: DistributedDataParallel) -> None:
+        if self.comm_hook == "fp16":
+            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+            model.register_comm_hook(None, fp16_compress_hook)
+        elif self.comm_hook == "bf16":
+            model.register_comm_hook(None, _bf16_hook)
+        elif self.comm_hook == "powersgd":
+            from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+            state = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=self.powersgd_rank, start_powerSGD_iter=max(2, self.powersgd_start)
+            )
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    def sync(self, models: Sequence[nn.Module], enabled: bool) -> None:
+        for model in models:
+            if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync != enabled:
+                if self.static_graph and not enabled and id(model) not in self._begun:
+                    continue  # an assert in torch: the first window of a static graph must be reduced at every micro-batch
+                model.require_backward_grad_sync = enabled
+            if enabled:
+                self._begun.add(id(model))
+
+    def share_parameters(self, model: nn.Module) -> None:
+        if self.group.world_size > 1:
+            tensors = [t.detach() for t in (*model.parameters(), *model.buffers())]
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+
+    @torch.no_grad()
+    def average_gradients(self, parameters: Sequence[Tensor]) -> None:
+        if self.group.world_size == 1:
+            return
+        # A parameter may have a gradient on some ranks only; where none has one it stays without, as on one process.
+        present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=self.group.device)
+        dist.all_reduce(present, op=dist.ReduceOp.MAX)
+        groups: dict[torch.dtype, list[Tensor]] = {}
+        for parameter, anywhere in zip(parameters, present.tolist(), strict=True):
+            if anywhere:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                groups.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+        for grads in groups.values():
+            flat = torch.cat([g.flatten() for g in grads])
+            dist.all_reduce(flat)
+            flat /= self.group.world_size
+            for grad, piece in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+                grad.copy_(piece.view_as(grad))
+
+    def sum(self, value: Tensor | float) -> Tensor | float:
+        if self.group.world_size == 1:
+            return value
+        tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+        summed: Tensor = all_reduce(self.group, tensor.detach().to(torch.float64), "sum")
+        return summed if isinstance(value, Tensor) else float(summed)
+
+
+def _bf16_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """torch's own bf16 hook refuses gloo."""
+    buffer = bucket.buffer()
+    compressed = buffer.to(torch.bfloat16).div_(dist.get_world_size())
+    future = dist.all_reduce(compressed, async_op=True).get_future()
+    return future.then(lambda done: buffer.copy_(done.value()[0]))

@@ -1,0 +1,1 @@
+"""Transforms of a module. Their one legal order: compile -> distribute (strategy) -> optimizer."""
