@@ -24,7 +24,7 @@ _NAMES = {
     "RankError": "engine.errors",
     "seed_everything": "engine.seed",
 }
-__all__ = ["__version__", *sorted(_NAMES)]  # noqa: PLE0604
+__all__ = ["__version__", *sorted(_NAMES)]
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:

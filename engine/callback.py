@@ -92,12 +92,12 @@ class Hooks:
         for event in EVENTS:
             found = [_of_callback(c, event) for c in early]
             found += [_of_module(module, base, event)]
-            found += [_of_callback(c, event) for c in late]
-            setattr(self, event, tuple(hook for hook in found if hook is not None))
+            last = [_of_callback(c, event) for c in late]
             if event == "on_train_epoch_end":  # the last ones come when the epoch's schedulers have stepped: a saved state is whole
-                last = tuple(hook for hook in (_of_callback(c, event) for c in late) if hook is not None)
-                self.on_train_epoch_end = self.on_train_epoch_end[: len(self.on_train_epoch_end) - len(last)]
-                self.last_on_train_epoch_end = last
+                self.last_on_train_epoch_end = tuple(hook for hook in last if hook is not None)
+            else:
+                found += last
+            setattr(self, event, tuple(hook for hook in found if hook is not None))
 
     def __getattr__(self, name: str) -> tuple[Hook, ...]:
         raise AttributeError(f"there is no event {name!r}")  # also tells type checkers that events are attributes
@@ -107,7 +107,7 @@ def _of_callback(callback: Callback, event: str) -> Hook | None:
     method = getattr(callback, event, None)
     if method is None or getattr(method, "__func__", None) is getattr(Callback, event):
         return None
-    return method  # type: ignore[no-any-return]
+    return method
 
 
 def _of_module(module: nn.Module, base: type[nn.Module], event: str) -> Hook | None:

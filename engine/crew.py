@@ -67,4 +67,6 @@ def _check(environment: Environment, settings: Settings) -> None:
             "machine (LOCAL_WORLD_SIZE); leave devices out, or start as many"
         )
     if settings.num_nodes not in (1, environment.num_nodes):
-        raise ValueError(f"num_nodes={settings.num_nodes} was asked for, but {environment.name} has started {environment.num_nodes} node(s); leave it out")
+        raise ValueError(
+            f"num_nodes={settings.num_nodes} was asked for, but {environment.name} has started {environment.num_nodes} node(s); leave it out"
+        )

@@ -169,8 +169,7 @@ class Fit:
         with self._start(module, stage) as run, session(run, datamodule):
             prepared = prepare.evaluation(run, name, loaders, datamodule, f"{name}_step")
             run.load_weights(checkpoint)
-            results = evaluate(run, prepared, name, getattr(module, f"{name}_step"))
-        return results
+            return evaluate(run, prepared, name, getattr(module, f"{name}_step"))
 
     def _sanity_check(self, run: Run) -> None:
         """A few validation batches, so that an error in them does not wait for the end of the first epoch. Leaves no trace."""
@@ -187,13 +186,17 @@ class Fit:
     def _start(self, module: TrainModule, stage: str) -> Iterator[Run]:
         """Meet the other processes and make the run."""
         if not isinstance(module, TrainModule):
-            raise TypeError(f"Fit takes a TrainModule, got {type(module).__name__}: subclass engine.TrainModule, or keep your loop with engine.Engine")
+            raise TypeError(
+                f"Fit takes a TrainModule, got {type(module).__name__}: subclass engine.TrainModule, or keep your loop with engine.Engine"
+            )
         settings = self.settings
         for callback in settings.callbacks:
             if not isinstance(callback, Callback):
                 raise TypeError(f"callbacks has {callback!r:.80} of type {type(callback).__name__}: give engine.Callback objects")
         with crew(settings) as group:
-            engine = Engine(strategy=settings.strategy, precision=settings.precision, on_nonfinite=settings.on_nonfinite, seed=settings.seed, group=group)
+            engine = Engine(
+                strategy=settings.strategy, precision=settings.precision, on_nonfinite=settings.on_nonfinite, seed=settings.seed, group=group
+            )
             callbacks = tuple(c for c in settings.callbacks if not (settings.fast_dev_run and c.runs_last))
             yield Run(settings, engine, module, callbacks, stage)
 

@@ -57,7 +57,7 @@ def train_epoch(run: Run) -> None:
         recorder.size = window.share.size
         if automatic:
             engine.enter_window()
-        if hooks.on_train_batch_start and any([hook(run, module, batch, index) == -1 for hook in hooks.on_train_batch_start]):
+        if hooks.on_train_batch_start and any([hook(run, module, batch, index) == -1 for hook in hooks.on_train_batch_start]):  # noqa: C419  (all are called)
             break
         with autocast:
             outputs = call(batch, index)
@@ -233,8 +233,8 @@ def evaluate(
     """
     hooks, module, outer = run.hooks, run.module, run.recorder
     several = len(loaders) > 1
-    recorders = [Recorder(run.engine.group, on_step=False, on_epoch=True, suffix=f"/dataloader_idx_{i}" if several else "") for i in range(len(loaders))]
-    common = Recorder(run.engine.group, on_step=False, on_epoch=True)
+    suffixes = [f"/dataloader_idx_{i}" if several else "" for i in range(len(loaders))]
+    *recorders, common = (Recorder(run.engine.group, on_step=False, on_epoch=True, suffix=suffix) for suffix in [*suffixes, ""])
     with evaluating(module):
         run.recorder = common
         call_all(run, getattr(hooks, f"on_{name}_start"))

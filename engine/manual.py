@@ -23,7 +23,7 @@ class ManualOptimizer(PreparedOptimizer):
             self._averaged = True
         self._run.engine.unscale_gradients(self)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; the value of ``closure`` when one is given (one process only: it computes gradients inside the step)."""
         run = self._run
         if closure is not None:

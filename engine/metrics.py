@@ -59,7 +59,7 @@ def reduced(values: list[Any], weights: list[Any], reduce: str) -> tuple[Any, An
     if plain and not any(isinstance(w, Tensor) for w in weights):
         if reduce == "mean":
             return _sum([v * w for v, w in zip(values, weights, strict=True)]), math.fsum(weights)
-        return {"sum": _sum, "min": min, "max": max}[reduce](values), float(len(values))
+        return (_sum(values) if reduce == "sum" else min(values) if reduce == "min" else max(values)), float(len(values))
     device = next(t.device for t in (*values, *weights) if isinstance(t, Tensor))
     stacked = _column(values, device)
     if reduce != "mean":

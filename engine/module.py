@@ -143,7 +143,8 @@ class TrainModule(nn.Module):
             found = init_arguments(self, frame.f_back if frame else None)
             unknown = [name for name in names if name not in found]
             if unknown:
-                raise ValueError(f"save_hyperparameters({unknown[0]!r}): {type(self).__name__}.__init__ has no such argument; it has {', '.join(found)}")
+                has = ", ".join(found)
+                raise ValueError(f"save_hyperparameters({unknown[0]!r}): {type(self).__name__}.__init__ has no such argument; it has {has}")
             if names:
                 found = {name: found[name] for name in names}
         self._hparams.update({name: value for name, value in found.items() if name not in ignored})

@@ -32,7 +32,8 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.interval not in ("epoch", "step"):
-            raise ValueError(f"lr_scheduler interval={self.interval!r} is unknown{nearest(self.interval, ('epoch', 'step'))}; possible: 'epoch', 'step'")
+            hint = nearest(self.interval, ("epoch", "step"))
+            raise ValueError(f"lr_scheduler interval={self.interval!r} is unknown{hint}; possible: 'epoch', 'step'")
         if isinstance(self.frequency, bool) or not isinstance(self.frequency, int) or self.frequency < 1:
             raise ValueError(f"lr_scheduler frequency={self.frequency!r} must be an int of at least 1")
         if not callable(getattr(self.scheduler, "step", None)):
@@ -49,7 +50,7 @@ class Schedule:
         """
         if not self.reduce_on_plateau:
             self.scheduler.step()
-        elif self.monitor in metrics:
+        elif self.monitor is not None and self.monitor in metrics:
             self.scheduler.step(metrics[self.monitor])
         elif self.strict:
             raise ValueError(

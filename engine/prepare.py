@@ -1,4 +1,7 @@
-"""From what the user passed to a run that can start: loaders, model, optimizers, checkpoint. Whatever is wrong is said here, before the first step."""
+"""From what the user passed to a run that can start: loaders, model, optimizers, checkpoint.
+
+Whatever is wrong is said here, before the first step.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +148,9 @@ def place(run: Run) -> None:
     """The module on its device, compiled and distributed as the settings say."""
     module, engine = run.module, run.engine
     if not module.training:
-        warn_once(f"{type(module).__name__} is in eval mode (dropout off, batch norm frozen) and will be trained so; call module.train() before the run")
+        warn_once(
+            f"{type(module).__name__} is in eval mode (dropout off, batch norm frozen) and is trained so; call module.train() before the run"
+        )
     if run.settings.compile:
         compile_module(module)
     if not module.automatic_optimization:
@@ -167,7 +172,7 @@ def optimizers(run: Run) -> None:
     chosen: list[Any] = list(found) if module.automatic_optimization else [ManualOptimizer(o, run) for o in prepared]
     for schedule in schedules:
         if schedule.interval == "step" and schedule.reduce_on_plateau and schedule.frequency == 1:
-            warn_once("ReduceLROnPlateau with interval='step' and frequency=1 looks at a metric after every step, which changes only when it is logged")
+            warn_once("ReduceLROnPlateau with interval='step', frequency=1 looks at its metric after every step; it changes only when it is logged")
     run.set_optimizers(chosen, schedules, module.automatic_optimization)
 
 

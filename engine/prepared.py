@@ -66,7 +66,7 @@ class PreparedOptimizer(Optimizer):
         self._stepper.settle()
         return self._stepper.skipped
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step with the window's gradients; the value of ``closure`` when one is given (it computes them itself, as LBFGS asks)."""
         if self._window.accumulating and not self._window.share.last:
             return None

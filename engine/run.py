@@ -218,7 +218,8 @@ class Run:
         every = self.val_every.duration
         intervals = [settings.log_every_n_steps]
         if every is not None and self.val_loaders:
-            intervals.append(int(every.value) if every.unit == "steps" else 1 if every.unit == "seconds" or every.value != int(every.value) else 0)
+            whole_epochs = every.unit == "epochs" and isinstance(every.value, int)
+            intervals.append(int(every.value) if every.unit == "steps" else 0 if whole_epochs else 1)
         if settings.max_time is not None:
             intervals.append(1)
         marks += [(step // n + 1) * n for n in intervals if n]
@@ -272,7 +273,11 @@ class Run:
             optim={str(i): o.state_dict() for i, o in enumerate(self.optimizers)},
             shared=shared,
             own={"rng": capture(), "recorder": self.recorder.state_dict()},
-            manifest={"counters": counters, "metrics": dict(self.metrics if metrics is None else metrics), "hparams": self.saver.readable(self.module.hparams)},
+            manifest={
+                "counters": counters,
+                "metrics": dict(self.metrics if metrics is None else metrics),
+                "hparams": self.saver.readable(self.module.hparams),
+            },
         )
         self.times.checkpoint += time.perf_counter() - began
         return path

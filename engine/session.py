@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -76,11 +78,10 @@ def _report(run: Run, error: BaseException) -> None:
 
 def _tear_down(run: Run, datamodule: DataModule | None) -> None:
     module, failed = run.module, run.exception is not None
-    steps = [lambda hook=hook: hook(run, module, run.stage) for hook in run.hooks.teardown]
+    steps: list[Callable[[], Any]] = [partial(hook, run, module, run.stage) for hook in run.hooks.teardown]
     if datamodule is not None:
-        steps.append(lambda: datamodule.teardown(run.stage))
-    steps.append(lambda: module.attach(None))
-    steps.append(run.release)
+        steps.append(partial(datamodule.teardown, run.stage))
+    steps += [partial(module.attach, None), run.release]
     for step in steps:
         try:
             step()

@@ -245,7 +245,7 @@ class Stream:
 
     def micros(self, epoch: int, start: int, window: int, limit: int | None) -> Iterator[Micro]:
         for owner in (self.data, getattr(self.data, "dataset", None)):
-            if callable(getattr(owner, "set_epoch", None)):
+            if owner is not None and callable(getattr(owner, "set_epoch", None)):
                 owner.set_epoch(epoch)
         own: Iterator[Any] = iter(self.data)
         if self.group.world_size > 1 and not self.presharded:
@@ -263,7 +263,9 @@ class Stream:
                 return
             spare = batches[-1] if batches else spare
             if spare is None:
-                raise ValueError(f"rank {self.group.rank} got no batch at all from {type(self.data).__name__} while other ranks did: give every rank some data")
+                raise ValueError(
+                    f"rank {self.group.rank} got no batch at all from {type(self.data).__name__} while other ranks did: give every rank some data"
+                )
             for j, share in enumerate(shares(sizes, self.group.rank)):
                 yield (batches[j] if j < len(batches) else spare), share
 

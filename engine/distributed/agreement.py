@@ -22,7 +22,7 @@ class Agreement:
     values that the check itself has reduced, so that all ranks compute the same one.
     """
 
-    __slots__ = ("clock", "elapsed_s", "_cpu", "_interval", "_left", "_slowest_s", "_stop")
+    __slots__ = ("_cpu", "_interval", "_left", "_slowest_s", "_stop", "clock", "elapsed_s")
 
     def __init__(self, group: Group) -> None:
         self._cpu = group.cpu

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import os
 import sys
@@ -69,11 +71,8 @@ def record(error: BaseException, path: Path) -> None:
             "blames_peer": blames_peer(error),
         }
     }
-    try:
-        with path.open("x") as file:
-            json.dump(content, file)
-    except OSError:  # a full disk must not hide the error itself, which is shown next
-        pass
+    with contextlib.suppress(OSError), path.open("x") as file:  # a full disk must not hide the error itself, which is shown next
+        json.dump(content, file)
 
 
 def read(path: Path) -> tuple[str, float | None, bool]:
@@ -99,14 +98,24 @@ def _live_with(parent: int, rank: int) -> None:
             f"{os.getppid()}. Start programs from within a rank without RANK, WORLD_SIZE and FIT_PARENT_PID in their environment."
         )
 
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        print(f"rank {rank}: rank 0 (process {parent}) is gone; ending", file=sys.stderr, flush=True)
-        # The main thread may hang in a collective for ever, and there is nobody left to report to.
-        os._exit(1)
+    done = threading.Event()
 
-    threading.Thread(target=watch, name="fit-parent-watch", daemon=True).start()
+    def watch() -> None:
+        while not done.wait(0.5):
+            if os.getppid() != parent:
+                with contextlib.suppress(OSError):  # standard error may have gone with the parent
+                    os.write(2, f"rank {rank}: rank 0 (process {parent}) is gone; ending\n".encode())
+                # The main thread may hang in a collective for ever, and there is nobody left to report to.
+                os._exit(1)
+
+    def stop() -> None:
+        # A Python thread that wakes up while the interpreter is taken down aborts the process (seen in 20 % of exits).
+        done.set()
+        thread.join(1.0)
+
+    thread = threading.Thread(target=watch, name="fit-parent-watch", daemon=True)
+    thread.start()
+    atexit.register(stop)
 
 
 def _alive(pid: int) -> bool:

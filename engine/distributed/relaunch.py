@@ -1,8 +1,8 @@
 """``Fit(devices=n)`` in a plain script: rank 0 starts the other ranks by repeating its own command line, and answers for them.
 
-Ranks 1 to n-1 are the same program with torchrun's variables in their environment; they run the script from its first line and meet rank 0
-where it joins the group. Rank 0's own environment is not touched. While rank 0 trains, a rank that ends, in whatever way, ends all: the others
-are terminated and rank 0 raises a ``RankError`` with the first traceback. When rank 0 ends, the others end.
+Ranks 1 to n-1 are the same program with torchrun's variables in their environment; they run the script from its first line and meet
+rank 0 where it joins the group. Rank 0's own environment is not touched. While rank 0 trains, a rank that ends, in whatever way, ends all:
+the others are terminated and rank 0 raises a ``RankError`` with the first traceback. When rank 0 ends, the others end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -65,7 +65,8 @@ class _Child:
         how = f"failed with exit code {code}" if code > 0 else f"was killed by {_signal_name(-code)}"
         if text:
             return f"rank {self.rank} {how}. Its traceback:\n\n{text.rstrip()}"
-        return f"rank {self.rank} {how} and left no traceback: see its output above"
+        hint = " (the system may have run out of memory)" if code == -signal.SIGKILL else ""
+        return f"rank {self.rank} {how}{hint} and left no traceback: see its output above"
 
 
 class Started:
@@ -89,9 +90,10 @@ class Started:
         self._back = threading.Event()  # rank 0's thread needs the others no longer, or knows of the failure
         self._broken = False  # the last training ended with an error: the others may wait for ever
         self._terminated = False
+        self._threads: list[threading.Thread] = []
         for child in children:
-            threading.Thread(target=self._wait, args=(child,), name=f"fit-rank-{child.rank}", daemon=True).start()
-        threading.Thread(target=self._monitor, name="fit-ranks", daemon=True).start()
+            self._run_beside(lambda child=child: self._wait(child), f"fit-rank-{child.rank}")
+        self._run_beside(self._monitor, "fit-ranks")
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
@@ -141,6 +143,11 @@ class Started:
             # An interrupt that was not delivered yet must not strike later.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), None)
 
+    def _run_beside(self, target: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
     def _wait(self, child: _Child) -> None:
         child.process.wait()
         child.ended = time.time()
@@ -168,7 +175,7 @@ class Started:
         return self._failed.is_set()
 
     def _end_all(self) -> None:
-        threading.Thread(target=self._terminate, args=(KILL_S,), name="fit-terminate", daemon=True).start()
+        self._run_beside(lambda: self._terminate(KILL_S), "fit-terminate")
         if self._back.wait(INTERRUPT_S):
             return
         with self._lock:
@@ -207,11 +214,12 @@ class Started:
         self._come_back()
         # Set by the interpreter when it prints an uncaught exception.
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        limit_s = float("inf")
-        if self._broken or isinstance(error, KeyboardInterrupt):  # which reached the others, too: they may be saving
+        if isinstance(error, Exception):
+            limit_s = SETTLE_S
+        elif self._broken or error is not None:  # Ctrl-C reached the others, too, and they may be saving
             limit_s = KILL_S
-        elif error is not None:
-            limit_s = SETTLE_S if failures.blames_peer(error) else 0.0
+        else:
+            limit_s = float("inf")
         with contextlib.suppress(KeyboardInterrupt):
             self._await_all(limit_s, until=self._failed)
         failed = not isinstance(error, KeyboardInterrupt) and self._judge()
@@ -220,6 +228,8 @@ class Started:
             logging.shutdown()
             self._die(self._story)
         shutil.rmtree(self._directory, ignore_errors=True)
+        for thread in self._threads:  # one that wakes up while the interpreter is taken down would abort the process
+            thread.join(1.0)
 
     def _die(self, text: str) -> None:
         # The only way to a non-zero exit code from another thread or from an exit handler.

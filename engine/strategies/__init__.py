@@ -25,7 +25,8 @@ def get(name: str | Strategy, world_size: int = 1) -> Strategy:
         name = "single" if world_size == 1 else "ddp"
     if name in _BUILT_IN:
         module, attribute = _BUILT_IN[name]
-        return getattr(importlib.import_module(module), attribute)()  # type: ignore[no-any-return]
+        built: Strategy = getattr(importlib.import_module(module), attribute)()
+        return built
     others = {point.name: point for point in entry_points(group="engine.strategies")}
     if name in others:
         made: Strategy = others[name].load()()

@@ -57,8 +57,9 @@ class DDP(Strategy):
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
-            broadcast_buffers=self.broadcast_buffers,
-            **({} if self.bucket_cap_mb is None else {"bucket_cap_mb": self.bucket_cap_mb}),
+            bucket_cap_mb=self.bucket_cap_mb,
+            # Passed only when it differs: torch 2.13 warns of the name at any use.
+            **({} if self.broadcast_buffers else {"broadcast_buffers": False}),  # type: ignore[arg-type]
         )
         self._register_hook(wrapped)
         return wrapped
