@@ -1,14 +1,12 @@
-"""``Callback``: the events of a run, and who is called at each."""
+"""``Callback``: the events of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-if TYPE_CHECKING:
-    from engine.run import Run
+from engine.run import Run
 
 
 class Callback:
@@ -73,50 +71,3 @@ class Callback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what :meth:`state_dict` gave."""
-
-
-Hook = Callable[..., Any]
-EVENTS: tuple[str, ...] = tuple(name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown"))
-
-
-class Hooks:
-    """For each event, the bound methods to call, found once: callbacks in their order, those that run last, and the module before them.
-
-    ``hooks.on_train_batch_end`` is a tuple; an event that nobody overrides is an empty one and costs the loop nothing.
-    """
-
-    def __init__(self, callbacks: Sequence[Callback], module: nn.Module, base: type[nn.Module]) -> None:
-        self.transfers = any(_of_module(module, base, f"on_{when}_batch_transfer") for when in ("before", "after"))
-        early = [c for c in callbacks if not c.runs_last]
-        late = [c for c in callbacks if c.runs_last]
-        for event in EVENTS:
-            found = [_of_callback(c, event) for c in early]
-            found += [_of_module(module, base, event)]
-            last = [_of_callback(c, event) for c in late]
-            if event == "on_train_epoch_end":  # the last ones come when the epoch's schedulers have stepped: a saved state is whole
-                self.last_on_train_epoch_end = tuple(hook for hook in last if hook is not None)
-            else:
-                found += last
-            setattr(self, event, tuple(hook for hook in found if hook is not None))
-
-    def __getattr__(self, name: str) -> tuple[Hook, ...]:
-        raise AttributeError(f"there is no event {name!r}")  # also tells type checkers that events are attributes
-
-
-def _of_callback(callback: Callback, event: str) -> Hook | None:
-    method = getattr(callback, event, None)
-    if method is None or getattr(method, "__func__", None) is getattr(Callback, event):
-        return None
-    return method
-
-
-def _of_module(module: nn.Module, base: type[nn.Module], event: str) -> Hook | None:
-    """The module's own hook, made to take what a callback takes."""
-    method = getattr(module, event, None)
-    if not callable(method) or getattr(method, "__func__", None) is getattr(base, event, None):
-        return None
-
-    def hook(run: Run, module: nn.Module, *args: Any) -> Any:
-        return method(*args)
-
-    return hook

@@ -259,7 +259,7 @@ class Engine(Processes):
     def backward_nothing(self) -> None:
         """This micro-batch has no loss. Alone, its samples do not count; among several ranks they count with a zero gradient."""
         window = self.window
-        window.drop(self.group.world_size)
+        window.drop(self.group.world_size, self._agree)
         if self.group.world_size > 1 and self.sync_gradients:
             root = gradients.joins(p for model in self._models for p in model.parameters())
             root.backward()

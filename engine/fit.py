@@ -17,6 +17,7 @@ from engine.config.schema import Settings
 from engine.crew import crew
 from engine.datamodule import DataModule
 from engine.engine import Engine
+from engine.hooks import Hooks
 from engine.loop import call_all, evaluate, predict, train, validate
 from engine.module import TrainModule
 from engine.run import Result, Run
@@ -198,7 +199,7 @@ class Fit:
                 strategy=settings.strategy, precision=settings.precision, on_nonfinite=settings.on_nonfinite, seed=settings.seed, group=group
             )
             callbacks = tuple(c for c in settings.callbacks if not (settings.fast_dev_run and c.runs_last))
-            yield Run(settings, engine, module, callbacks, stage)
+            yield Run(settings, engine, module, callbacks, Hooks(callbacks, module, Callback, TrainModule), stage)
 
 
 def _datamodule(datamodule: DataModule | None, loader: Any) -> tuple[DataModule | None, Any]:

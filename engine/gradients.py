@@ -32,7 +32,10 @@ class Loss:
 class Window:
     """The gradient state that loaders, backward passes and optimizer steps of one engine share."""
 
-    __slots__ = ("_finished", "_scalars", "_seeds", "accumulating", "count", "dropped", "losses", "reference", "share", "size", "total")
+    __slots__ = (
+        "_finished", "_first", "_joined", "_newest", "_scalars", "_seeds",
+        "accumulating", "count", "dropped", "losses", "reference", "share", "size", "total",
+    )  # fmt: skip
 
     def __init__(self, size: int = 1) -> None:
         self.size = size
@@ -52,11 +55,15 @@ class Window:
         """What the finished window's gradients are still to be divided by; ``None``: nothing."""
         self._finished = False
         self._scalars = False
+        self._joined = False
+        self._first: Tensor | float | None = None
+        self._newest: Tensor | float | None = None
         self._seeds: dict[tuple[float, torch.device], Tensor] = {}
 
     def open(self) -> None:
         """Begin a new window after a finished one."""
         self.count, self.total, self.losses, self.dropped, self._finished, self._scalars = None, None, 0, 0.0, False, False
+        self._first, self._joined = None, False
 
     def root(self, loss: Tensor | Loss, world_size: int, agree: Callable[[float], float] | None) -> tuple[Tensor, float]:
         """The scalar that backward starts from, and what it is divided by; both are exact for the current micro-batch.
@@ -84,15 +91,21 @@ class Window:
             count = count.detach()
         if world_size == 1 and self.count is None and (share.last or not self.accumulating):
             # The whole window in one micro-batch: divide the loss, not the gradients, as a bare loop does.
-            self.count, self.total = count, None
-            return root / nonzero(count), 1.0
+            self.count, self._first = count, nonzero(count)
+            return root / self._first, 1.0
         if share.size == 0:
             count = count * 0.0
+        self._add(count, agree)
+        if self._first is not None:  # another loss on the micro-batch that was taken for the whole window
+            root = root / self._first
+        return root, (self.reference or 1.0) if share.size else math.inf
+
+    def _add(self, count: Tensor | float, agree: Callable[[float], float] | None) -> None:
         if agree is not None and self.reference is None:
             self.reference = 2.0 ** math.ceil(math.log2(max(agree(float(count)), 1.0) * self.size))
         self.count = count if self.count is None else self.count + count
         self.losses += 1
-        return root, (self.reference or 1.0) if share.size else math.inf
+        self._newest = count
 
     def seed(self, divisor: float, device: torch.device) -> Tensor:
         """The gradient to start backward with: 1 / ``divisor``. Shape ``()``, fp32; made once for each value.
@@ -112,13 +125,18 @@ class Window:
     @property
     def empty(self) -> bool:
         """Whether no micro-batch of this window gave a loss."""
-        return not self._scalars and self.count is None
+        return not self._scalars and not self._joined and self.count is None
 
-    def drop(self, world_size: int) -> None:
+    def drop(self, world_size: int, agree: Callable[[float], float] | None = None) -> None:
         """The current micro-batch gave no loss: its samples do not count (one process), or count with a zero gradient (several)."""
         if self._finished:
             self.open()
-        if world_size == 1 and self.share.size:
+        if world_size > 1:
+            # Other ranks may have a loss: this one takes part in the collectives of its kind, and in the step.
+            self._joined = True
+            if self._newest is not None:
+                self._add(self._newest * 0, agree)
+        elif self.share.size:
             self.dropped += 1.0 / self.share.divisor if self.accumulating else 0.0
 
     def finish(self, sum_over_ranks: Callable[[Tensor | float], Tensor | float], world_size: int) -> Tensor | float | None:
@@ -128,7 +146,9 @@ class Window:
             if self.losses:
                 assert self.count is not None
                 self.total = nonzero(sum_over_ranks(self.count) / (world_size * (self.reference or 1.0)))
-            elif 0.0 < self.dropped < 1.0:
+                if self._first is not None:
+                    self.total = self.total / self._first
+            elif self._scalars and 0.0 < self.dropped < 1.0:
                 self.total = 1.0 - self.dropped
         return self.total
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from engine.callback import Callback, Hooks
 from engine.config.duration import Every
 from engine.config.schema import Settings
 from engine.data.loader import PreparedLoader
 from engine.datamodule import DataModule
 from engine.distributed.agreement import Agreement
 from engine.engine import Engine
+from engine.hooks import Hooked, Hooks
 from engine.log import logger
 from engine.metrics import Recorder
 from engine.module import TrainModule
@@ -81,12 +81,12 @@ class Run:
     """What callbacks see. Attributes without a method are for reading."""
 
     def __init__(
-        self, settings: Settings, engine: Engine, module: TrainModule, callbacks: tuple[Callback, ...], stage: str, *, logs: bool = True
+        self, settings: Settings, engine: Engine, module: TrainModule, callbacks: tuple[Hooked, ...], hooks: Hooks, stage: str
     ) -> None:
         self.settings, self.engine, self.module, self.callbacks = settings, engine, module, callbacks
         self.stage = stage
         """``"fit"``, ``"sanity"`` (inside fit), ``"validate"`` (inside fit as well), ``"test"``, ``"predict"``."""
-        self.hooks = Hooks(callbacks, module, TrainModule)
+        self.hooks = hooks
         self.state = TrainState()
         self.recorder = Recorder(engine.group, on_step=True, on_epoch=False)
         self.metrics: dict[str, float] = {}
@@ -129,7 +129,7 @@ class Run:
         self._started = time.monotonic()
         self._elapsed_before = 0.0
         self._logged_step = -1
-        self._logs_itself = logs and not any(type(c).on_log is not Callback.on_log for c in callbacks)
+        self._logs_itself = not hooks.on_log
 
     # -- where am I -------------------------------------------------------------------------------------------------------------
 
@@ -296,6 +296,7 @@ class Run:
             "metrics": dict(self.metrics),
             "elapsed_s": self.clock(),
             "val_every": self.val_every.state_dict(),
+            "datamodule": None if self.datamodule is None else self.datamodule.state_dict(),
             "user": {},
         }
 
@@ -320,6 +321,8 @@ class Run:
         self._elapsed_before = shared["elapsed_s"]
         self.val_every.load_state_dict(shared["val_every"])
         self.reseed(shared["seed"])
+        if self.datamodule is not None and shared["datamodule"] is not None:
+            self.datamodule.load_state_dict(shared["datamodule"])
         for callback in self.callbacks:
             if _key(self.callbacks, callback) in shared["callbacks"]:
                 callback.load_state_dict(shared["callbacks"][_key(self.callbacks, callback)])
@@ -369,7 +372,7 @@ class Run:
         return Result(status, self.stop_reason, epochs, self.step, dict(self.metrics), self.best_checkpoint, self.last_checkpoint, self.times)
 
 
-def _key(callbacks: tuple[Callback, ...], callback: Callback) -> str:
+def _key(callbacks: tuple[Hooked, ...], callback: Hooked) -> str:
     """A callback's name in checkpoints: its class, numbered among those of the same class."""
     same = [c for c in callbacks if type(c) is type(callback)]
     name = type(callback).__qualname__

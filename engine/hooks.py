@@ -1,0 +1,68 @@
+"""Who is called at each event of a run: found once, before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+
+Hook = Callable[..., Any]
+
+
+class Hooked(Protocol):
+    """What a run knows of its callbacks."""
+
+    runs_last: bool
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Hooks:
+    """For each event, the bound methods to call: callbacks in their order, then the module, then the callbacks that run last.
+
+    ``hooks.on_train_batch_end`` is a tuple; an event that nobody overrides is an empty one and costs the loop nothing.
+
+    Args:
+        callbacks: in the user's order.
+        module: its own methods of an event's name are called without the run and the module.
+        base: the class that defines the events (``setup``, ``teardown``, ``on_*``) of callbacks; a method that is still its is not called.
+        module_base: the same for the module.
+    """
+
+    def __init__(self, callbacks: Sequence[Hooked], module: nn.Module, base: type, module_base: type) -> None:
+        self.transfers = any(_of_module(module, module_base, f"on_{when}_batch_transfer") for when in ("before", "after"))
+        early = [c for c in callbacks if not c.runs_last]
+        late = [c for c in callbacks if c.runs_last]
+        for event in (name for name in vars(base) if name.startswith("on_") or name in ("setup", "teardown")):
+            found = [_of_callback(c, event, base) for c in early]
+            found += [_of_module(module, module_base, event)]
+            last = [_of_callback(c, event, base) for c in late]
+            if event == "on_train_epoch_end":  # the last ones come when the epoch's schedulers have stepped: a saved state is whole
+                self.last_on_train_epoch_end = tuple(hook for hook in last if hook is not None)
+            else:
+                found += last
+            setattr(self, event, tuple(hook for hook in found if hook is not None))
+
+    def __getattr__(self, name: str) -> tuple[Hook, ...]:
+        raise AttributeError(f"there is no event {name!r}")  # also tells type checkers that events are attributes
+
+
+def _of_callback(callback: Hooked, event: str, base: type) -> Hook | None:
+    method: Hook | None = getattr(callback, event, None)
+    if method is None or getattr(method, "__func__", None) is getattr(base, event):
+        return None
+    return method
+
+
+def _of_module(module: nn.Module, base: type, event: str) -> Hook | None:
+    """The module's own hook, made to take what a callback takes."""
+    method = getattr(module, event, None)
+    if not callable(method) or getattr(method, "__func__", None) is getattr(base, event, None):
+        return None
+
+    def hook(run: Any, module: nn.Module, *args: Any) -> Any:
+        return method(*args)
+
+    return hook
