@@ -195,6 +195,11 @@ class Engine(Processes):
         self._models.clear()
         self._stepper.known.clear()
 
+    @property
+    def models(self) -> list[nn.Module]:
+        """Every model that was prepared, as :meth:`prepare` gave it back."""
+        return self._models
+
     # -- a step -----------------------------------------------------------------------------------------------------------------
 
     @property

@@ -62,8 +62,9 @@ class Window:
 
     def open(self) -> None:
         """Begin a new window after a finished one."""
-        self.count, self.total, self.losses, self.dropped, self._finished, self._scalars = None, None, 0, 0.0, False, False
-        self._first, self._joined = None, False
+        self._finished = self._scalars = self._joined = False
+        if self.count is not None or self.dropped:
+            self.count, self.total, self.losses, self.dropped, self._first = None, None, 0, 0.0, None
 
     def root(self, loss: Tensor | Loss, world_size: int, agree: Callable[[float], float] | None) -> tuple[Tensor, float]:
         """The scalar that backward starts from, and what it is divided by; both are exact for the current micro-batch.
@@ -75,10 +76,10 @@ class Window:
         share = self.share
         if isinstance(loss, Loss):
             return self._weighted(loss, share, world_size, agree)
+        root = loss if type(loss) is Tensor and not loss.ndim and loss.requires_grad else _scalar(loss)
         if self.count is not None:
             raise TypeError("this micro-batch gave a scalar loss, an earlier one of the same window gave Loss(sum, count): return one kind")
         self._scalars = True
-        root = _scalar(loss)
         if share.size == 0:
             return root, math.inf
         return root, share.divisor if self.accumulating else share.alone
@@ -163,7 +164,7 @@ def nonzero(count: Tensor | float) -> Tensor | float:
 def _scalar(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise TypeError(f"a loss must be a scalar tensor or Loss(sum, count), got {type(loss).__name__}")
-    if loss.grad_fn is None and not loss.requires_grad:
+    if not loss.requires_grad:
         raise ValueError(
             "the loss has no graph, so nothing would be trained: it was computed under no_grad, detached, made with .item(), "
             "or all parameters that it depends on are frozen (requires_grad=False)"

@@ -47,16 +47,18 @@ def train_epoch(run: Run) -> None:
     """One pass over the training data, or what is left of it."""
     engine, module, state, hooks, times, recorder = run.engine, run.module, run.state, run.hooks, run.times, run.recorder
     window, call, automatic, clock = engine.window, run.call, module.automatic_optimization, time.perf_counter
-    autocast = engine.autocast()
+    autocast, sync, models = engine.autocast(), engine.strategy.sync, engine.models
     batches = begin_epoch(run)
+    window.accumulating = automatic
     mark = clock()
     for batch in batches:
-        began = clock()
+        began, saving = clock(), times.checkpoint
         times.data += began - mark
         index = state.batch_idx
-        recorder.size = window.share.size
+        share = window.share
+        recorder.size, recorder.batch = share.size, batch
         if automatic:
-            engine.enter_window()
+            sync(models, share.last)
         if hooks.on_train_batch_start and any([hook(run, module, batch, index) == -1 for hook in hooks.on_train_batch_start]):  # noqa: C419  (all are called)
             break
         with autocast:
@@ -65,13 +67,13 @@ def train_epoch(run: Run) -> None:
             backward(run, outputs)
         state.batch_idx = index + 1
         state.batches += 1
-        closes = window.share.last or not automatic
+        closes = share.last or not automatic
         if automatic and closes:
             optimizer_step(run)
         for hook in hooks.on_train_batch_end:
             hook(run, module, outputs, batch, index)
         mark = clock()
-        times.compute += mark - began
+        times.compute += mark - began - (times.checkpoint - saving)
         if closes and end_step(run, mark - began):
             break
     window.accumulating = False
@@ -214,9 +216,9 @@ def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
         if run.state.validated_step == run.state.step:
             return []
         run.state.validated_step = run.state.step
-    began = time.perf_counter()
+    began, saving = time.perf_counter(), run.times.checkpoint
     results = evaluate(run, run.val_loaders, "validation", run.module.validation_step, limit)
-    run.times.validation += time.perf_counter() - began
+    run.times.validation += time.perf_counter() - began - (run.times.checkpoint - saving)
     if run.stage == "fit" and run.agreement.now(run.wishes_stop):
         run.accept_stop()
     return results
@@ -287,7 +289,7 @@ def batches(run: Run, loader: PreparedLoader, name: str, step: Callable[..., Any
         size = engine.window.share.size
         if not size and not engine.strategy.matched_forward:
             continue  # repeated samples of a rank that has run out
-        run.recorder.size = size
+        run.recorder.size, run.recorder.batch = size, batch
         for hook in starts:
             hook(run, module, batch, number, *place)
         with autocast:

@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.distributed.collectives import gather, gather_object
 from engine.distributed.group import Group
 from engine.errors import nearest
+from engine.tree import batch_size as samples
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 _FOLD = 256
@@ -92,7 +93,8 @@ class Recorder:
         self.window = 0
         """Which step the values belong to."""
         self.size: int = 1
-        """Samples in the current micro-batch: the weight of its values; 0: they do not count."""
+        """Samples in the current micro-batch: the weight of its values; 0: they do not count; -1: look at ``batch``."""
+        self.batch: Any = None
 
     def record(
         self,
@@ -126,15 +128,18 @@ class Recorder:
                 return
         if not self.size:
             return
-        weight = self.size if batch_size is None else batch_size
+        if batch_size is None:
+            if self.size < 0:
+                self.size = samples(self.batch) or 1
+            batch_size = self.size
         if options[0]:
             if slot.window != self.window:
                 slot.window, slot.window_values, slot.window_weights = self.window, [], []
             slot.window_values.append(value)
-            slot.window_weights.append(weight)
+            slot.window_weights.append(batch_size)
         if options[1]:
             slot.values.append(value)
-            slot.weights.append(weight)
+            slot.weights.append(batch_size)
             if len(slot.values) >= _FOLD:
                 slot.fold()
 

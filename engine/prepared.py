@@ -80,6 +80,7 @@ class PreparedOptimizer(Optimizer):
             value = closure()
             self._stepper.prepare([self.optimizer])
             self._stepper.forget([self.optimizer])
+            self._used = True  # LBFGS calls the closure, and so zero_grad, several times in one step
             return value
 
         self._stepper.skipped = False
@@ -88,6 +89,7 @@ class PreparedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not self._window.accumulating or self._used:
             self.optimizer.zero_grad(set_to_none=set_to_none)
+            self._stepper.forget([self.optimizer])
             self._used = False
 
 

@@ -368,8 +368,9 @@ class Run:
             status = "interrupted"
         else:
             status = "stopped" if self.stop_reason and not self.stop_reason.startswith(("max_epochs", "max_steps")) else "completed"
-        epochs = self.state.epoch + self.state.epoch_done
-        return Result(status, self.stop_reason, epochs, self.step, dict(self.metrics), self.best_checkpoint, self.last_checkpoint, self.times)
+        epochs, times = self.state.epoch + self.state.epoch_done, self.times
+        times.other = max(0.0, time.monotonic() - self._started - times.data - times.compute - times.validation - times.checkpoint)
+        return Result(status, self.stop_reason, epochs, self.step, dict(self.metrics), self.best_checkpoint, self.last_checkpoint, times)
 
 
 def _key(callbacks: tuple[Hooked, ...], callback: Hooked) -> str:

@@ -18,6 +18,8 @@ from engine.seed import isolated, seed_everything
 from engine.tree import batch_size
 
 Micro = tuple[Any, Share]
+_WHOLE = Share(size=-1, divisor=1.0, alone=1.0, last=True)
+"""A batch that is its own window on one process: its size matters to nobody but metrics, which look themselves."""
 
 
 class Feed(Protocol):
@@ -169,7 +171,7 @@ class Batches:
         deal, batches = self.deal(window, limit), self.batches
         if deal.round * window == 1:
             for i in range(start, deal.used):
-                yield batches[i], shares(((batch_size(batches[i]) or 1,),), 0)[0]
+                yield batches[i], _WHOLE
             return
         for base, (own, dealt) in zip(range(start, deal.used, deal.round * window), deal.windows(start), strict=True):
             if dealt:

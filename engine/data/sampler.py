@@ -19,7 +19,7 @@ class Share(NamedTuple):
     """What one micro-batch is worth."""
 
     size: int
-    """Samples in it; 0 for a repeated micro-batch that only keeps the collectives matched."""
+    """Samples in it; 0 for a repeated micro-batch that only keeps the collectives matched; -1: nobody needed to know, ask the batch."""
     divisor: float
     """What a mean loss over it is divided by, so that the average over ranks of the window's sum is the mean over all its samples."""
     alone: float
@@ -28,7 +28,7 @@ class Share(NamedTuple):
     """Whether it closes its window."""
 
 
-ALONE = Share(size=1, divisor=1.0, alone=1.0, last=True)
+ALONE = Share(size=-1, divisor=1.0, alone=1.0, last=True)
 """The share of a batch that no prepared loader gave out."""
 
 

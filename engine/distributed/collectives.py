@@ -1,7 +1,7 @@
 """Collectives over nested containers of tensors, and over objects.
 
 All ranks make the same calls in the same order, with trees of the same structure (dicts with their keys in the same order). Inputs are
-never changed in place, and results carry no gradient. CPU tensors travel over the group's gloo side, others over torch's default group.
+never changed in place, and what comes from other ranks carries no gradient. CPU tensors travel over the group's gloo side, others over torch's default group.
 Alone, nothing is sent or copied.
 """
 
@@ -45,7 +45,7 @@ def all_reduce(group: Group, tree: Any, op: str = "sum") -> Any:
         packs.setdefault((_sent_dtype(tensor.dtype, op), tensor.device), []).append(index)
     results = list(tensors)
     for (dtype, device), members in packs.items():
-        flat = torch.cat([tensors[index].reshape(-1).to(dtype) for index in members])  # a copy, of a single member too
+        flat = torch.cat([tensors[index].detach().reshape(-1).to(dtype) for index in members])  # a copy, of a single member too
         dist.all_reduce(flat, _OPS[op], group=_channel(group, device))
         if op == "mean":
             flat = (flat if dtype.is_floating_point or dtype.is_complex else flat.double()) / group.world_size
@@ -119,7 +119,7 @@ def pad_across_processes(group: Group, tree: Any, dim: int = 0, pad_index: float
         shape = list(tensor.shape)
         shape[dim] = missing
         parts = [tensor.detach(), tensor.new_full(shape, pad_index)]
-        results.append(torch.cat(parts[::-1] if pad_first else parts, dim) if missing else tensor)
+        results.append(torch.cat(parts[::-1] if pad_first else parts, dim) if missing else tensor.detach())
     return _rebuild(tree, results)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import logging
 import multiprocessing
 import os
@@ -92,7 +93,7 @@ class Started:
         self._terminated = False
         self._threads: list[threading.Thread] = []
         for child in children:
-            self._run_beside(lambda child=child: self._wait(child), f"fit-rank-{child.rank}")
+            self._run_beside(functools.partial(self._wait, child), f"fit-rank-{child.rank}")
         self._run_beside(self._monitor, "fit-ranks")
 
     @contextlib.contextmanager
@@ -175,7 +176,7 @@ class Started:
         return self._failed.is_set()
 
     def _end_all(self) -> None:
-        self._run_beside(lambda: self._terminate(KILL_S), "fit-terminate")
+        self._run_beside(functools.partial(self._terminate, KILL_S), "fit-terminate")
         if self._back.wait(INTERRUPT_S):
             return
         with self._lock:
