@@ -19,6 +19,11 @@ class Hooked(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+APART = ("on_train_epoch_end", "on_validation_end")
+"""Events whose last callbacks come a little later, when the state is whole enough to be saved: schedulers have stepped, random numbers are
+those of the training again. They are called by the name ``last_<event>``."""
+
+
 class Hooks:
     """For each event, the bound methods to call: callbacks in their order, then the module, then the callbacks that run last.
 
@@ -39,8 +44,8 @@ class Hooks:
             found = [_of_callback(c, event, base) for c in early]
             found += [_of_module(module, module_base, event)]
             last = [_of_callback(c, event, base) for c in late]
-            if event == "on_train_epoch_end":  # the last ones come when the epoch's schedulers have stepped: a saved state is whole
-                self.last_on_train_epoch_end = tuple(hook for hook in last if hook is not None)
+            if event in APART:
+                setattr(self, f"last_{event}", tuple(hook for hook in last if hook is not None))
             else:
                 found += last
             setattr(self, event, tuple(hook for hook in found if hook is not None))

@@ -68,8 +68,11 @@ def train_epoch(run: Run) -> None:
         state.batch_idx = index + 1
         state.batches += 1
         closes = share.last or not automatic
-        if automatic and closes:
-            optimizer_step(run)
+        if closes:
+            if automatic:
+                optimizer_step(run)
+            state.position += run.stride
+            state.whole_batches = state.batch_idx
         for hook in hooks.on_train_batch_end:
             hook(run, module, outputs, batch, index)
         mark = clock()
@@ -128,7 +131,6 @@ def optimizer_step(run: Run) -> None:
 
 def end_step(run: Run, seconds: float) -> bool:
     """After an optimizer step: whatever is due. Whether the epoch is to be left."""
-    run.state.position += run.stride
     if run.agreement.poll(run.wishes_stop, seconds):
         run.accept_stop()
     if run.state.step + run.engine.pending_steps >= run.due_step or run.stop_reason:
@@ -170,6 +172,8 @@ def begin_epoch(run: Run) -> Iterator[Any]:
     assert loader is not None
     run.engine.accumulate_grad_batches = run.window_at(state.epoch)
     run.stride = loader.stride
+    # From the position: another world size may have saved it.
+    state.batch_idx = state.position // (run.stride // run.engine.accumulate_grad_batches)
     loader.resume(state.epoch, state.position)
     run.plan_next()
     for hook in run.hooks.on_train_epoch_start:
@@ -204,7 +208,7 @@ def end_epoch(run: Run) -> None:
 def next_epoch(run: Run) -> None:
     """Move the counters on."""
     state = run.state
-    state.epoch, state.batch_idx, state.position, state.epoch_done = state.epoch + 1, 0, 0, False
+    state.epoch, state.batch_idx, state.whole_batches, state.position, state.epoch_done = state.epoch + 1, 0, 0, 0, False
 
 
 # -- evaluation -----------------------------------------------------------------------------------------------------------------------
@@ -255,6 +259,8 @@ def evaluate(
                 if found:
                     run.publish(dict(found), recorder)
         call_all(run, getattr(hooks, f"on_{name}_end"))
+    if name == "validation":
+        call_all(run, hooks.last_on_validation_end)
     return [{**found, **shared} for found in values]
 
 

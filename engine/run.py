@@ -39,6 +39,8 @@ class TrainState:
     """Micro-batches of this rank in all."""
     position: int = 0
     """How far the epoch's data is used up, in samples (in batches where the data gives ready batches)."""
+    whole_batches: int = 0
+    """``batch_idx`` at the last window's end: where a run that goes on from here begins."""
     epoch_done: bool = False
     """The epoch is over, its schedulers have stepped; only the counter has not moved on yet."""
     validated_step: int = -1
@@ -310,13 +312,17 @@ class Run:
                 f"{path} has {len(saved)} optimizer(s) and {len(shared['schedulers'])} scheduler(s), configure_optimizers gave "
                 f"{len(self.optimizers)} and {len(self.schedulers)}"
             )
+        self.state = TrainState(**shared["state"])
+        # A window that an error cut short is run again as a whole.
+        self.state.batches -= self.state.batch_idx - self.state.whole_batches
+        self.state.batch_idx = self.state.whole_batches
         for index, optimizer in enumerate(self.optimizers):
             optimizer.load_state_dict(saved[str(index)])
+            optimizer._opt_called = self.state.step > 0  # else torch warns of a scheduler that steps first, at an epoch's end
         for schedule, state in zip(self.schedulers, shared["schedulers"], strict=True):
             schedule.scheduler.load_state_dict(state)
         if self.engine.scaler is not None and shared["scaler"]:
             self.engine.scaler.load_state_dict(shared["scaler"])
-        self.state = TrainState(**shared["state"])
         self.metrics.update(shared["metrics"])
         self._elapsed_before = shared["elapsed_s"]
         self.val_every.load_state_dict(shared["val_every"])

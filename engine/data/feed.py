@@ -256,7 +256,10 @@ class Stream:
             own = itertools.islice(own, limit)
         if start:
             warn_once(f"this data cannot be entered in the middle: {start} batches are read and thrown away to get back to where the run was")
-            own = itertools.islice(own, start, None)
+            next(itertools.islice(own, start - 1, start), None)
+        return self._windows(own, window)
+
+    def _windows(self, own: Iterator[Any], window: int) -> Iterator[Micro]:
         spare: Any = None
         while True:
             batches = list(itertools.islice(own, window))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from engine.data.feed import feed_for
 from engine.distributed.group import Group
 from engine.gradients import Window
+from engine.seed import isolated
 from engine.tree import move
 
 
@@ -71,8 +73,10 @@ class PreparedLoader:
         moves = self._place and (self._group.device.type != "cpu" or self._dtype is not None)
         place = self._through_hooks if self.hooks else self._move
         moves = moves or self.hooks is not None
-        micros = self._feed.micros(self._epoch, self._start, self.window_size or window.size, self.limit)
-        self._given, start, self._start = 0, self._start, 0
+        start, self._start, self._given = self._start, 0, 0
+        # Making a DataLoader's iterator takes a random number. In the middle of an epoch that has happened before.
+        with isolated() if start else contextlib.nullcontext():
+            micros = self._feed.micros(self._epoch, start, self.window_size or window.size, self.limit)
         outer = window.share
         try:
             for batch, share in micros:

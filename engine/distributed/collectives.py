@@ -1,8 +1,8 @@
 """Collectives over nested containers of tensors, and over objects.
 
 All ranks make the same calls in the same order, with trees of the same structure (dicts with their keys in the same order). Inputs are
-never changed in place, and what comes from other ranks carries no gradient. CPU tensors travel over the group's gloo side, others over torch's default group.
-Alone, nothing is sent or copied.
+never changed in place, and what comes from other ranks carries no gradient. CPU tensors travel over the group's gloo side, others over
+torch's default group. Alone, nothing is sent or copied.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Group:
 
     @property
     def failed(self) -> bool:
-        """Set it to True after an error: the process then leaves without waiting for the others, who may never come."""
+        """Set it to True after an error: the process then leaves without waiting for the others, who may never come. The next ``join`` clears it."""
         return self._shared is not None and self._shared.failed
 
     @failed.setter
@@ -113,6 +113,7 @@ def join(
             return Group(environment, device)
         if _shared is None or _shared.world is not dist.group.WORLD:
             _shared = _adopt(timeout, None)
+        _shared.failed = False  # an earlier run's error was dealt with, or this one would not begin
         return Group(environment, device, _shared)
     if environment.world_size == 1:
         return Group(environment, device)

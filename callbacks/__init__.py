@@ -1,0 +1,38 @@
+"""Callbacks for :class:`engine.Fit`: what to show, what to record, when to save and when to stop.
+
+Each is one file and is imported when its name is first used, so that a run pays only for what it attaches.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from callbacks.early_stopping import EarlyStopping
+    from callbacks.loggers.csv import CSVLogger
+    from callbacks.lr_monitor import LearningRateMonitor
+    from callbacks.model_checkpoint import ModelCheckpoint
+    from callbacks.progress_bar import RichProgressBar
+
+_PLACES = {
+    "CSVLogger": "callbacks.loggers.csv",
+    "EarlyStopping": "callbacks.early_stopping",
+    "LearningRateMonitor": "callbacks.lr_monitor",
+    "ModelCheckpoint": "callbacks.model_checkpoint",
+    "RichProgressBar": "callbacks.progress_bar",
+}
+
+__all__ = ["CSVLogger", "EarlyStopping", "LearningRateMonitor", "ModelCheckpoint", "RichProgressBar"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'callbacks' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_PLACES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PLACES])

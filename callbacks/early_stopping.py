@@ -1,0 +1,120 @@
+"""Stop when a metric no longer gets better."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from torch import nn
+
+from engine import Callback, Run
+
+
+class EarlyStopping(Callback):
+    """Ask the run to stop when ``monitor`` has not improved for ``patience`` checks in a row.
+
+    A check is made at the end of each validation; in a run without validation, at the end of each epoch. The published value
+    is the same on every rank, so all ranks stop at the same step. Nothing is checked in the sanity check and under ``fast_dev_run``.
+    The reason stands in ``Result.stop_reason``. The meaning of the arguments is Lightning's.
+    """
+
+    def __init__(
+        self,
+        monitor: str,
+        min_delta: float = 0.0,
+        patience: int = 3,
+        mode: Literal["min", "max"] = "min",
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+    ) -> None:
+        """
+        Args:
+            monitor: the name of a logged metric.
+            min_delta: a smaller improvement than this counts as none.
+            patience: number of checks in a row without improvement after which the run is stopped.
+            mode: ``"min"``: smaller is better; ``"max"``: larger is better.
+            check_finite: stop as soon as the metric is NaN or infinite.
+            stopping_threshold: stop as soon as the metric is better than this.
+            divergence_threshold: stop as soon as the metric is worse than this.
+
+        Raises:
+            ValueError: ``mode``, ``patience`` or ``min_delta`` is not possible.
+        """
+        if mode not in ("min", "max"):
+            raise ValueError(f"EarlyStopping(mode={mode!r}): mode must be 'min' or 'max'")
+        if patience < 0:
+            raise ValueError(f"EarlyStopping(patience={patience}): patience must be 0 or more checks")
+        if not min_delta >= 0:
+            raise ValueError(f"EarlyStopping(min_delta={min_delta}): min_delta must be 0 or more")
+        self.monitor = monitor
+        self.min_delta = min_delta
+        self.patience = patience
+        self.mode = mode
+        self.check_finite = check_finite
+        self.stopping_threshold = stopping_threshold
+        self.divergence_threshold = divergence_threshold
+        self.wait_count = 0
+        """Checks in a row without improvement."""
+        self.best_score = math.inf if mode == "min" else -math.inf
+        self.stopped_epoch: int | None = None
+        """The epoch (from 0) in which this callback stopped the run."""
+        self._training = False
+
+    def setup(self, run: Run, module: nn.Module, stage: str) -> None:
+        self._training = False
+
+    def on_train_start(self, run: Run, module: nn.Module) -> None:
+        self._training = not run.settings.fast_dev_run
+
+    def on_train_end(self, run: Run, module: nn.Module) -> None:
+        self._training = False
+
+    def on_validation_end(self, run: Run, module: nn.Module) -> None:
+        if self._training:
+            self._check(run)
+
+    def on_train_epoch_end(self, run: Run, module: nn.Module) -> None:
+        if self._training and not any(count != 0 for count in run.num_eval_batches):
+            self._check(run)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"wait_count": self.wait_count, "best_score": self.best_score, "stopped_epoch": self.stopped_epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.wait_count = state["wait_count"]
+        self.best_score = state["best_score"]
+        self.stopped_epoch = state["stopped_epoch"]
+
+    def _check(self, run: Run) -> None:
+        if self.monitor not in run.metrics:
+            there = ", ".join(sorted(run.metrics)) or "none"
+            raise ValueError(
+                f"EarlyStopping(monitor={self.monitor!r}): no metric of that name was logged (logged so far: {there}); "
+                f"log it with self.log({self.monitor!r}, value) in validation_step"
+            )
+        reason = self._reason_to_stop(run.metrics[self.monitor])
+        if reason is not None:
+            self.stopped_epoch = run.epoch
+            run.stop(reason)
+
+    def _reason_to_stop(self, value: float) -> str | None:
+        """Take one value into account; why to stop, or ``None``."""
+        if self.check_finite and not math.isfinite(value):
+            return f"EarlyStopping: {self.monitor} = {value} is not finite (best: {self.best_score})"
+        if self.stopping_threshold is not None and self._better(value, self.stopping_threshold):
+            return f"EarlyStopping: {self.monitor} = {value} reached stopping_threshold = {self.stopping_threshold}"
+        if self.divergence_threshold is not None and self._better(self.divergence_threshold, value):
+            return f"EarlyStopping: {self.monitor} = {value} is past divergence_threshold = {self.divergence_threshold}"
+        margin = -self.min_delta if self.mode == "min" else self.min_delta
+        if self._better(value, self.best_score + margin):
+            self.best_score = value
+            self.wait_count = 0
+            return None
+        self.wait_count += 1
+        if self.wait_count < self.patience:
+            return None
+        return f"EarlyStopping: {self.monitor} did not improve in the last {self.wait_count} checks (best: {self.best_score})"
+
+    def _better(self, a: float, b: float) -> bool:
+        return a < b if self.mode == "min" else a > b

@@ -1,0 +1,1 @@
+"""Loggers: callbacks that record the published metrics, one back end a file."""

@@ -1,0 +1,148 @@
+"""Metrics in a CSV file."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from pathlib import Path
+from typing import Any, TextIO
+
+from torch import nn
+
+from engine import Callback, Run
+
+_FIXED = ("step", "epoch")
+
+
+class CSVLogger(Callback):
+    """One row for each time that metrics are published: every ``log_every_n_steps`` steps and after each evaluation.
+
+    The columns are ``step`` (optimizer steps done), ``epoch`` (from 0) and one for each metric, in the order in which they first
+    appear; a metric that is not part of a row leaves its cell empty. A new metric adds a column and loses no earlier row. Each row is
+    on its way to the disk when the hook returns, and the file is written by the main process only.
+
+    A resumed run appends, after cutting the rows later than the step that it resumed from: they belong to a past that did
+    not happen. A run that starts at step 0 where such a file stands already moves that file to ``metrics.1.csv`` (or the next
+    free number) first.
+    """
+
+    def __init__(self, dir: str | os.PathLike[str] | None = None, name: str = "metrics.csv") -> None:
+        """
+        Args:
+            dir: the folder of the file, made when missing; ``None`` is the run's ``root_dir``.
+            name: the file's name.
+
+        Raises:
+            ValueError: ``name`` is empty or has a folder in it.
+        """
+        if not name or Path(name).name != name:
+            raise ValueError(f"CSVLogger(name={name!r}): name must be the name of a file without a folder; give the folder as dir=")
+        self.dir = None if dir is None else Path(dir)
+        self.name = name
+        self.path: Path | None = None
+        """The file; known from the start of the first run."""
+        self._columns: list[str] = list(_FIXED)
+        self._file: TextIO | None = None
+
+    def setup(self, run: Run, module: nn.Module, stage: str) -> None:
+        self.path = (run.root_dir if self.dir is None else self.dir) / self.name
+
+    def on_train_start(self, run: Run, module: nn.Module) -> None:
+        """Cut (resumed) or put aside (new run) what an earlier run left in the file."""
+        assert self.path is not None
+        if not run.is_main_process or not self.path.exists():
+            return
+        self._close()
+        if run.step > 0:
+            columns, rows = _read(self.path)
+            self._columns = columns
+            _rewrite(self.path, columns, [row for row in rows if int(row["step"]) <= run.step])
+        else:
+            self.path.rename(_free_name(self.path))
+            self._columns = list(_FIXED)
+
+    def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
+        # The sanity check runs before the file is cut or put aside, and its numbers say nothing about the training.
+        if run.is_main_process and run.stage != "sanity":
+            self._write({"step": step, "epoch": run.epoch, **{name: metrics[name] for name in metrics if name not in _FIXED}})
+
+    def on_exception(self, run: Run, module: nn.Module, exception: BaseException) -> None:
+        self._close()
+
+    def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
+        self._close()
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if self._file is None:
+            self._open()
+        new = [name for name in row if name not in self._columns]
+        if new:
+            self._widen(new)
+        assert self._file is not None
+        csv.DictWriter(self._file, self._columns, restval="").writerow(row)
+        self._file.flush()
+
+    def _widen(self, new: list[str]) -> None:
+        assert self.path is not None
+        self._close()
+        _, rows = _read(self.path)
+        self._columns = [*self._columns, *new]
+        _rewrite(self.path, self._columns, rows)
+        self._file = self.path.open("a", newline="", encoding="utf-8")
+
+    def _open(self) -> None:
+        """Open the file to append; its columns are those of its header."""
+        assert self.path is not None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            self._columns, rows = _read(self.path)
+            _rewrite(self.path, self._columns, rows)
+        else:
+            self._columns = list(_FIXED)
+            _rewrite(self.path, self._columns, [])
+        self._file = self.path.open("a", newline="", encoding="utf-8")
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Columns and rows of a metrics file. A last row that a crash left unfinished is dropped.
+
+    Raises:
+        ValueError: the file is not one that :class:`CSVLogger` wrote.
+    """
+    with path.open(newline="", encoding="utf-8") as file:
+        text = file.read()
+    whole = text[: text.rfind("\n") + 1]
+    if not whole:
+        return list(_FIXED), []
+    reader = csv.DictReader(io.StringIO(whole, newline=""))
+    columns = list(reader.fieldnames or [])
+    if columns[:2] != list(_FIXED):
+        raise ValueError(
+            f"CSVLogger: {path} exists and is not a metrics file (its columns are {columns}); move it, or give another dir= or name="
+        )
+    return columns, list(reader)
+
+
+def _rewrite(path: Path, columns: list[str], rows: list[dict[str, str]]) -> None:
+    """Replace the file in one move: a crash leaves the old file or the new one."""
+    temporary = path.with_name(path.name + ".new")
+    with temporary.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (free := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    return free

@@ -1,0 +1,128 @@
+"""Learning rates among the logged metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from engine import Callback, Run
+
+
+class LearningRateMonitor(Callback):
+    """Adds each optimizer's learning rate to the metrics that are published while training.
+
+    Names are Lightning's: ``lr-AdamW``; ``lr-AdamW/pg1``, ``lr-AdamW/pg2`` with several parameter groups (or the groups' own
+    ``name``); a second optimizer of the same class is ``lr-AdamW-1``; a scheduler that was given a ``name`` names its optimizer's. The
+    value at step n is the one that step n + 1 will use, in Lightning too. A learning rate that is a tensor is read at the log boundary.
+    """
+
+    def __init__(
+        self,
+        logging_interval: Literal["step", "epoch"] | None = None,
+        log_momentum: bool = False,
+        log_weight_decay: bool = False,
+    ) -> None:
+        """
+        Args:
+            logging_interval: ``"step"``: with everything published during training; ``"epoch"``: once an epoch, the value that the epoch
+                began with; ``None``: each optimizer at the ``interval`` of its scheduler, without a scheduler at ``"step"``.
+            log_momentum: also the momentum (the first of ``betas``), as ``lr-SGD-momentum``; 0 where there is none.
+            log_weight_decay: also the weight decay, as ``lr-SGD-weight_decay``; 0 where there is none.
+
+        Raises:
+            ValueError: an unknown ``logging_interval``.
+        """
+        if logging_interval not in (None, "step", "epoch"):
+            raise ValueError(f"LearningRateMonitor(logging_interval={logging_interval!r}): it must be 'step', 'epoch' or None")
+        self.logging_interval = logging_interval
+        self.log_momentum = log_momentum
+        self.log_weight_decay = log_weight_decay
+        self._sources: list[tuple[torch.optim.Optimizer, str, str]] = []
+        self._of_epoch: dict[str, float] = {}
+        self._step = -1
+        self._training = False
+
+    def setup(self, run: Run, module: nn.Module, stage: str) -> None:
+        self._training = False
+
+    def on_train_start(self, run: Run, module: nn.Module) -> None:
+        self._sources = _sources(run)
+        self._step = -1
+        self._training = True
+
+    def on_train_epoch_start(self, run: Run, module: nn.Module) -> None:
+        self._of_epoch = self._values("epoch")
+
+    # The learning rate is no result of an evaluation, whose metrics are published between these two.
+    def on_validation_start(self, run: Run, module: nn.Module) -> None:
+        self._training = False
+
+    def on_validation_end(self, run: Run, module: nn.Module) -> None:
+        self._training = bool(self._sources)
+
+    def on_train_end(self, run: Run, module: nn.Module) -> None:
+        self._training = False
+        self._sources = []
+
+    def on_before_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
+        if self._training:
+            metrics.update(self._of_epoch)
+            self._of_epoch = {}
+            if step != self._step:  # at an epoch's end the step may have been published already
+                self._step = step
+                metrics.update(self._values("step"))
+
+    def _values(self, interval: str) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for optimizer, name, own_interval in self._sources:
+            if (self.logging_interval or own_interval) == interval:
+                for suffix, group in zip(_group_suffixes(optimizer, name), optimizer.param_groups, strict=True):
+                    values.update(self._of_group(name + suffix, group))
+        return values
+
+    def _of_group(self, name: str, group: dict[str, Any]) -> dict[str, float]:
+        values = {name: float(group["lr"])}
+        if self.log_momentum:
+            values[f"{name}-momentum"] = float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
+        if self.log_weight_decay:
+            values[f"{name}-weight_decay"] = float(group.get("weight_decay", 0.0))
+        return values
+
+
+def _sources(run: Run) -> list[tuple[torch.optim.Optimizer, str, str]]:
+    """Each optimizer once, with its unique name and its interval: those with a scheduler first."""
+    found: list[tuple[torch.optim.Optimizer, str | None, str]] = []
+    for record in run.schedulers:
+        found.append((record.scheduler.optimizer, record.name, record.interval))
+    found += [(optimizer, None, "step") for optimizer in run.optimizers]
+    sources: list[tuple[torch.optim.Optimizer, str, str]] = []
+    count: Counter[str] = Counter()
+    for optimizer, given, interval in found:
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # what the engine prepared wraps the user's
+        if any(optimizer is seen for seen, _, _ in sources):
+            continue
+        name = given or f"lr-{type(optimizer).__name__}"
+        number = count[name]
+        count[name] += 1
+        sources.append((optimizer, f"{name}-{number}" if number else name, interval))
+        _group_suffixes(optimizer, name)
+    return sources
+
+
+def _group_suffixes(optimizer: torch.optim.Optimizer, name: str) -> list[str]:
+    """What is put behind ``name`` for each parameter group.
+
+    Raises:
+        ValueError: two groups of the optimizer have the same ``name``.
+    """
+    groups = optimizer.param_groups
+    if len(groups) == 1:
+        own = groups[0].get("name")
+        return [f"/{own}" if own else ""]
+    names = [str(group.get("name", f"pg{number}")) for number, group in enumerate(groups, start=1)]
+    if len(set(names)) < len(names):
+        raise ValueError(f"LearningRateMonitor: the parameter groups of {name} must have different names; they are {names}")
+    return [f"/{own}" for own in names]

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import csv
+
+import pytest
+import torch
+
+from callbacks import CSVLogger, ModelCheckpoint
+from engine import Callback
+
+
+def read(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_rows_and_columns_of_a_run(make_fit, scripted, batches, tmp_path):
+    module = scripted([0.25, 0.125])
+    make_fit(max_epochs=2, log_every_n_steps=2, callbacks=[CSVLogger()]).run(module, batches, batches)
+    rows = read(tmp_path / "metrics.csv")
+    assert list(rows[0])[:2] == ["step", "epoch"]
+    assert [(int(row["step"]), float(row["score"])) for row in rows if row["score"]] == [(4, 0.25), (8, 0.125)]
+    assert {int(row["step"]) for row in rows} == {2, 4, 6, 8}
+    assert {int(row["epoch"]) for row in rows if int(row["step"]) <= 4} == {0}
+    assert {int(row["epoch"]) for row in rows if int(row["step"]) == 6} == {1}
+
+
+def test_a_new_column_loses_no_row(make_fit, scripted, batches, tmp_path):
+    class Growing(scripted):
+        def training_step(self, batch, batch_idx):
+            self.log(f"name,{batch_idx}", float(batch_idx))
+            return (self.weight * batch).mean()
+
+    make_fit(log_every_n_steps=1, callbacks=[CSVLogger(name="m.csv")]).run(Growing(), batches)
+    rows = read(tmp_path / "m.csv")
+    for number in range(4):
+        assert [float(row[f"name,{number}"]) for row in rows if int(row["step"]) == number + 1 and row[f"name,{number}"]] == [number]
+    assert rows[0]["name,3"] == ""
+
+
+def test_the_sanity_check_has_no_row(make_fit, scripted, batches, tmp_path):
+    make_fit(num_sanity_val_steps=1, log_every_n_steps=2, callbacks=[CSVLogger()]).run(scripted([0.5, 0.25]), batches, batches)
+    assert [float(row["score"]) for row in read(tmp_path / "metrics.csv") if row["score"]] == [0.25]
+
+
+def test_each_row_is_in_the_file_at_once(make_fit, scripted, batches, tmp_path):
+    class Look(Callback):
+        seen = []
+
+        def on_train_batch_end(self, run, module, outputs, batch, batch_idx):
+            self.seen.append(len(read(tmp_path / "metrics.csv")) if (tmp_path / "metrics.csv").exists() else 0)
+
+    make_fit(log_every_n_steps=1, max_steps=3, callbacks=[CSVLogger(), Look()]).run(scripted(), batches)
+    # Whether the row of a step comes before or after that step's hook, no row is ever more than one step late.
+    assert Look.seen in ([0, 1, 2], [1, 2, 3])
+
+
+def test_resuming_cuts_the_rows_that_did_not_happen(make_fit, scripted, batches, tmp_path):
+    def callbacks():
+        return [CSVLogger(), ModelCheckpoint(every="4 steps", save_top_k=-1)]
+
+    make_fit(max_epochs=3, log_every_n_steps=1, callbacks=callbacks()).run(scripted(), batches)
+    whole = read(tmp_path / "metrics.csv")
+    checkpoint = tmp_path / "checkpoints" / "step=00000004"
+    make_fit(max_epochs=3, log_every_n_steps=1, callbacks=callbacks()).run(scripted(), batches, resume=checkpoint)
+    again = read(tmp_path / "metrics.csv")
+    assert [row["step"] for row in again if row["train/weight"]] == [row["step"] for row in whole if row["train/weight"]]
+    steps = [int(row["step"]) for row in again]
+    assert steps == sorted(steps)
+    assert not (tmp_path / "metrics.1.csv").exists()
+
+
+def test_a_new_run_keeps_the_old_file(make_fit, scripted, batches, tmp_path):
+    for _ in range(3):
+        make_fit(log_every_n_steps=2, max_steps=2, callbacks=[CSVLogger()]).run(scripted(), batches)
+    for name in ("metrics.csv", "metrics.1.csv", "metrics.2.csv"):
+        assert 2 in {int(row["step"]) for row in read(tmp_path / name)}
+
+
+def test_a_row_torn_by_a_crash_is_dropped(make_fit, scripted, batches, tmp_path):
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(b"step,epoch,a\r\n1,0,2.5\r\n2,0,3.7")
+    logger = CSVLogger()
+    make_fit(callbacks=[logger]).test(scripted(), batches)
+    rows = read(path)
+    assert [row["a"] for row in rows] == ["2.5", ""]
+    assert float(rows[1]["test/mean"]) == 1.0
+
+
+def test_a_file_of_someone_else_is_not_touched(make_fit, scripted, batches, tmp_path):
+    path = tmp_path / "metrics.csv"
+    path.write_text("name,age\nada,36\n")
+    with pytest.raises(ValueError, match=r"metrics\.csv exists and is not a metrics file"):
+        make_fit(callbacks=[CSVLogger()]).test(scripted(), batches)
+    assert path.read_text() == "name,age\nada,36\n"
+
+
+def test_it_is_closed_after_an_error(make_fit, scripted, batches, tmp_path):
+    class Failing(scripted):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2:
+                raise RuntimeError("as planned")
+            return super().training_step(batch, batch_idx)
+
+    logger = CSVLogger(dir=tmp_path / "deep" / "er")
+    with pytest.raises(RuntimeError, match="as planned"):
+        make_fit(log_every_n_steps=1, callbacks=[logger]).run(Failing(), batches)
+    assert logger._file is None
+    assert [int(row["step"]) for row in read(tmp_path / "deep" / "er" / "metrics.csv")] == [1, 2]
+
+
+def test_numbers_survive_the_file(make_fit, scripted, batches, tmp_path):
+    class Odd(scripted):
+        def training_step(self, batch, batch_idx):
+            self.log("nan", float("nan"))
+            self.log("third", torch.tensor(1 / 3, dtype=torch.float64))
+            return (self.weight * batch).mean()
+
+    make_fit(log_every_n_steps=1, max_steps=1, callbacks=[CSVLogger()]).run(Odd(), batches)
+    row = read(tmp_path / "metrics.csv")[0]
+    assert float(row["third"]) == 1 / 3
+    assert row["nan"] == "nan"
+
+
+@pytest.mark.parametrize("name", ["", "a/b.csv"])
+def test_wrong_name(name):
+    with pytest.raises(ValueError, match="name must be"):
+        CSVLogger(name=name)

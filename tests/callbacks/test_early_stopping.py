@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from callbacks import EarlyStopping
+
+
+@pytest.mark.parametrize(
+    ("arguments", "scores", "checks"),
+    [
+        ({"patience": 3}, [1.0, 0.9, 0.95, 0.93, 0.9, 0.1], 5),  # best at check 2; checks 3, 4, 5 are no better
+        ({"patience": 1, "min_delta": 0.1}, [1.0, 0.95, 0.1], 2),  # 0.05 better is not 0.1 better
+        ({"patience": 1, "min_delta": 0.1}, [1.0, 0.85, 0.8, 0.1], 3),
+        ({"patience": 2, "mode": "max"}, [0.1, 0.5, 0.4, 0.5, 0.9], 4),
+        ({"patience": 2}, [1.0, 1.1, 0.9, 0.95, 0.8, 0.7], 6),  # an improvement begins the count anew
+        ({"patience": 0}, [1.0, 0.9, 0.95, 0.1], 3),
+        ({"patience": 9}, [1.0, math.nan, 0.1], 2),
+        ({"patience": 9}, [1.0, math.inf, 0.1], 2),
+        ({"patience": 1, "check_finite": False}, [math.nan, 0.5, 0.1], 1),
+        ({"patience": 9, "stopping_threshold": 0.5}, [1.0, 0.5, 0.4, 0.1], 3),  # better than, not equal to
+        ({"patience": 9, "divergence_threshold": 2.0}, [1.0, 2.0, 2.1, 0.1], 3),
+        ({"patience": 9, "mode": "max", "stopping_threshold": 0.9}, [0.1, 0.95, 0.96], 2),
+        ({"patience": 9, "mode": "max", "divergence_threshold": 0.2}, [0.5, 0.1, 0.9], 2),
+        ({"patience": 3}, [0.6, 0.5, 0.4, 0.3, 0.2, 0.1], 6),  # improves to the end
+    ],
+)
+def test_number_of_checks_until_the_stop(make_fit, scripted, batches, arguments, scores, checks):
+    module = scripted(scores)
+    stopping = EarlyStopping("score", **arguments)
+    result = make_fit(max_epochs=6, callbacks=[stopping]).run(module, batches, batches)
+    assert module.validations == checks
+    assert result.step == 4 * checks
+    if checks < 6:
+        assert result.status == "stopped"
+        assert "score" in result.stop_reason
+        assert stopping.stopped_epoch == checks - 1
+    else:
+        assert result.status == "completed"
+        assert stopping.stopped_epoch is None
+
+
+def test_missing_monitor_names_the_metrics_there_are(make_fit, scripted, batches):
+    with pytest.raises(ValueError, match=r"scoer.*logged so far: .*score"):
+        make_fit(max_epochs=2, callbacks=[EarlyStopping("scoer")]).run(scripted([1.0]), batches, batches)
+
+
+def test_without_validation_it_checks_at_the_end_of_each_epoch(make_fit, scripted, batches):
+    # The weight falls by 1 a step, its epoch mean by 4 an epoch: with mode="max" the second epoch is no better.
+    stopping = EarlyStopping("train/weight", mode="max", patience=1)
+    result = make_fit(max_epochs=5, log_every_n_steps=1, callbacks=[stopping]).run(scripted(), batches)
+    assert result.step == 8
+
+
+def test_the_sanity_check_does_not_count(make_fit, scripted, batches):
+    module = scripted([0.0, 1.0, 0.9, 0.8])  # number 0 is the sanity check: it would be the best for ever
+    make_fit(max_epochs=3, num_sanity_val_steps=1, callbacks=[EarlyStopping("score", patience=1)]).run(module, batches, batches)
+    assert module.validations == 4
+
+
+def test_state_goes_on_where_it_was(make_fit, scripted, batches):
+    first = EarlyStopping("score", patience=3)
+    make_fit(max_epochs=3, callbacks=[first]).run(scripted([0.5, 0.6, 0.7]), batches, batches)
+    assert (first.wait_count, first.best_score) == (2, 0.5)
+    second = EarlyStopping("score", patience=3)
+    second.load_state_dict(first.state_dict())
+    module = scripted([0.6, 0.1])
+    make_fit(max_epochs=3, callbacks=[second]).run(module, batches, batches)
+    assert module.validations == 1
+
+
+def test_fast_dev_run_does_not_stop(make_fit, scripted, batches):
+    result = make_fit(fast_dev_run=True, callbacks=[EarlyStopping("score")]).run(scripted([math.nan]), batches, batches)
+    assert result.status == "completed"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"mode": "mix"}, "mode='mix'"), ({"patience": -1}, "patience=-1"), ({"min_delta": -0.5}, "min_delta=-0.5")],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        EarlyStopping("score", **arguments)

@@ -1,0 +1,84 @@
+"""The console command, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def fit(*arguments: str, cwd: Path = ROOT, **environ: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("FIT_")}
+    environ = {**clean, "PYTHONPATH": str(ROOT), **environ}
+    command = [sys.executable, "-m", "engine.cli.main", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("arguments", ["['--help']", "['--version']"])
+def test_the_start_imports_no_torch(arguments: str) -> None:
+    code = (
+        "import sys, engine.cli.main as cli\n"
+        f"try: cli.main({arguments})\n"
+        "except SystemExit: pass\n"
+        "print([name for name in ('torch', 'numpy', 'yaml', 'rich') if name in sys.modules])"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_version() -> None:
+    done = fit("--version")
+    assert done.returncode == 0
+    assert done.stdout.startswith("fit-trainer ")
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",)])
+def test_help_lists_the_commands(arguments: tuple[str, ...]) -> None:
+    done = fit(*arguments)
+    assert done.returncode == 0
+    assert "usage: fit" in done.stdout
+    assert "  env  print versions" in done.stdout
+
+
+def test_an_unknown_command_is_an_error() -> None:
+    done = fit("evn")
+    assert done.returncode == 2
+    assert "did you mean 'env'" in done.stderr
+
+
+def test_env_has_each_setting_with_its_origin(tmp_path: Path) -> None:
+    (tmp_path / "fit.yaml").write_text("max_time: 10 min\n")
+    done = fit("env", "--json", cwd=tmp_path, FIT_PRECISION="bf16")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["settings"]["precision"] == {"value": "bf16-mixed", "origin": "environment FIT_PRECISION"}
+    assert report["settings"]["max_time"] == {"value": "600 seconds", "origin": "file fit.yaml:1"}
+    assert report["settings"]["callbacks"] == {"value": [], "origin": "default"}
+    assert report["environment"]["world_size"] == 1
+    assert report["versions"]["torch"].startswith("2.")
+    assert report["devices"]["cpu"]
+    assert report["errors"] == []
+
+
+def test_env_for_people() -> None:
+    done = fit("env")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["log_every_n_steps", "50", "default"] in lines
+    assert [line for line in lines if line[:2] == ["world_size", "1"]]
+
+
+def test_env_says_what_would_fail() -> None:
+    done = fit("env", FIT_PRECISON="bf16", RANK="0")
+    assert done.returncode == 1
+    errors = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 2
+    assert "WORLD_SIZE" in errors[0]
+    assert "did you mean 'precision'" in errors[1]

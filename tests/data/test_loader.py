@@ -1,0 +1,165 @@
+"""The prepared loader: epochs, resuming, weights told to the window, and the user's own attributes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from engine import Engine
+from engine.data.loader import PreparedLoader
+from engine.data.sampler import ALONE
+
+
+def prepared(data: Any = None, seed: int = 3, **settings: Any) -> tuple[Engine, PreparedLoader]:
+    engine = Engine(accelerator="cpu", seed=seed, **settings)
+    return engine, engine.prepare_data_loader(shuffled() if data is None else data)
+
+
+def shuffled(samples: int = 10, batch_size: int = 4, **options: Any) -> DataLoader[Any]:
+    return DataLoader(torch.arange(float(samples)), batch_size=batch_size, shuffle=True, **options)  # type: ignore[arg-type]
+
+
+def read(loader: Any) -> list[list[float]]:
+    return [batch.tolist() for batch in loader]
+
+
+def test_each_pass_is_an_epoch() -> None:
+    _, loader = prepared()
+    first, second = read(loader), read(loader)
+    assert loader.epoch == 1
+    assert first != second
+    assert sorted(i for batch in first for i in batch) == sorted(i for batch in second for i in batch) == list(range(10))
+    loader.set_epoch(0)
+    assert read(loader) == first
+    assert read(loader) == second
+    loader.set_epoch(loader.epoch)  # the usual line of a loop over DistributedSampler
+    assert read(loader) == second
+
+
+def test_an_epoch_left_early_counts() -> None:
+    _, loader = prepared()
+    for _ in loader:
+        break
+    read(loader)
+    assert loader.epoch == 1
+
+
+def test_resume_goes_on_in_the_middle() -> None:
+    _, loader = prepared(accumulate_grad_batches=1)
+    loader.set_epoch(2)
+    whole = read(loader)
+    _, other = prepared()
+    other.resume(2, other.stride)
+    assert read(other) == whole[1:]
+    assert other.epoch == 2
+    read(other)
+    assert other.epoch == 3
+    assert other._start == 0
+
+
+def test_resume_at_the_end_is_an_empty_pass() -> None:
+    _, loader = prepared()
+    loader.resume(0, 10)
+    assert read(loader) == []
+
+
+def test_another_seed_is_another_order() -> None:
+    _, loader = prepared()
+    first = read(loader)
+    loader.reseed(4)
+    loader.set_epoch(0)
+    other = read(loader)
+    assert first != other
+    assert read(prepared(seed=4)[1]) == other
+
+
+def test_the_window_knows_what_the_batch_weighs() -> None:
+    engine, loader = prepared(accumulate_grad_batches=2)
+    told = []
+    for _ in loader:
+        share = engine.window.share
+        told.append((share.size, share.divisor, share.last))
+    assert told == [(4, 2.0, False), (4, 2.0, True), (2, 1.0, True)]
+    assert engine.window.share is ALONE
+
+
+def test_leaving_early_gives_the_share_back() -> None:
+    engine, loader = prepared()
+    for _ in loader:
+        break
+    assert engine.window.share is ALONE
+    with pytest.raises(ZeroDivisionError):
+        [1 / 0 for _ in loader]
+    assert engine.window.share is ALONE
+
+
+def test_length_and_limit() -> None:
+    _, loader = prepared()
+    assert len(loader) == loader.length == 3
+    loader.limit = 2
+    assert len(loader) == len(read(loader)) == 2
+    _, stream = prepared(x for x in range(2))
+    with pytest.raises(TypeError, match="generator has no length"):
+        len(stream)
+
+
+def test_the_users_attributes_are_there() -> None:
+    own = shuffled()
+    own.tokenizer = "mine"  # type: ignore[attr-defined]
+    _, loader = prepared(own)
+    assert loader.tokenizer == "mine"
+    assert loader.dataset is own.dataset
+    assert loader.batch_size == 4
+    with pytest.raises(AttributeError, match="nothing"):
+        loader.nothing  # noqa: B018
+
+
+def test_a_one_shot_generator_is_an_error_from_the_second_epoch_on() -> None:
+    _, loader = prepared(torch.ones(1) for _ in range(3))
+    assert len(read(loader)) == 3
+    with pytest.raises(ValueError, match=r"generator gave no batch in epoch 1: it is empty, or a generator, which can be read only once"):
+        read(loader)
+
+
+@pytest.mark.parametrize("data", [[], iter(())])
+def test_empty_data_is_an_error(data: Any) -> None:
+    _, loader = prepared(data)
+    with pytest.raises(ValueError, match="gave no batch in epoch 0: it is empty"):
+        read(loader)
+
+
+def test_placing() -> None:
+    engine = Engine(accelerator="cpu", precision="bf16-true")
+    data = DataLoader(TensorDataset(torch.ones(2, 1), torch.zeros(2, dtype=torch.int64)), batch_size=2)
+    ((x, y),) = engine.prepare_data_loader(data)
+    assert (x.dtype, y.dtype) == (torch.bfloat16, torch.int64)
+    ((x, _),) = engine.prepare_data_loader(data, place=False)
+    assert x.dtype == torch.float32
+
+
+def test_hooks_stand_around_the_move() -> None:
+    engine = Engine(accelerator="cpu", precision="bf16-true")
+    loader = engine.prepare_data_loader([torch.ones(1)])
+    seen: list[tuple[str, torch.dtype, int]] = []
+
+    def hook(name: str) -> Any:
+        def call(batch: Tensor, index: int) -> Tensor:
+            seen.append((name, batch.dtype, index))
+            return batch + 1
+
+        return call
+
+    loader.hooks = (hook("before"), hook("after"), 2)
+    assert read(loader) == [[3.0]]
+    assert seen == [("before", torch.float32, 2), ("after", torch.bfloat16, 2)]
+
+
+def test_evaluation_has_windows_of_its_own() -> None:
+    engine, loader = prepared(accumulate_grad_batches=4)
+    loader.window_size = 1
+    assert [engine.window.share.last for _ in loader] == [True] * 3
+    assert loader.stride == 4

@@ -1,0 +1,82 @@
+import time
+
+import pytest
+import torch
+from processes import run_ranks
+
+from engine.distributed.agreement import MAX_INTERVAL, Agreement
+from engine.distributed.environment import Environment
+from engine.distributed.group import Group
+
+SCRIPT = """
+import math, os
+from datetime import timedelta
+import torch
+from engine.distributed.agreement import Agreement
+from engine.distributed.environment import detect
+from engine.distributed.group import join
+
+group = join(detect(os.environ), torch.device("cpu"), timeout=timedelta(seconds=30))
+r = group.rank
+
+def first(step_s, wish, calls=400):
+    agreement = Agreement(group)
+    answers = [agreement.poll(wish(i), step_s) for i in range(calls)]
+    return [answers.index(True) if True in answers else None, agreement.interval, sum(answers)]
+
+out = {
+    "first step": first(0.001, lambda i: r == 1 and i == 0),
+    "fast": first(0.0001, lambda i: r == 1 and i == 100),
+    "0.02 s on the slower": first(0.02 if r else 0.001, lambda i: r == 0 and i == 5, 25),
+    "slow": first(5.0, lambda i: r == 1 and i == 7, 10),
+    "never": first(0.001, lambda i: False),
+    "odd durations": first([math.nan, math.inf][r], lambda i: r == 0 and i == 2, 10),
+    "zero": first(0.0, lambda i: r == 0 and i == 2, 10),
+    "negative": first(-1.0, lambda i: r == 0 and i == 2, 10),
+}
+agreement = Agreement(group)
+out["now"] = [agreement.now(r == 1), agreement.now(False), agreement.now(True)]
+agreement = Agreement(group)
+agreement.poll(False, 0.001)
+agreement.poll(r == 1, 0.001)
+out["now takes a pending wish"] = [agreement.now(False), agreement.now(False)]
+report(out)
+"""
+
+
+@pytest.fixture(scope="module")
+def results():
+    return [ran.value for ran in run_ranks(SCRIPT, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("first step", [0, MAX_INTERVAL, 1]),
+        ("fast", [128, MAX_INTERVAL, 1]),  # checks after calls 0, 64, 128, ...
+        ("0.02 s on the slower", [10, 10, 1]),  # 0.2 s / 0.02 s: checks after calls 0, 10, 20
+        ("slow", [7, 1, 1]),
+        ("never", [None, MAX_INTERVAL, 0]),
+        ("odd durations", [2, 1, 1]),
+        ("zero", [2, 1, 1]),
+        ("negative", [2, 1, 1]),
+        ("now", [True, False, True]),
+        ("now takes a pending wish", [True, False]),
+    ],
+)
+def test_ranks_agree_at_the_same_call(results, name, expected):
+    assert results[0][name] == results[1][name] == expected
+
+
+def test_alone_the_wish_is_the_answer_at_once_and_costs_nothing():
+    agreement = Agreement(Group(Environment("single"), torch.device("cpu")))
+    assert agreement.poll(True, 0.1) is True
+    assert agreement.poll(False, 0.1) is False
+    assert agreement.now(True) is True
+    best = float("inf")
+    for _ in range(5):
+        begun = time.perf_counter()
+        for _ in range(10_000):
+            agreement.poll(False, 0.001)
+        best = min(best, time.perf_counter() - begun)
+    assert best / 10_000 < 1e-6  # 0.1 us on an idle machine; the bound leaves room for a busy one

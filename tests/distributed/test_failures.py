@@ -1,0 +1,91 @@
+import json
+import os
+
+import pytest
+import torch.distributed as dist
+from processes import run_ranks
+
+from engine.distributed import failures
+from engine.distributed.environment import Environment
+from engine.errors import RankError
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RankError("rank 1 failed"), True),
+        (dist.DistNetworkError("reset"), True),
+        (RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"), True),
+        (RuntimeError("shape mismatch"), False),
+        (ValueError("Connection closed by peer"), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_blames_peer(error, expected):
+    assert failures.blames_peer(error) is expected
+
+
+def test_a_record_is_read_back_and_the_first_stays(tmp_path):
+    path = tmp_path / "error.json"
+    try:
+        raise KeyError("first")
+    except KeyError as error:
+        failures.record(error, path)
+    failures.record(ValueError("second"), path)
+    text, moment, blames = failures.read(path)
+    assert "raise KeyError" in text
+    assert text.rstrip().endswith("KeyError: 'first'")
+    assert abs(moment - os.stat(path).st_mtime) < 5
+    assert blames is False
+
+
+def test_the_record_has_torch_elastics_form(tmp_path):
+    path = tmp_path / "error.json"
+    failures.record(RankError("gone"), path)
+    message = json.loads(path.read_text())["message"]
+    assert message["message"] == "RankError: gone"
+    assert int(message["extraInfo"]["timestamp"]) > 1e9
+    assert failures.read(path)[2] is True
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", '"x"', '{"message": {}}', '{"message": {"extraInfo": 1}}', "\x00"])
+def test_damaged_records_are_as_good_as_none(tmp_path, content):
+    path = tmp_path / "error.json"
+    if content is not None:
+        path.write_text(content)
+    assert failures.read(path) == ("", None, False)
+
+
+def test_a_record_that_cannot_be_written_hides_nothing(tmp_path):
+    failures.record(KeyError("x"), tmp_path / "no such directory" / "error.json")
+
+
+def test_variables_inherited_by_a_process_that_is_no_rank():
+    # This process's parent is not itself, but it is alive: what a program started from within a rank would see.
+    with pytest.raises(RuntimeError, match="inherited the variables of rank 1"):
+        failures.attach(Environment("relaunch", 1, 2, 1, 2, 1, "127.0.0.1", 1, parent_pid=os.getpid()))
+
+
+SCRIPT = """
+import os, sys
+from engine.distributed import failures
+from engine.distributed.environment import detect
+failures.attach(detect(os.environ))
+failures.attach(detect(os.environ))
+raise {"error": ValueError, "exit": SystemExit}[sys.argv[1]]("went wrong")
+"""
+
+
+def test_an_uncaught_exception_is_recorded_and_still_shown(tmp_path):
+    path = tmp_path / "error.json"
+    [ran] = run_ranks(SCRIPT, 1, "error", check=False, env={"TORCHELASTIC_ERROR_FILE": str(path)})
+    assert ran.returncode == 1
+    assert ran.stderr.count("ValueError: went wrong") == 1
+    assert "ValueError: went wrong" in failures.read(path)[0]
+
+
+def test_an_exit_is_no_exception(tmp_path):
+    path = tmp_path / "error.json"
+    [ran] = run_ranks(SCRIPT, 1, "exit", check=False, env={"TORCHELASTIC_ERROR_FILE": str(path)})
+    assert ran.returncode == 1
+    assert not path.exists()

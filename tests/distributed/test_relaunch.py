@@ -1,0 +1,303 @@
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from processes import clean_environment, run_script
+
+from engine.distributed import relaunch
+
+# What Fit does around a run, and a fault on one rank: the script's first argument names it.
+SCRIPT = """
+import contextlib, os, signal, sys, time
+from datetime import timedelta
+from pathlib import Path
+import torch, torch.distributed as dist
+from engine.distributed import collectives as c, environment, failures, group, relaunch
+from engine.errors import RankError
+
+case, place = sys.argv[1], Path(sys.argv[2])
+env = environment.detect(os.environ)
+failures.attach(env)
+(place / f"pid{env.rank}").write_text(str(os.getpid()))
+if case == "before" and env.rank == 1:
+    raise ValueError("before the run")
+variables = dict(os.environ)
+started = relaunch.start(3) if env.world_size == 1 else None
+if started:
+    env = started.environment
+    assert relaunch.start(3) is started is relaunch.current()
+    assert dict(os.environ) == variables
+
+def training():
+    return started.training() if started else contextlib.nullcontext()
+
+def run(case):
+    store, check = (started.store, started.check) if started else (None, None)
+    with training():
+        g = group.join(env, torch.device("cpu"), timeout=timedelta(minutes=5), store=store, check=check)
+        (place / f"joined{g.rank}").write_text(str(c.gather_object(g, (os.getpid(), os.getppid(), sys.argv, os.getcwd()))))
+        if case == "raise" and g.rank == 1:
+            raise ValueError("boom on rank 1")
+        if case == "kill" and g.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if case == "early" and g.rank == 2:
+            os._exit(0)
+        if case in ("python", "native", "stubborn") and g.rank == 2:
+            raise ValueError("boom on rank 2")
+        if case == "stubborn" and g.rank == 1:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            while True:
+                time.sleep(1)
+        while case == "python" and g.rank == 0:
+            time.sleep(0.01)
+        if case == "native" and g.rank == 0:
+            time.sleep(100)
+        if case == "own" and g.rank == 0:
+            raise KeyError("rank 0's own")
+        if case == "all":
+            raise KeyError("the same on all")
+        if case == "interrupt":
+            (place / f"ready{g.rank}").touch()
+            try:
+                time.sleep(30)
+            except KeyboardInterrupt:
+                time.sleep(1)
+                (place / f"saved{g.rank}").touch()
+                raise
+        if case == "orphan":
+            (place / f"ready{g.rank}").touch()
+            time.sleep(100)
+        g.barrier()
+
+if case == "caught":
+    try:
+        run("raise")
+    except RankError as error:
+        (place / "caught").write_text(str(error))
+else:
+    run(case)
+if case == "ok":
+    run(case)
+if case == "after" and env.rank == 1:
+    time.sleep(1)
+    raise ValueError("after the run")
+if case == "gone":
+    if env.rank == 1:
+        sys.exit()
+    time.sleep(3)
+    run(case)
+if started:
+    (place / "end").touch()
+"""
+
+
+def alive(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until(condition, limit_s: float) -> bool:
+    deadline = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(condition())
+
+
+@pytest.fixture
+def run(tmp_path):
+    def run(case, **options):
+        ran = run_script(SCRIPT, case, tmp_path, check=False, env={"TMPDIR": str(tmp_path)}, **options)
+        assert not any(alive((tmp_path / f"pid{rank}").read_text()) for rank in (1, 2) if (tmp_path / f"pid{rank}").exists())
+        assert not list(tmp_path.glob("fit-ranks-*"))
+        return ran
+
+    return run
+
+
+def test_the_other_ranks_repeat_the_command_line(run, tmp_path):
+    ran = run("ok")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    seen = [eval((tmp_path / f"joined{rank}").read_text()) for rank in range(3)]
+    assert seen[0] == seen[1] == seen[2]
+    pids, parents, arguments, places = zip(*seen[0], strict=True)
+    assert parents[1:] == (pids[0], pids[0])
+    assert len(set(pids)) == 3
+    assert arguments[0] == arguments[1] == arguments[2]
+    assert len(set(places)) == 1
+    assert (tmp_path / "end").exists()
+
+
+@pytest.mark.parametrize(
+    ("case", "said", "limit_s"),
+    [
+        ("before", "RankError: rank 1 failed with exit code 1. Its traceback:\n\nTraceback|ValueError: before the run", 20),
+        ("raise", "RankError: rank 1 failed with exit code 1. Its traceback:\n\nTraceback|ValueError: boom on rank 1", 20),
+        ("kill", "RankError: rank 2 was killed by SIGKILL (the system may have run out of memory)", 20),
+        ("early", "RankError: rank 2 ended early (exit code 0) while rank 0 still trains", 20),
+        ("python", "RankError: rank 2 failed with exit code 1. Its traceback:\n\nTraceback|ValueError: boom on rank 2", 20),
+        ("native", "RankError: rank 2 failed with exit code 1. Its traceback:\n\nTraceback|rank 0 did not react within 5 s", 25),
+        ("stubborn", "RankError: rank 2 failed with exit code 1. Its traceback:\n\nTraceback", 25),
+        ("gone", "RankError: rank 1 ended early (exit code 0)", 25),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.isalpha() else "",
+)
+def test_a_rank_that_dies_ends_all_with_the_first_traceback(run, tmp_path, case, said, limit_s):
+    ran = run(case)
+    assert ran.returncode == 1
+    # torch marks each line that rank 0 prints once the group is there.
+    text = ran.stderr.replace("[rank0]: ", "")
+    assert all(part in text for part in said.split("|")), ran.stderr
+    assert ran.seconds < limit_s
+    assert not (tmp_path / "end").exists()
+
+
+def test_rank_0s_own_error_stays_as_it_is(run):
+    ran = run("own")
+    assert ran.returncode == 1
+    assert 'KeyError: "rank 0\'s own"' in ran.stderr
+    assert "RankError" not in ran.stderr
+
+
+def test_an_error_of_all_ranks_is_rank_0s_own(run):
+    ran = run("all")
+    assert ran.returncode == 1
+    assert ran.stderr.count("[rank0]: KeyError: 'the same on all'") == 1
+    assert "terminate called" not in ran.stderr
+
+
+def test_a_rank_that_fails_after_the_run_gives_rank_0_an_exit_code(run, tmp_path):
+    ran = run("after")
+    assert (tmp_path / "end").exists()
+    assert ran.returncode == 1
+    assert "RankError: rank 1 failed with exit code 1. Its traceback:" in ran.stderr
+    assert ran.stderr.rstrip().endswith("ValueError: after the run")
+
+
+def test_a_failure_that_was_caught_is_dealt_with(run, tmp_path):
+    ran = run("caught")
+    assert "boom on rank 1" in (tmp_path / "caught").read_text()
+    assert ran.returncode == 0
+    assert (tmp_path / "end").exists()
+
+
+@pytest.fixture
+def launched(tmp_path):
+    def launch(case):
+        script = tmp_path / "script.py"
+        script.write_text(SCRIPT)
+        command = [sys.executable, str(script), case, str(tmp_path)]
+        process = subprocess.Popen(command, env=clean_environment(), start_new_session=True, stderr=subprocess.PIPE, text=True)
+        processes.append(process)
+        assert until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(3)), 40)
+        return process
+
+    processes: list[subprocess.Popen[str]] = []
+    yield launch
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+        process.communicate()
+
+
+def test_when_rank_0_is_killed_the_others_end(launched, tmp_path):
+    launched("orphan").kill()
+    pids = [(tmp_path / f"pid{rank}").read_text() for rank in (1, 2)]
+    assert until(lambda: not any(map(alive, pids)), 5)
+
+
+def test_ctrl_c_leaves_the_others_time_to_save(launched, tmp_path):
+    process = launched("interrupt")
+    os.killpg(process.pid, 2)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == -2
+    assert "KeyboardInterrupt" in errors
+    assert "RankError" not in errors
+    assert all((tmp_path / f"saved{rank}").exists() for rank in range(3))
+    assert not any(alive((tmp_path / f"pid{rank}").read_text()) for rank in (1, 2))
+
+
+WORKER = """
+import multiprocessing
+from engine.distributed import relaunch
+worker = multiprocessing.get_context("fork").Process(target=relaunch.start, args=(2,))
+worker.start()
+worker.join()
+"""
+START = "from engine.distributed import relaunch\nrelaunch.start(2)\n"
+WHERE = """
+import os, sys
+from engine.distributed import environment, relaunch
+if environment.detect(os.environ).world_size == 1:
+    os.chdir("/")
+    relaunch.start(2)
+else:
+    print(os.getcwd(), sys.argv)
+"""
+
+
+@pytest.mark.parametrize(
+    "how", [["-c", WHERE, "x", "a b"], ["sub/../script.py", "x", "a b"], ["-m", "script", "x", "a b"]], ids=["-c", "script", "-m"]
+)
+def test_scripts_modules_and_commands_are_repeated(tmp_path, how):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "script.py").write_text(WHERE if how[0] != "-m" else WHERE.replace("os.chdir", "str"))
+    if how[0] == "-c":
+        how = ["-c", WHERE.replace("os.chdir", "str"), *how[2:]]
+    ran = subprocess.run([sys.executable, *how], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    where, _, arguments = ran.stdout.partition(" ")
+    assert where == str(tmp_path)
+    assert eval(arguments)[1:] == ["x", "a b"]
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "reason"),
+    [
+        (["-"], START, "the script was read from standard input"),
+        ([], START, "the script was read from standard input"),
+        (["-i", "-c", START], "exit(1)", "interactive interpreter"),
+        (["-c", "import sys; sys.modules['ipykernel'] = sys\n" + START], "", "Jupyter kernel"),
+        (["-c", WORKER], "", "worker of the multiprocessing module"),
+    ],
+    ids=["-", "stdin", "-i", "jupyter", "worker"],
+)
+def test_what_cannot_be_repeated_is_refused(command, given, reason):
+    ran = subprocess.run([sys.executable, *command], input=given, env=clean_environment(), capture_output=True, text=True, timeout=60)
+    assert reason in ran.stderr
+    assert "torchrun --nproc-per-node 2 script.py" in ran.stderr
+
+
+def test_pytest_is_refused():
+    with pytest.raises(RuntimeError, match="it is a pytest session"):
+        relaunch.start(2)
+
+
+def test_one_rank_needs_no_others():
+    with pytest.raises(ValueError, match="world_size=1"):
+        relaunch.start(1)
+
+
+def test_another_number_of_ranks_is_refused():
+    ran = run_script(WHERE.replace('os.chdir("/")', "") + "\nif relaunch.current():\n    relaunch.start(3)\n", check=False)
+    assert ran.returncode == 1
+    assert "3 ranks asked for, but this process has started 2" in ran.stderr
+
+
+def test_threads_are_shared_out():
+    script = """
+import os, torch
+from engine.distributed import environment, relaunch
+cores = len(os.sched_getaffinity(0))
+if environment.detect(os.environ).world_size == 1:
+    relaunch.start(2)
+print(torch.get_num_threads() == max(1, cores // 2))
+"""
+    environ = clean_environment()
+    del environ["OMP_NUM_THREADS"]
+    ran = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60)
+    assert (ran.stdout, ran.stderr) == ("True\nTrue\n", "")

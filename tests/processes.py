@@ -1,0 +1,160 @@
+"""Run a script as the ranks of one job, real processes over gloo, and collect what each of them reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Variables of a launcher around the tests must not reach the ranks, nor pytest's own (a script that starts ranks refuses pytest).
+_FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "MASTER_", "TORCHELASTIC_", "SLURM_", "FIT_", "PYTEST_")
+
+_REPORT = """
+def report(value):
+    import json, os
+    with open(os.environ["TEST_REPORT"], "w") as file:
+        json.dump(value, file)
+"""
+
+
+@dataclass
+class Ran:
+    """How one rank ended. ``value`` is what it gave to ``report`` (JSON), ``None`` without; ``seconds`` its life."""
+
+    rank: int
+    returncode: int
+    stdout: str
+    stderr: str
+    value: Any
+    seconds: float
+
+
+def run_ranks(
+    script: str | Path,
+    world_size: int,
+    *args: object,
+    timeout: float = 60,
+    check: bool = True,
+    env: Mapping[str, str] | None = None,
+) -> list[Ran]:
+    """Run ``script`` (a path, or source text, which may call ``report(value)``) as ``world_size`` ranks under torchrun's variables.
+
+    Args:
+        args: the script's arguments, as text.
+        timeout: for all together (s); then they are killed and an ``AssertionError`` shows what they wrote.
+        check: a rank that fails ends the others and is an ``AssertionError`` with its output.
+        env: further variables.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    with tempfile.TemporaryDirectory() as directory:
+        variables = [rank_variables(rank, world_size, store.port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"} for rank in range(world_size)]
+        return _run(script, args, variables, Path(directory), timeout, check, env or {})
+
+
+def run_script(script: str | Path, *args: object, timeout: float = 60, check: bool = True, env: Mapping[str, str] | None = None) -> Ran:
+    """Run ``script`` as a plain ``python script.py``, without a launcher's variables."""
+    with tempfile.TemporaryDirectory() as directory:
+        return _run(script, args, [{}], Path(directory), timeout, check, env or {})[0]
+
+
+def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun would set on a single machine."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """This process's environment without any launcher's variables, with the package importable and one thread."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **more}
+
+
+@contextmanager
+def _script_file(script: str | Path, directory: Path) -> Iterator[Path]:
+    if isinstance(script, Path):
+        yield script
+        return
+    path = directory / "script.py"
+    path.write_text(script + "\n" if "from __future__" in script else _REPORT + script)
+    yield path
+
+
+def _run(
+    script: str | Path,
+    args: Sequence[object],
+    variables: list[dict[str, str]],
+    directory: Path,
+    timeout: float,
+    check: bool,
+    env: Mapping[str, str],
+) -> list[Ran]:
+    with _script_file(script, directory) as path:
+        begun = time.monotonic()
+        processes, seconds = [], [0.0] * len(variables)
+        for rank, own in enumerate(variables):
+            with (directory / f"{rank}.out").open("w") as out, (directory / f"{rank}.err").open("w") as err:
+                own = clean_environment(**own, TEST_REPORT=str(directory / f"{rank}.json")) | dict(env)
+                command = [sys.executable, str(path), *map(str, args)]
+                processes.append(subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, stdout=out, stderr=err))
+        try:
+            problem = _await_all(processes, seconds, begun, timeout, check)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    ran = [_collect(rank, process.returncode, directory, seconds[rank]) for rank, process in enumerate(processes)]
+    if problem:
+        outputs = "\n".join(f"--- rank {r.rank}: exit code {r.returncode}\n{r.stdout[-2000:]}{r.stderr[-6000:]}" for r in ran)
+        raise AssertionError(f"{problem}\n{outputs}")
+    return ran
+
+
+def _await_all(processes: list[subprocess.Popen[bytes]], seconds: list[float], begun: float, timeout: float, check: bool) -> str:
+    """Wait for all; what went wrong, if anything."""
+    grace = begun + timeout
+    problem = ""
+    while True:
+        now = time.monotonic()
+        codes = [process.poll() for process in processes]
+        for rank, code in enumerate(codes):
+            seconds[rank] = seconds[rank] or (now - begun if code is not None else 0.0)
+            if check and code and not problem:
+                problem = f"rank {rank} failed with exit code {code}"
+                grace = min(grace, now + 5.0)  # for the others to end by themselves, with their view of it
+        if None not in codes:
+            return problem
+        if now > grace:
+            return problem or f"still running after {timeout:g} s: ranks {[rank for rank, code in enumerate(codes) if code is None]}"
+        time.sleep(0.02)
+
+
+def _collect(rank: int, returncode: int, directory: Path, seconds: float) -> Ran:
+    value = directory / f"{rank}.json"
+    return Ran(
+        rank,
+        returncode,
+        (directory / f"{rank}.out").read_text(errors="replace"),
+        (directory / f"{rank}.err").read_text(errors="replace"),
+        json.loads(value.read_text()) if value.exists() else None,
+        seconds,
+    )

@@ -1,0 +1,35 @@
+"""Run functions of a test file on every rank of one job: a process group costs seconds, a function on it milliseconds."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from processes import run_ranks
+
+
+def on_ranks(file: str, world_size: int, prefix: str = "rank_", timeout: float = 120) -> dict[str, list[Any]]:
+    """What each function of ``file`` whose name begins with ``prefix`` returns (JSON) on each rank: ``{name without prefix: [by rank]}``."""
+    ran = run_ranks(Path(__file__), world_size, file, prefix, timeout=timeout)
+    return {name: [rank.value[name] for rank in ran] for name in ran[0].value}
+
+
+def _main(file: str, prefix: str) -> None:
+    spec = importlib.util.spec_from_file_location("ranked_functions", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    warnings.simplefilter("error")
+    found = {name.removeprefix(prefix): function() for name, function in vars(module).items() if name.startswith(prefix)}
+    Path(os.environ["TEST_REPORT"]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

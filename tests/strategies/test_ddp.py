@@ -1,0 +1,292 @@
+"""DDP on two real processes: every setting trains as a bare loop over the whole global batch does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranked import on_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from engine import DDP, Engine, Fit, Loss, TrainModule
+
+
+class Net(nn.Module):
+    """Two layers, and one that the forward pass leaves out."""
+
+    def __init__(self, width: int = 4, unused: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.a, self.b = nn.Linear(3, width), nn.Linear(width, 1)
+        self.never = nn.Linear(1, 1) if unused else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(16, 3, generator=generator), torch.randn(16, 1, generator=generator)
+
+
+def bare(batch: int, epochs: int = 3, **options: Any) -> Tensor:
+    """The parameters after training on global batches of that size, in one process, in plain PyTorch."""
+    model, (x, y) = Net(**options), data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(epochs):
+        for low in range(0, 16, batch):
+            loss = (model(x[low : low + batch]) - y[low : low + batch]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return flat(model)
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def ours(strategy: Any, window: int = 2, epochs: int = 3, **options: Any) -> Tensor:
+    engine = Engine(accelerator="cpu", strategy=strategy, accumulate_grad_batches=window)
+    model = Net(**options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, loader = engine.prepare(model, optimizer, DataLoader(TensorDataset(*data()), batch_size=2))
+    for _ in range(epochs):
+        for x, y in loader:
+            with engine.accumulate(model):
+                engine.backward((model(x) - y).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    return flat(model)
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    return (one - other).abs().max().item()
+
+
+# -- what runs on each of two ranks -----------------------------------------------------------------------------------------------
+
+
+def rank_settings() -> Any:
+    expected, steps = bare(8), bare(4)
+    return {
+        "default": apart(ours("ddp"), expected),
+        "window 1": apart(ours("ddp", window=1), steps),
+        "unused": apart(ours(DDP(find_unused_parameters=True), unused=True), bare(8, unused=True)),
+        "static": apart(ours(DDP(static_graph=True)), expected),
+        "static view": apart(ours(DDP(static_graph=True, gradient_as_bucket_view=True)), expected),
+        "view": apart(ours(DDP(gradient_as_bucket_view=True)), expected),
+        "small buckets": apart(ours(DDP(bucket_cap_mb=0.00005)), expected),
+        "late powersgd": apart(ours(DDP(comm_hook="powersgd")), expected),
+    }
+
+
+def rank_compressed() -> Any:
+    expected = bare(8, width=8)
+    return {
+        "fp16": apart(ours(DDP(comm_hook="fp16"), width=8), expected),
+        "bf16": apart(ours(DDP(comm_hook="bf16"), width=8), expected),
+        "powersgd": apart(ours(DDP(comm_hook="powersgd", powersgd_start=2), width=8), expected),
+    }
+
+
+def rank_sync() -> Any:
+    """The first weight's gradient after each micro-batch of windows of 2: rank r's micro-batch i is ``10 * i + r``."""
+    engine = Engine(accelerator="cpu", accumulate_grad_batches=2)
+    plain = nn.Linear(1, 1, bias=False)
+    model, optimizer = engine.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.0))
+    rank, found = engine.process_index, []
+    for i in range(4):
+        with engine.accumulate(model):
+            engine.backward(model(torch.full((1, 1), 10.0 * i + rank)).mean())
+            assert plain.weight.grad is not None
+            found.append(plain.weight.grad.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    with engine.no_sync(model):
+        engine.backward(model(torch.full((1, 1), float(rank))).mean())
+    assert plain.weight.grad is not None
+    found.append(plain.weight.grad.item())
+    engine.backward(model(torch.full((1, 1), float(rank))).mean())
+    return [*found, plain.weight.grad.item()]
+
+
+def rank_setup() -> Any:
+    engine = Engine(accelerator="cpu")
+    torch.manual_seed(engine.process_index)
+    plain = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    plain[1].running_mean += engine.process_index
+    model = engine.prepare(plain)
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    prepared = engine.prepare(frozen)
+    same = engine.gather(torch.cat([flat(plain), flat(frozen), plain[1].running_mean])).view(2, -1)
+    again = engine.prepare(model, plain)
+    return [
+        isinstance(model, DistributedDataParallel),
+        engine.unwrap_model(model) is plain,
+        prepared is frozen,
+        torch.equal(same[0], same[1]),
+        again[0] is model and again[1] is model,
+    ]
+
+
+def rank_average() -> Any:
+    """Manual optimization: a gradient that one rank lacks counts as zero, one that all lack stays away."""
+    engine = Engine(accelerator="cpu")
+    a, b, c = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    a.grad = torch.full((2,), float(engine.process_index))
+    if engine.process_index:
+        b.grad = torch.full((2,), 3.0)
+    engine.average_gradients(torch.optim.SGD([a, b, c], lr=1.0))
+    return [None if p.grad is None else p.grad.tolist() for p in (a, b, c)]
+
+
+def rank_overflow() -> Any:
+    """fp16, one weight at 0 with momentum: in step 1 the gradient of rank 1 alone overflows."""
+    engine = Engine(accelerator="cpu", precision="16-mixed")
+    plain = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(plain.weight)
+    inner = torch.optim.SGD(plain.parameters(), lr=1.0)
+    model, optimizer, scheduler = engine.prepare(plain, inner, torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5))
+    assert engine.scaler is not None
+    found = []
+    for i in range(3):
+        bad = i == 1 and engine.process_index == 1
+        engine.backward(model(torch.full((2, 1), float("inf") if bad else 0.5)).mean())
+        engine.clip_grad_norm_(model.parameters(), 10.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        found.append([plain.weight.item(), scheduler.get_last_lr()[0], optimizer.step_was_skipped, engine.scaler.get_scale()])
+    return found
+
+
+class Half(TrainModule):
+    """``w * x``; what comes back for each batch is up to ``returns``."""
+
+    def __init__(self, returns: Callable[[Half, Tensor, int, Tensor], Any]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1))
+        self.returns = returns
+        self.lrs: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.returns(self, self.w * batch, batch_idx, batch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.lrs.append(self.lr_schedulers().get_last_lr()[0])
+
+
+def fit(module: Half, batches: list[Tensor], **settings: Any) -> Any:
+    return Fit(accelerator="cpu", max_epochs=1, num_sanity_val_steps=0, seed=1, **settings).run(module, batches)
+
+
+def rank_overflow_in_fit() -> Any:
+    def returns(module: Half, out: Tensor, i: int, batch: Tensor) -> Tensor:
+        return out.mean() * (float("inf") if i == 1 and module.global_rank == 1 else 1.0)
+
+    module = Half(returns)
+    result = fit(module, [torch.full((2, 1), 0.5) for _ in range(6)], precision="16-mixed")
+    return [result.step, module.w.item(), module.lrs]
+
+
+def rank_none() -> Any:
+    """Rank 1 returns no loss in step 1; batches are ones, so that each loss has gradient 1."""
+
+    def scalar(module: Half, out: Tensor, i: int, batch: Tensor) -> Any:
+        return None if i == 1 and module.global_rank == 1 else out.mean()
+
+    def weighted(module: Half, out: Tensor, i: int, batch: Tensor) -> Any:
+        return None if i == 1 and module.global_rank == 1 else Loss(out.sum(), len(out))
+
+    found = []
+    for returns, precision in ((scalar, "32-true"), (weighted, "32-true"), (weighted, "16-mixed")):
+        module = Half(returns)
+        result = fit(module, [torch.ones(2, 1) for _ in range(6)], precision=precision)
+        found.append([result.step, module.w.item()])
+    return found
+
+
+def rank_reuse() -> Any:
+    strategy = DDP(static_graph=True)
+    return apart(ours(strategy), ours(strategy))
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    return on_ranks(__file__, 2)
+
+
+@pytest.mark.parametrize("name", ["default", "window 1", "unused", "static", "static view", "view", "small buckets", "late powersgd"])
+def test_settings_train_like_one_process(found: Any, name: str) -> None:
+    assert max(rank[name] for rank in found["settings"]) < 1e-6
+
+
+@pytest.mark.parametrize(("name", "least", "most"), [("fp16", 1e-7, 2e-3), ("bf16", 1e-6, 1e-2), ("powersgd", 1e-4, 1.0)])
+def test_hooks_compress(found: Any, name: str, least: float, most: float) -> None:
+    assert found["compressed"][0][name] == found["compressed"][1][name]
+    assert least < found["compressed"][0][name] < most
+
+
+def test_gradients_are_reduced_in_the_last_micro_batch_only(found: Any) -> None:
+    # Window 1: micro-batches r and 10 + r, halved. Window 2: 20 + r and 30 + r. Then no_sync with r, and a synchronised r on top.
+    assert found["sync"] == [[0.0, 5.5, 10.0, 25.5, 0.0, 1.0], [0.5, 5.5, 10.5, 25.5, 1.0, 1.0]]
+
+
+def test_setup_makes_ranks_equal(found: Any) -> None:
+    assert found["setup"] == [[True] * 5] * 2
+
+
+def test_average_gradients(found: Any) -> None:
+    assert found["average"] == [[[0.5, 0.5], [1.5, 1.5], None]] * 2
+
+
+def test_an_overflow_on_one_rank_is_skipped_by_both(found: Any) -> None:
+    expected = [[-0.5, 0.5, False, 65536.0], [-0.5, 0.5, True, 32768.0], [-0.75, 0.25, False, 32768.0]]
+    assert found["overflow"] == [expected] * 2
+
+
+def test_an_overflow_in_fit_leaves_counters_and_scheduler(found: Any) -> None:
+    assert found["overflow_in_fit"] == [[2, -0.75, [0.5, 0.5, 0.25]]] * 2
+
+
+def test_no_loss_on_one_rank_keeps_the_ranks_equal(found: Any) -> None:
+    # Learning rates 1, 0.5, 0.25. The scalar's second gradient is (1 + 0) / 2, the weighted one's 2 / 2.
+    assert found["none"] == [[[3, -1.5], [3, -1.75], [3, -1.75]]] * 2
+
+
+def test_a_strategy_object_can_be_used_again(found: Any) -> None:
+    assert found["reuse"] == [0.0, 0.0]
+
+
+# -- on one process ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"comm_hook": "fp32"}, r"DDP\(comm_hook='fp32'\) is unknown.*possible: fp16, bf16, powersgd, None"),
+        ({"bucket_cap_mb": 0}, r"DDP\(bucket_cap_mb=0\) must be positive"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        DDP(**settings)
+
+
+def test_alone_nothing_is_wrapped() -> None:
+    engine = Engine(accelerator="cpu", strategy="ddp")
+    model = nn.Linear(1, 1)
+    assert engine.prepare(model) is model
+    assert engine.strategy.sum(2.0) == 2.0
+    engine.average_gradients(torch.optim.SGD(model.parameters(), lr=1.0))
+    assert model.weight.grad is None

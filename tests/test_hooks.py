@@ -1,0 +1,50 @@
+"""The table of who is called at each event."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from models import Weight
+
+from engine import Callback, TrainModule
+from engine.hooks import Hooks
+
+
+class Counts(Callback):
+    def on_train_batch_end(self, *args: Any) -> None: ...
+
+
+def table(*callbacks: Callback, module: TrainModule | None = None) -> Hooks:
+    return Hooks(callbacks, module or Weight(), Callback, TrainModule)
+
+
+def test_only_overridden_hooks_are_in_the_table() -> None:
+    hooks = table(Callback(), Counts())
+    assert {event for event, called in vars(hooks).items() if called} == {"on_train_batch_end"}
+    assert len(hooks.on_train_batch_end) == 1
+    with pytest.raises(AttributeError, match="there is no event 'on_batch_done'"):
+        _ = hooks.on_batch_done
+
+
+def test_a_hook_may_be_set_on_the_object() -> None:
+    callback = Callback()
+    callback.on_train_start = lambda run, module: None  # type: ignore[method-assign]
+    assert len(table(callback).on_train_start) == 1
+
+
+def test_a_hook_of_the_module_takes_neither_run_nor_module() -> None:
+    class Module(Weight):
+        def on_before_backward(self, loss: Any) -> Any:
+            return loss + 1
+
+    (hook,) = table(module=Module()).on_before_backward
+    assert hook("run", "module", 4) == 5
+
+
+def test_transfer_hooks_are_noticed() -> None:
+    class Module(Weight):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch
+
+    assert table(module=Module()).transfers

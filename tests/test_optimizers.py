@@ -1,0 +1,102 @@
+"""All forms of ``configure_optimizers``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+from engine.optimizers import Schedule, configured
+
+ONE = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+TWO = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+STEP = StepLR(ONE, 1)
+OTHER = StepLR(TWO, 1)
+PLATEAU = ReduceLROnPlateau(ONE)
+
+
+class Custom:
+    """No subclass of torch's: anything with ``step`` is a scheduler."""
+
+    def step(self) -> None: ...
+
+
+CUSTOM = Custom()
+FULL = {"scheduler": STEP, "interval": "step", "frequency": 3, "monitor": "a", "strict": False, "name": "n"}
+
+
+@pytest.mark.parametrize(
+    ("given", "optimizers", "schedulers"),
+    [
+        (None, [], []),
+        (ONE, [ONE], []),
+        ([ONE], [ONE], []),
+        ((ONE, TWO), [ONE, TWO], []),
+        ([ONE, TWO], [ONE, TWO], []),
+        (([ONE], [STEP]), [ONE], [STEP]),
+        (([ONE, TWO], [STEP, OTHER]), [ONE, TWO], [STEP, OTHER]),
+        (([ONE, TWO], []), [ONE, TWO], []),
+        ([[ONE, TWO], [{"scheduler": STEP, "interval": "step"}]], [ONE, TWO], [STEP]),
+        ({"optimizer": ONE}, [ONE], []),
+        ({"optimizer": ONE, "lr_scheduler": None}, [ONE], []),
+        ({"optimizer": ONE, "lr_scheduler": STEP}, [ONE], [STEP]),
+        ({"optimizer": ONE, "lr_scheduler": CUSTOM}, [ONE], [CUSTOM]),
+        ({"optimizer": ONE, "lr_scheduler": FULL}, [ONE], [STEP]),
+        ({"optimizer": ONE, "lr_scheduler": PLATEAU, "monitor": "loss"}, [ONE], [PLATEAU]),
+        ([{"optimizer": ONE, "lr_scheduler": STEP}, {"optimizer": TWO}], [ONE, TWO], [STEP]),
+        (({"optimizer": ONE, "lr_scheduler": STEP}, {"optimizer": TWO, "lr_scheduler": OTHER}), [ONE, TWO], [STEP, OTHER]),
+    ],
+)
+def test_forms(given: Any, optimizers: list[Any], schedulers: list[Any]) -> None:
+    found, schedules = configured(given)
+    assert list(map(id, found)) == list(map(id, optimizers))
+    assert [id(s.scheduler) for s in schedules] == list(map(id, schedulers))
+
+
+def test_what_a_schedule_says() -> None:
+    (full,) = configured({"optimizer": ONE, "lr_scheduler": FULL})[1]
+    assert (full.interval, full.frequency, full.monitor, full.strict, full.name, full.reduce_on_plateau) == ("step", 3, "a", False, "n", False)
+    (plain,) = configured({"optimizer": ONE, "lr_scheduler": STEP})[1]
+    assert (plain.interval, plain.frequency, plain.monitor, plain.strict, plain.name) == ("epoch", 1, None, True, None)
+    (plateau,) = configured({"optimizer": ONE, "lr_scheduler": PLATEAU, "monitor": "loss"})[1]
+    assert (plateau.monitor, plateau.reduce_on_plateau) == ("loss", True)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ("adam", TypeError, "gave str where a torch.optim.Optimizer belongs; possible: an optimizer, a list"),
+        ([ONE, 3], TypeError, "gave int where a torch.optim.Optimizer"),
+        ([ONE, ONE], ValueError, "the same optimizer twice"),
+        ({"optimiser": ONE}, ValueError, "unknown key 'optimiser'; did you mean 'optimizer'"),
+        ({"lr_scheduler": STEP}, ValueError, 'needs the key "optimizer"'),
+        ({"optimizer": ONE, "lr_scheduler": 3}, TypeError, "gave int where a learning rate scheduler belongs|has no step"),
+        (([ONE], [3]), TypeError, "gave int where a learning rate scheduler belongs"),
+        ({"optimizer": ONE, "lr_scheduler": {"interval": "step"}}, ValueError, 'needs the key "scheduler"'),
+        ({"optimizer": ONE, "lr_scheduler": {"scheduler": 3}}, TypeError, r"lr_scheduler has no step\(\): got int"),
+        ({"optimizer": ONE, "lr_scheduler": {"scheduler": STEP, "freqency": 3}}, ValueError, "'freqency' in lr_scheduler; did you mean 'frequency'"),
+        ({"optimizer": ONE, "lr_scheduler": {"scheduler": STEP, "interval": "steps"}}, ValueError, "interval='steps' is unknown; did you mean 'step'"),
+        ({"optimizer": ONE, "lr_scheduler": {"scheduler": STEP, "frequency": 0}}, ValueError, "frequency=0 must be an int of at least 1"),
+        ({"optimizer": ONE, "lr_scheduler": PLATEAU}, ValueError, "ReduceLROnPlateau needs a metric"),
+        (torch.optim.SGD([nn.Parameter(torch.zeros(1), requires_grad=False)], lr=1.0), ValueError, "SGD has no parameters to train"),
+    ],
+)
+def test_errors(given: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        configured(given)
+
+
+def test_a_plateau_scheduler_follows_its_metric() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = Schedule(ReduceLROnPlateau(optimizer, factor=0.5, patience=0), monitor="loss")
+    for loss, lr in ((3.0, 1.0), (2.0, 1.0), (2.0, 0.5), (1.0, 0.5)):
+        schedule.advance({"loss": loss})
+        assert optimizer.param_groups[0]["lr"] == lr
+    with pytest.raises(ValueError, match="follows 'loss', which was not logged; did you mean 'los'; logged: acc, los|logged: acc, los"):
+        schedule.advance({"los": 1.0, "acc": 0.0})
+    schedule.strict = False
+    schedule.advance({})
+    assert optimizer.param_groups[0]["lr"] == 0.5

@@ -1,0 +1,163 @@
+"""Run: counters, stopping, what it publishes, and checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Weight, fit, ones
+from torch import Tensor
+
+from engine import Callback, Run
+
+
+class Calls(Callback):
+    """Calls ``then(run)`` at the end of each batch."""
+
+    def __init__(self, then: Callable[[Run], Any]) -> None:
+        self.then = then
+
+    def on_train_batch_end(self, run: Run, *args: Any) -> None:
+        self.then(run)
+
+
+def test_counters_count_steps_and_micro_batches(tmp_path: Path) -> None:
+    seen = []
+
+    def note(run: Run) -> None:
+        s = run.state
+        seen.append((s.epoch, s.step, s.batch_idx, s.batches))
+
+    result = fit(tmp_path, max_epochs=2, accumulate_grad_batches=2, callbacks=Calls(note)).run(Weight(), ones(3))
+    assert seen == [(0, 0, 1, 1), (0, 1, 2, 2), (0, 2, 3, 3), (1, 2, 1, 4), (1, 3, 2, 5), (1, 4, 3, 6)]
+    assert (result.status, result.stop_reason, result.epoch, result.step) == ("completed", "max_epochs=2 reached", 2, 4)
+
+
+def test_a_stop_in_the_middle_of_a_window_waits_for_its_step(tmp_path: Path) -> None:
+    stopping = []
+
+    def stop(run: Run) -> None:
+        if run.state.batches == 3:
+            run.stop("enough")
+            run.stop("a later reason")
+        stopping.append(run.stopping)
+
+    result = fit(tmp_path, max_epochs=2, accumulate_grad_batches=2, callbacks=Calls(stop)).run(Weight(), ones(6))
+    assert (result.status, result.stop_reason, result.epoch, result.step) == ("stopped", "enough", 0, 2)
+    assert stopping == [False, False, True, True]
+
+
+def test_the_newest_values_are_published(tmp_path: Path) -> None:
+    published: list[tuple[int, dict[str, float]]] = []
+
+    class Logs(Weight):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            self.log("n", float(batch_idx), on_step=True, on_epoch=True, prog_bar=True)
+            return super().training_step(batch, batch_idx)
+
+    class Watches(Callback):
+        def on_before_log(self, run: Run, module: Any, metrics: dict[str, float], step: int) -> None:
+            metrics["added"] = 1.0
+
+        def on_log(self, run: Run, module: Any, metrics: dict[str, float], step: int) -> None:
+            published.append((step, dict(metrics)))
+            progress.append(dict(run.progress))
+
+    progress: list[dict[str, float]] = []
+    result = fit(tmp_path, log_every_n_steps=2, callbacks=Watches()).run(Logs(), ones(5))
+    assert published == [(2, {"n_step": 1.0, "added": 1.0}), (4, {"n_step": 3.0, "added": 1.0}), (5, {"n_epoch": 2.0, "added": 1.0})]
+    assert progress == [{"n_step": 1.0}, {"n_step": 3.0}, {"n_step": 3.0, "n_epoch": 2.0}]
+    assert result.metrics == {"n_step": 3.0, "n_epoch": 2.0, "n": 2.0, "added": 1.0}
+
+
+def test_without_a_logger_one_line_an_interval_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Logs(Weight):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            self.log("n", float(batch_idx))
+            return super().training_step(batch, batch_idx)
+
+    class Listens(Callback):
+        def on_log(self, *args: Any) -> None: ...
+
+    with caplog.at_level("INFO", logger="engine"):
+        fit(tmp_path, log_every_n_steps=2).run(Logs(), ones(4))
+        assert [r.getMessage() for r in caplog.records] == ["epoch 0 step 2: n=1", "epoch 0 step 4: n=3"]
+        caplog.clear()
+        fit(tmp_path, log_every_n_steps=2, callbacks=Listens()).run(Logs(), ones(4))
+        assert not caplog.records
+
+
+def test_the_times_are_split(tmp_path: Path) -> None:
+    class Slow(torch.utils.data.IterableDataset[Tensor]):
+        def __iter__(self) -> Any:
+            for _ in range(2):
+                _busy(0.05)
+                yield torch.ones(1)
+
+    class Validates(Weight):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            _busy(0.03)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            _busy(0.1)
+
+        def setup(self, stage: str) -> None:
+            _busy(0.04)
+
+    class Saves(Callback):
+        def on_train_batch_end(self, run: Run, *args: Any) -> None:
+            run.save_checkpoint()
+            _busy(0.02)
+
+        def on_save_checkpoint(self, *args: Any) -> None:
+            _busy(0.2)  # counts as saving, and not as computing as well
+
+    data = torch.utils.data.DataLoader(Slow(), batch_size=None)
+    began = time.monotonic()
+    times = fit(tmp_path, callbacks=Saves()).run(Validates(), data, [torch.ones(1, 1)]).times
+    spent = time.monotonic() - began
+    assert 0.1 <= times.data < 0.35
+    assert 0.1 <= times.compute < 0.35
+    assert 0.1 <= times.validation < 0.35
+    assert times.checkpoint >= 0.4
+    assert times.other >= 0.04
+    assert sum((times.data, times.compute, times.validation, times.checkpoint, times.other)) == pytest.approx(spent, abs=0.1)
+
+
+def _busy(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path) -> None:
+    class Two(Weight):
+        def __init__(self) -> None:
+            super().__init__()
+            self.v = torch.nn.Parameter(torch.zeros(1))
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD([self.w], 1.0), torch.optim.SGD([self.v], 1.0)]
+
+    class One(Two):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 1.0)
+
+    fit(tmp_path, callbacks=Calls(lambda run: run.save_checkpoint())).run(Two(), ones(1))
+    with pytest.raises(ValueError, match=r"has 2 optimizer\(s\) and 0 scheduler\(s\), configure_optimizers gave 1 and 0"):
+        fit(tmp_path).run(One(), ones(1), resume="last")
+
+
+def test_a_step_is_saved_once(tmp_path: Path) -> None:
+    paths = []
+    fit(tmp_path, callbacks=Calls(lambda run: paths.extend([run.save_checkpoint(), run.save_checkpoint()]))).run(Weight(), ones(2))
+    assert [p.name for p in paths] == ["step=00000001", "step=00000001", "step=00000002", "step=00000002"]
+
+
+def test_resume_without_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="resume='last': no complete checkpoint in"):
+        fit(tmp_path).run(Weight(), ones(1), resume="last")
+    assert fit(tmp_path).run(Weight(), ones(1), resume="auto").step == 1
