@@ -85,9 +85,10 @@ class ModelCheckpoint(Callback):
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         # Between the micro-batches of a window there is nothing whole to save.
-        if run.step != self._step and self._training:
-            self._step = run.step
-            if self.every.due(run.step, None, run.elapsed_s):
+        step = run.step + run.engine.pending_steps
+        if step != self._step and self._training:
+            self._step = step
+            if self.every.due(step, None, run.elapsed_s):
                 self._save_or_wait(run)
 
     def on_validation_end(self, run: Run, module: nn.Module) -> None:
@@ -107,6 +108,7 @@ class ModelCheckpoint(Callback):
         """Save the last whole step, if that takes this process only."""
         if self._training and run.world_size == 1 and run.step > self._first_step and run.step not in self.scores:
             self._training = False
+            run.engine.settle()
             self.scores[run.step] = None
             run.last_checkpoint = run.save_checkpoint()
 
@@ -118,6 +120,7 @@ class ModelCheckpoint(Callback):
         self.every.load_state_dict(state["every"])
 
     def _save_or_wait(self, run: Run) -> None:
+        run.engine.settle()  # a step whose check for overflow is still on the device counts from here on, or was left out
         self._owed = self.monitor is not None and _validates(run) and run.validated_step != run.step
         if not self._owed:
             self._save(run)

@@ -19,7 +19,7 @@ from engine import accelerator as accelerators
 from engine import gradients, strategies
 from engine.data.loader import PreparedLoader
 from engine.data.sampler import ALONE, Share
-from engine.distributed import collectives
+from engine.distributed import collectives, failures, relaunch
 from engine.distributed.environment import Environment, detect
 from engine.distributed.group import Group, join
 from engine.gradients import Loss, Window
@@ -80,10 +80,14 @@ class Engine(Processes):
             raise ValueError(f"on_nonfinite={on_nonfinite!r} is unknown; possible: 'raise', 'skip', None")
         self.precision = Precision.parse(precision)
         if group is None:
-            environment = environment or detect(os.environ)
+            started = relaunch.current()  # by an earlier Fit in this process, rank 0
+            environment = environment or (started.environment if started else detect(os.environ))
+            failures.attach(environment)
             chosen = strategies.get(strategy, environment.world_size)
             kind = accelerators.device_type(accelerator)
-            group = join(environment, accelerators.device(kind, environment.local_rank), timeout=timeout)
+            group = join(
+                environment, accelerators.device(kind, environment.local_rank), timeout=timeout, store=started.store if started else None
+            )
         else:
             chosen = strategies.get(strategy, group.world_size)
         self.group, self.strategy = group, chosen
@@ -97,6 +101,7 @@ class Engine(Processes):
         self._models: list[nn.Module] = []
         self._agree = self._largest if self.scaler is not None else None
         self._unfed = 0
+        self._synced = True
 
     @property
     def accumulate_grad_batches(self) -> int:
@@ -204,8 +209,11 @@ class Engine(Processes):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-batch closes its window, so that gradients are reduced and the optimizer steps."""
-        return not self.window.accumulating or self.window.share.last
+        """Whether the current micro-batch closes its window, so that gradients are reduced and the optimizer steps.
+
+        After an :meth:`accumulate` block it tells about that block.
+        """
+        return self.window.share.last if self.window.accumulating else self._synced
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -218,7 +226,10 @@ class Engine(Processes):
         try:
             yield
         finally:
-            self.window.accumulating = False
+            window = self.window
+            self._synced, window.accumulating = window.share.last, False
+            if window.share.alone < 0:
+                window.share = ALONE
 
     def enter_window(self, models: Sequence[nn.Module] = ()) -> None:
         """What :meth:`accumulate` does on entering; for loops that accumulate throughout."""
@@ -254,6 +265,8 @@ class Engine(Processes):
             TypeError: neither; or both kinds in one window.
             ValueError: no graph, or more than one element.
         """
+        if not self.window.accumulating:
+            self._synced = True
         root, divisor = self.window.root(loss, self.group.world_size, self._agree)
         if divisor == 1.0 and self.scaler is None:
             root.backward(**kwargs)
@@ -267,6 +280,7 @@ class Engine(Processes):
         window.drop(self.group.world_size, self._agree)
         if self.group.world_size > 1 and self.sync_gradients:
             root = gradients.joins(p for model in self._models for p in model.parameters())
+            self.strategy.expect(self._models, root)
             root.backward()
 
     def unscale_gradients(self, optimizer: Any = None) -> None:

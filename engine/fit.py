@@ -16,6 +16,8 @@ from engine.config.resolve import UNSET, resolve
 from engine.config.schema import Settings
 from engine.crew import crew
 from engine.datamodule import DataModule
+from engine.distributed import failures
+from engine.distributed.environment import detect
 from engine.engine import Engine
 from engine.hooks import Hooks
 from engine.loop import call_all, evaluate, predict, train, validate
@@ -87,11 +89,17 @@ class Fit:
         root_dir: str | Path = UNSET,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        failures.attach(detect(os.environ))
         resolved = resolve(given, os.environ)
         self.settings: Settings = resolved.settings
         """What holds, from code, environment, file and defaults."""
         self.origins: dict[str, str] = resolved.origins
         """Where each setting comes from."""
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this process is rank 0, before and after runs as well: ``if fit.is_main_process: print(...)``."""
+        return detect(os.environ).rank == 0
 
     def run(
         self,

@@ -157,7 +157,9 @@ def reached_limit(run: Run) -> bool:
     finished = state.epoch + state.epoch_done
     if run.stop_reason:
         return True
-    if run.max_steps is not None and state.step >= run.max_steps:
+    if run.num_train_batches == 0:
+        run.stop_reason = "limit_train_batches=0 reached"
+    elif run.max_steps is not None and state.step >= run.max_steps:
         run.stop_reason = f"max_steps={run.max_steps} reached"
     elif run.max_epochs is not None and finished >= run.max_epochs:
         run.stop_reason = f"max_epochs={run.max_epochs} reached"
@@ -221,6 +223,8 @@ def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
             return []
         run.state.validated_step = run.state.step
     began, saving = time.perf_counter(), run.times.checkpoint
+    for loader in run.val_loaders:
+        loader.set_epoch(run.state.epoch)  # a shuffled one gives the same order after a resume
     results = evaluate(run, run.val_loaders, "validation", run.module.validation_step, limit)
     run.times.validation += time.perf_counter() - began - (run.times.checkpoint - saving)
     if run.stage == "fit" and run.agreement.now(run.wishes_stop):

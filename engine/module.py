@@ -50,6 +50,7 @@ class TrainModule(nn.Module):
         self._context: Context | None = None
         self._log: Any = None
         self._hparams = HParams()
+        self._toggled: list[Tensor] = []
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle of the module belongs to no run.
@@ -169,6 +170,25 @@ class TrainModule(nn.Module):
     def manual_backward(self, loss: Any, **kwargs: Any) -> None:
         """Backward from ``loss`` (scaled under fp16); gradients are averaged over the ranks when an optimizer steps."""
         self._attached("manual_backward()").manual_backward(loss, **kwargs)
+
+    def clip_gradients(self, optimizer: Any, gradient_clip_val: float, gradient_clip_algorithm: str = "norm") -> None:
+        """Clip one optimizer's gradients before its ``step``: their 2-norm (``"norm"``) or each element (``"value"``); for manual optimization."""
+        self._attached("clip_gradients()")
+        optimizer.clip(gradient_clip_val, gradient_clip_algorithm)
+
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        """Until :meth:`untoggle_optimizer`, only this optimizer's parameters receive gradients; for manual optimization."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        others = [p for p in self.parameters() if id(p) not in own and p.requires_grad]
+        for parameter in others:
+            parameter.requires_grad_(False)
+        self._toggled = [*self._toggled, *others]
+
+    def untoggle_optimizer(self, optimizer: Any) -> None:
+        """Undo :meth:`toggle_optimizer`."""
+        for parameter in self._toggled:
+            parameter.requires_grad_(True)
+        self._toggled = []
 
     # -- where am I -------------------------------------------------------------------------------------------------------------
 

@@ -87,7 +87,7 @@ class Run:
     ) -> None:
         self.settings, self.engine, self.module, self.callbacks = settings, engine, module, callbacks
         self.stage = stage
-        """``"fit"``, ``"sanity"`` (inside fit), ``"validate"`` (inside fit as well), ``"test"``, ``"predict"``."""
+        """``"fit"`` (validation in it included), ``"sanity"`` (the check before training), ``"validate"``, ``"test"``, ``"predict"``."""
         self.hooks = hooks
         self.state = TrainState()
         self.recorder = Recorder(engine.group, on_step=True, on_epoch=False)
@@ -373,7 +373,7 @@ class Run:
         if self.interrupted:
             status = "interrupted"
         else:
-            status = "stopped" if self.stop_reason and not self.stop_reason.startswith(("max_epochs", "max_steps")) else "completed"
+            status = "stopped" if self.stop_reason and not self.stop_reason.startswith(("max_epochs", "max_steps", "limit_train_batches")) else "completed"
         epochs, times = self.state.epoch + self.state.epoch_done, self.times
         times.other = max(0.0, time.monotonic() - self._started - times.data - times.compute - times.validation - times.checkpoint)
         return Result(status, self.stop_reason, epochs, self.step, dict(self.metrics), self.best_checkpoint, self.last_checkpoint, times)

@@ -34,8 +34,9 @@ class Saver:
         path = self.root / f"step={step:08d}"
         state = shared["state"]
         done = state["epoch_done"]  # the end of an epoch and the start of the next are one place
-        key = (step, state["epoch"] + done, 0 if done else state["batch_idx"])
-        if key == self._saved and path.exists():
+        key = (step, state["epoch"] + done, 0 if done else state["whole_batches"])
+        inside = state["batch_idx"] != state["whole_batches"]  # a window: the state at its start is what counts
+        if path.exists() and (key == self._saved or (inside and self._saved is not None and self._saved[0] == step)):
             return path
         store.write(
             path,

@@ -14,6 +14,8 @@ import torch
 
 from engine.data.sampler import mixed
 from engine.datamodule import DataModule
+from engine.distributed import relaunch
+from engine.errors import RankError
 from engine.log import logger
 from engine.prepare import deterministic
 from engine.run import Run
@@ -33,9 +35,7 @@ def session(run: Run, datamodule: DataModule | None) -> Iterator[None]:
             if run.interrupted:
                 raise KeyboardInterrupt
         except BaseException as error:
-            cause = error
-            if run.interrupted and not isinstance(error, KeyboardInterrupt):
-                cause = KeyboardInterrupt()  # data workers get Ctrl-C too, and their end is seen first
+            cause = _cause(run, error)
             run.exception = cause
             run.engine.group.failed = True
             _report(run, cause)
@@ -45,6 +45,21 @@ def session(run: Run, datamodule: DataModule | None) -> Iterator[None]:
         finally:
             _tear_down(run, datamodule)
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _cause(run: Run, error: BaseException) -> BaseException:
+    """What callbacks and the caller are told: the error itself, unless it only says that something else has happened."""
+    if isinstance(error, KeyboardInterrupt):
+        return error
+    if run.interrupted:
+        return KeyboardInterrupt()  # data workers get Ctrl-C too, and their end is seen first
+    started = relaunch.current()
+    if started is not None:
+        try:
+            started.check(error)
+        except RankError as other:
+            return other
+    return error
 
 
 def _set_up(run: Run, datamodule: DataModule | None) -> None:

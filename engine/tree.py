@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +25,13 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
         return {key: map_tensors(fn, item) for key, item in tree.items()}
     if kind in (int, float, str, bool, bytes, type(None)):
         return tree
+    if dataclasses.is_dataclass(kind):
+        # apply_to_collection refuses frozen ones, Loss among them.
+        copied = copy.copy(tree)
+        for field in dataclasses.fields(kind):
+            if hasattr(tree, field.name):
+                object.__setattr__(copied, field.name, map_tensors(fn, getattr(tree, field.name)))
+        return copied
     from lightning_utilities.core.apply_func import apply_to_collection
 
     return apply_to_collection(tree, Tensor, fn)

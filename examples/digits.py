@@ -11,7 +11,6 @@ Needs scikit-learn, which has the images: ``pip install fit-trainer[examples]``.
 from __future__ import annotations
 
 import argparse
-import os
 from typing import Any
 
 import torch
@@ -124,7 +123,7 @@ def main() -> None:
     result = fit.run(module, datamodule=data, resume=args.resume)
 
     metrics = fit.test(module, datamodule=data, checkpoint=result.best_checkpoint)[0]
-    if os.environ.get("RANK", "0") == "0":  # every process comes here; the first one is this one or torchrun's rank 0
+    if fit.is_main_process:  # every process comes here
         print(f"{result.status} at epoch {result.epoch}, step {result.step}; best checkpoint: {result.best_checkpoint}")
         print(f"test accuracy: {metrics['test/accuracy']:.2%}")
 

@@ -226,7 +226,7 @@ def main() -> None:
     module, data = GPT(size, max_steps), Sources(size.context, size.batch_size)
     result = fit.run(module, datamodule=data)
     metrics = fit.validate(module, datamodule=data)[0]
-    if os.environ.get("RANK", "0") == "0":  # every process comes here; the first one is this one or torchrun's rank 0
+    if fit.is_main_process:  # every process comes here
         parameters = sum(parameter.numel() for parameter in module.parameters())
         print(f"{parameters / 1e6:.2f} M parameters, {result.step} steps, {metrics['val/bits_per_byte']:.3f} bits per byte in validation")
         print(f"{throughput.tokens_per_s:,.0f} tokens/s")

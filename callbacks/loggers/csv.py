@@ -63,8 +63,7 @@ class CSVLogger(Callback):
             self._columns = list(_FIXED)
 
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
-        # The sanity check runs before the file is cut or put aside, and its numbers say nothing about the training.
-        if run.is_main_process and run.stage != "sanity":
+        if run.is_main_process:
             self._write({"step": step, "epoch": run.epoch, **{name: metrics[name] for name in metrics if name not in _FIXED}})
 
     def on_exception(self, run: Run, module: nn.Module, exception: BaseException) -> None:

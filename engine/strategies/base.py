@@ -39,6 +39,9 @@ class Strategy:
     def sync(self, models: Sequence[nn.Module], enabled: bool) -> None:
         """Whether the coming forward and backward passes reduce gradients over the ranks (only a window's last one needs to)."""
 
+    def expect(self, models: Sequence[nn.Module], root: Tensor) -> None:
+        """The coming backward pass starts at ``root``, which no forward pass has returned."""
+
     def share_parameters(self, model: nn.Module) -> None:
         """Give every rank rank 0's parameters and buffers, for a model that is trained without ``setup`` (manual optimization)."""
 

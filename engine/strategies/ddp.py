@@ -91,6 +91,12 @@ class DDP(Strategy):
             if enabled:
                 self._begun.add(id(model))
 
+    def expect(self, models: Sequence[nn.Module], root: Tensor) -> None:
+        for model in models:
+            if isinstance(model, DistributedDataParallel) and self.find_unused_parameters:
+                # The search for unused parameters ran when forward returned nothing, and took all of them for unused.
+                model.reducer.prepare_for_backward([root])
+
     def share_parameters(self, model: nn.Module) -> None:
         if self.group.world_size > 1:
             tensors = [t.detach() for t in (*model.parameters(), *model.buffers())]

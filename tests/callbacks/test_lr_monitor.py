@@ -120,3 +120,14 @@ def test_groups_of_one_name_are_an_error(make_fit, module_with, batches):
 def test_wrong_interval():
     with pytest.raises(ValueError, match="logging_interval='batch'"):
         LearningRateMonitor("batch")
+
+
+def test_a_step_has_one_row_with_it(make_fit, scripted, batches, tmp_path):
+    class Means(scripted):
+        def training_step(self, batch, batch_idx):
+            self.log("mean", 1.0, on_step=True, on_epoch=True)
+            return (self.weight * batch).mean()
+
+    make_fit(log_every_n_steps=2, callbacks=[LearningRateMonitor(), CSVLogger()]).run(Means(), batches)
+    # Steps 2 and 4, and the epoch's means, which are published at step 4 as well.
+    assert [(row["step"], row["lr-SGD"]) for row in rows(tmp_path)] == [("2", "1.0"), ("4", "1.0"), ("4", "")]
