@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections.abc import Mapping
@@ -18,6 +19,24 @@ from engine.tree import batch_size as samples
 REDUCTIONS = ("mean", "sum", "min", "max")
 _FOLD = 256
 """Values kept before they are folded into one: bounds memory, and costs 1/256 of a fold for each value."""
+
+
+Column = tuple[str, list[Any], list[Any]]
+"""Values and weights that one reduction makes a number of."""
+
+
+def on_host(items: list[Any]) -> list[float]:
+    """Numbers and one-element tensors as floats: one copy for each device and dtype, however many tensors there are."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, item in enumerate(items):
+        if isinstance(item, Tensor):
+            groups.setdefault((item.device, item.dtype), []).append(index)
+    found = list(items)
+    for indices in groups.values():
+        column = torch.stack([items[i] if not items[i].ndim else items[i].reshape(()) for i in indices])
+        for index, value in zip(indices, column.double().tolist(), strict=True):
+            found[index] = value
+    return [float(value) for value in found]
 
 
 class Slot:
@@ -52,6 +71,15 @@ class Slot:
                     total, weight = reduced(totals, [1.0, 1.0], self.reduce)[0], weights[0] + weights[1]
             self.total, self.weight = total, weight
             self.values, self.weights = [], []
+
+    def column(self) -> Column:
+        """The epoch so far, still to be reduced."""
+        if self.total is None:
+            return self.reduce, self.values, self.weights
+        self.fold()
+        if self.reduce != "mean":
+            return self.reduce, [self.total], [self.weight]
+        return "mean", [self.total / (self.weight if isinstance(self.weight, Tensor) else self.weight or 1.0)], [self.weight]
 
 
 def reduced(values: list[Any], weights: list[Any], reduce: str) -> tuple[Any, Any]:
@@ -176,20 +204,21 @@ class Recorder:
 
     def step_values(self) -> dict[str, float]:
         """The newest step's values, over its micro-batches and all ranks. A collective; waits for the device once."""
-        pairs = {}
+        columns: dict[str, Column] = {}
         for slot in self.slots.values():
             if slot.options[0] and slot.window == self.window:
                 name = f"{slot.name}_step" if slot.options[1] else slot.name
                 if slot.metric is not None:
                     cache = getattr(slot.metric, "_forward_cache", None)
-                    pairs[name] = ("mean", (slot.metric.compute() if cache is None else cache), 1.0)
+                    columns[name] = ("mean", [slot.metric.compute() if cache is None else cache], [1.0])
                 else:
-                    pairs[name] = (slot.reduce, *reduced(slot.window_values, slot.window_weights, slot.reduce))
-        return self._over_ranks(pairs)
+                    columns[name] = (slot.reduce, slot.window_values, slot.window_weights)
+        return self._over_ranks(columns)
 
     def epoch_values(self, clear: bool = True) -> dict[str, float]:
         """The epoch's values over all micro-batches and ranks; then a new epoch begins. A collective; waits for the device once."""
-        pairs, computed = {}, {}
+        columns: dict[str, Column] = {}
+        computed: dict[str, float] = {}
         for slot in self.slots.values():
             if not slot.options[1]:
                 continue
@@ -202,11 +231,10 @@ class Recorder:
                 if clear:
                     slot.metric.reset()
             else:
-                slot.fold()
-                pairs[name] = (slot.reduce, 0.0 if slot.total is None else slot.total, slot.weight)
+                columns[name] = slot.column()
             if clear:
                 slot.clear()
-        return {**self._over_ranks(pairs), **computed}
+        return {**self._over_ranks(columns), **computed}
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the epoch so far (torchmetrics objects are submodules: their states are the module's)."""
@@ -228,14 +256,13 @@ class Recorder:
         names = [slot.name for slot in self.slots.values() if slot.options[2]]
         return {name + ending + self.suffix for name in names for ending in ("", "_step", "_epoch")} | set(names)
 
-    def _over_ranks(self, pairs: dict[str, tuple[str, Any, Any]]) -> dict[str, float]:
-        numbers = [part for _, total, weight in pairs.values() for part in (total, weight)]
-        tensors = [n for n in numbers if isinstance(n, Tensor)]
-        if tensors:  # one copy off the device for everything
-            rows = iter(torch.stack([t.detach().reshape(()).to(tensors[0].device, torch.float64) for t in tensors]).tolist())
-            numbers = [next(rows) if isinstance(n, Tensor) else float(n) for n in numbers]
-        ops = [op for op, _, _ in pairs.values()]
-        every = [(list(pairs), ops, [float(n) for n in numbers])]
+    def _over_ranks(self, columns: dict[str, Column]) -> dict[str, float]:
+        floats = iter(on_host([item for _, values, weights in columns.values() for item in (*values, *weights)]))
+        numbers: list[float] = []
+        for op, values, weights in columns.values():
+            values, weights = list(itertools.islice(floats, len(values))), list(itertools.islice(floats, len(weights)))
+            numbers += reduced(values, weights, op) if values else (0.0, 0.0)
+        every = [(list(columns), [op for op, _, _ in columns.values()], numbers)]
         if self.group.world_size > 1:
             every = self._exchange(*every[0])
         return combined(every)
