@@ -155,6 +155,22 @@ def test_without_a_prepared_loader_calls_are_counted() -> None:
     assert weights == [0.0, -0.5, -0.5, -3.0, -3.0]
 
 
+def test_sync_gradients_can_be_read_after_the_block() -> None:
+    engine = engine_of(accumulate_grad_batches=2)
+    model, optimizer = unit(engine)
+    found = [engine.sync_gradients]
+    for _ in range(3):
+        with engine.accumulate(model):
+            engine.backward(model(torch.ones(1, 1)).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(engine.sync_gradients)
+    assert found == [True, False, True, False]
+    engine.backward(model(torch.ones(1, 1)).mean())  # a plain step: it weighs 1, and steps
+    assert engine.sync_gradients
+    assert model.weight.grad.item() == 1.5
+
+
 def test_without_accumulate_every_micro_batch_steps() -> None:
     engine = engine_of(accumulate_grad_batches=4)
     model, optimizer = unit(engine)

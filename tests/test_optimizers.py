@@ -78,7 +78,7 @@ def test_what_a_schedule_says() -> None:
         ({"optimizer": ONE, "lr_scheduler": {"interval": "step"}}, ValueError, 'needs the key "scheduler"'),
         ({"optimizer": ONE, "lr_scheduler": {"scheduler": 3}}, TypeError, r"lr_scheduler has no step\(\): got int"),
         ({"optimizer": ONE, "lr_scheduler": {"scheduler": STEP, "freqency": 3}}, ValueError, "'freqency' in lr_scheduler; did you mean 'frequency'"),
-        ({"optimizer": ONE, "lr_scheduler": {"scheduler": STEP, "interval": "steps"}}, ValueError, "interval='steps' is unknown; did you mean 'step'"),
+        ({"optimizer": ONE, "lr_scheduler": {"scheduler": STEP, "interval": "steps"}}, ValueError, "interval='steps' is unknown; did you mean"),
         ({"optimizer": ONE, "lr_scheduler": {"scheduler": STEP, "frequency": 0}}, ValueError, "frequency=0 must be an int of at least 1"),
         ({"optimizer": ONE, "lr_scheduler": PLATEAU}, ValueError, "ReduceLROnPlateau needs a metric"),
         (torch.optim.SGD([nn.Parameter(torch.zeros(1), requires_grad=False)], lr=1.0), ValueError, "SGD has no parameters to train"),
@@ -95,7 +95,7 @@ def test_a_plateau_scheduler_follows_its_metric() -> None:
     for loss, lr in ((3.0, 1.0), (2.0, 1.0), (2.0, 0.5), (1.0, 0.5)):
         schedule.advance({"loss": loss})
         assert optimizer.param_groups[0]["lr"] == lr
-    with pytest.raises(ValueError, match="follows 'loss', which was not logged; did you mean 'los'; logged: acc, los|logged: acc, los"):
+    with pytest.raises(ValueError, match=r"follows 'loss', which was not logged; did you mean 'los'\?; logged: acc, los"):
         schedule.advance({"los": 1.0, "acc": 0.0})
     schedule.strict = False
     schedule.advance({})

@@ -26,6 +26,11 @@ class Item:
     x: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Tensor
+
+
 class Own:
     """Stands for a Hugging Face BatchEncoding: it moves itself."""
 
@@ -52,6 +57,16 @@ def test_map_keeps_containers() -> None:
         assert tensor.tolist() == [2.0, 2.0]
     assert one.tolist() == [1.0, 1.0]
     assert tree["f"].x is one
+
+
+def test_map_takes_frozen_dataclasses_and_graphs() -> None:
+    loss = torch.ones(1, requires_grad=True) * 2
+    frozen = Frozen(loss)
+    out = map_tensors(lambda t: t + 1, frozen)
+    assert type(out) is Frozen
+    assert out.x.tolist() == [3.0]
+    assert out.x.grad_fn is not None
+    assert frozen.x is loss
 
 
 def test_move_casts_floating_point_only() -> None:

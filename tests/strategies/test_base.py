@@ -58,6 +58,7 @@ def test_alone_every_verb_is_neutral() -> None:
     assert own.setup(model) is model
     assert own.unwrap(model) is model
     own.sync([model], False)
+    own.expect([model], found)
     own.share_parameters(model)
     own.average_gradients(list(model.parameters()))
     assert own.sum(3) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -208,11 +209,15 @@ def rank_none() -> Any:
     def weighted(module: Half, out: Tensor, i: int, batch: Tensor) -> Any:
         return None if i == 1 and module.global_rank == 1 else Loss(out.sum(), len(out))
 
+    cases = [(scalar, "ddp", "32-true"), (weighted, "ddp", "32-true"), (weighted, "ddp", "16-mixed")]
+    cases.append((scalar, DDP(find_unused_parameters=True), "32-true"))  # type: ignore[arg-type]
     found = []
-    for returns, precision in ((scalar, "32-true"), (weighted, "32-true"), (weighted, "16-mixed")):
-        module = Half(returns)
-        result = fit(module, [torch.ones(2, 1) for _ in range(6)], precision=precision)
-        found.append([result.step, module.w.item()])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "training_step returned None with several ranks")
+        for returns, strategy, precision in cases:
+            module = Half(returns)
+            result = fit(module, [torch.ones(2, 1) for _ in range(6)], precision=precision, strategy=strategy)
+            found.append([result.step, module.w.item()])
     return found
 
 
@@ -261,7 +266,7 @@ def test_an_overflow_in_fit_leaves_counters_and_scheduler(found: Any) -> None:
 
 def test_no_loss_on_one_rank_keeps_the_ranks_equal(found: Any) -> None:
     # Learning rates 1, 0.5, 0.25. The scalar's second gradient is (1 + 0) / 2, the weighted one's 2 / 2.
-    assert found["none"] == [[[3, -1.5], [3, -1.75], [3, -1.75]]] * 2
+    assert found["none"] == [[[3, -1.5], [3, -1.75], [3, -1.75], [3, -1.5]]] * 2
 
 
 def test_a_strategy_object_can_be_used_again(found: Any) -> None:
