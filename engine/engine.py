@@ -288,12 +288,12 @@ class Engine(Processes):
         chosen = self._stepper.known if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         self._stepper.prepare([raw(o) for o in chosen])
 
-    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float) -> Tensor | None:
-        """Scale the gradients down to a global 2-norm of at most ``max_norm``; the norm before, shape ``()``; ``None`` inside a window."""
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
+        """Scale the gradients down to a global norm of at most ``max_norm``; the norm before, shape ``()``; ``None`` inside a window."""
         if not self.sync_gradients:
             return None
         grads = self._readable(parameters)
-        return gradients.clip_norm(grads, self.strategy.norm(grads), max_norm, None)
+        return gradients.clip_norm(grads, self.strategy.norm(grads, norm_type), max_norm, None)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp each gradient element to [-clip_value, clip_value]."""

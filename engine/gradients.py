@@ -102,7 +102,7 @@ class Window:
         return root, (self.reference or 1.0) if share.size else math.inf
 
     def _add(self, count: Tensor | float, agree: Callable[[float], float] | None) -> None:
-        if agree is not None and self.reference is None:
+        if agree is not None and self.reference is None:  # once: this waits for the device
             self.reference = 2.0 ** math.ceil(math.log2(max(agree(float(count)), 1.0) * self.size))
         self.count = count if self.count is None else self.count + count
         self.losses += 1

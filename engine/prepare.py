@@ -46,6 +46,7 @@ def loaders_for(run: Run, kind: str, given: Any, datamodule: DataModule | None) 
         return []
     several = kind != "train" and isinstance(given, (list, tuple)) and bool(given) and all(map(_is_loader, given))
     prepared = [run.engine.prepare_data_loader(loader) for loader in (given if several else [given])]
+    run.loaders += prepared
     for index, loader in enumerate(prepared):
         if run.hooks.transfers:
             loader.hooks = (run.module.on_before_batch_transfer, run.module.on_after_batch_transfer, index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -107,6 +108,8 @@ class Run:
         self.num_train_batches: int | None = None
         """Micro-batches of this rank in an epoch; ``None`` when the loader has no length."""
         self.val_loaders: list[PreparedLoader] = []
+        self.loaders: list[PreparedLoader] = []
+        """All that this run has prepared."""
         self.num_eval_batches: list[int | None] = []
         self.max_steps: int | None = settings.max_steps
         self.max_epochs: int | None = settings.max_epochs
@@ -251,7 +254,7 @@ class Run:
         self.progress.update({name: value for name, value in values.items() if name in shown})
         for hook in self.hooks.on_log:
             hook(self, self.module, values, self.state.step)
-        if self._logs_itself and self.is_main_process:
+        if self._logs_itself and self.is_main_process and logger.isEnabledFor(logging.INFO):
             logger.info("epoch %d step %d: %s", self.epoch, self.step, ", ".join(f"{name}={value:.4g}" for name, value in values.items()))
 
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
@@ -348,6 +351,9 @@ class Run:
         """Let go of loaders (their worker processes end) and of the model's wrapper."""
         self.engine.release()
         self.call = self.module.training_step
+        for loader in self.loaders:
+            loader.close()
+        self.loaders.clear()
         self.train_loader, self.val_loaders = None, []
 
     def reseed(self, seed: int) -> None:
@@ -373,7 +379,8 @@ class Run:
         if self.interrupted:
             status = "interrupted"
         else:
-            status = "stopped" if self.stop_reason and not self.stop_reason.startswith(("max_epochs", "max_steps", "limit_train_batches")) else "completed"
+            planned = self.stop_reason.startswith(("max_epochs", "max_steps", "limit_train_batches"))
+            status = "completed" if planned or not self.stop_reason else "stopped"
         epochs, times = self.state.epoch + self.state.epoch_done, self.times
         times.other = max(0.0, time.monotonic() - self._started - times.data - times.compute - times.validation - times.checkpoint)
         return Result(status, self.stop_reason, epochs, self.step, dict(self.metrics), self.best_checkpoint, self.last_checkpoint, times)

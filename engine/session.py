@@ -92,6 +92,7 @@ def _report(run: Run, error: BaseException) -> None:
 
 
 def _tear_down(run: Run, datamodule: DataModule | None) -> None:
+    """Every step of it, whatever goes wrong in one; the first error of a run that had none is raised at the end."""
     module, failed = run.module, run.exception is not None
     steps: list[Callable[[], Any]] = [partial(hook, run, module, run.stage) for hook in run.hooks.teardown]
     if datamodule is not None:
@@ -100,11 +101,15 @@ def _tear_down(run: Run, datamodule: DataModule | None) -> None:
     for step in steps:
         try:
             step()
-        except Exception:
-            if not failed:
-                module.attach(None)
-                raise
-            logger.exception("teardown failed after %s", type(run.exception).__name__)
+        except Exception as error:
+            if run.exception is None:
+                run.exception = error
+                run.engine.group.failed = True
+                _report(run, error)
+            else:
+                logger.exception("teardown failed after %s", type(run.exception).__name__)
+    if run.exception is not None and not failed:
+        raise run.exception
 
 
 @contextmanager

@@ -25,6 +25,9 @@ _WHOLE = Share(size=-1, divisor=1.0, alone=1.0, last=True)
 class Feed(Protocol):
     """A source of micro-batches."""
 
+    iterator: Iterator[Any] | None
+    """The data's own, of the newest epoch."""
+
     def length(self, limit: int | None) -> int | None:
         """Micro-batches of this rank in an epoch; ``None`` when that is not known beforehand."""
 
@@ -112,6 +115,8 @@ class SampleIndices:
     The loader is copied shallowly and only the copy's index stream is replaced: class, workers and collate function stay the user's.
     """
 
+    iterator: Iterator[Any] | None = None
+
     def __init__(self, loader: DataLoader[Any], group: Group, seed: int) -> None:
         sampler = loader.sampler
         self.order = Order(sampler, loader.dataset, group, seed)
@@ -136,7 +141,8 @@ class SampleIndices:
         order = self.order.draw(epoch)
         deal = self.deal(len(order), window, limit)
         self.indices.stream, self.indices.count = _positions(order, deal, start), len(deal)
-        return zip(self.loader, _shares(deal, start), strict=True)
+        self.iterator = iter(self.loader)
+        return zip(self.iterator, _shares(deal, start), strict=True)
 
 
 def _positions(order: Sequence[Any] | torch.Tensor, deal: Deal, start: int) -> Iterator[list[Any]]:
@@ -154,6 +160,8 @@ def _shares(deal: Deal, start: int) -> Iterator[Share]:
 
 class Batches:
     """A list of ready batches: they are dealt to the ranks one by one."""
+
+    iterator: Iterator[Any] | None = None
 
     def __init__(self, batches: Sequence[Any], group: Group) -> None:
         self.batches, self.group = batches, group
@@ -188,6 +196,8 @@ class Batches:
 class BatchIndices:
     """A ``DataLoader`` with a batch sampler of the user's own, or with ``batch_size=None``: its batches stay whole and are dealt to the ranks."""
 
+    iterator: Iterator[Any] | None = None
+
     def __init__(self, loader: DataLoader[Any], group: Group, seed: int) -> None:
         self.group = group
         self.batched = loader.batch_sampler is not None
@@ -213,7 +223,8 @@ class BatchIndices:
         deal = Deal(len(order), 1, window, self.group.world_size, self.group.rank, limit=limit)
         self.indices.count = len(deal)
         self.indices.stream = (order[int(part.start)] for own, _ in deal.windows(start) for part in own)
-        return zip(self.loader, self._shares(order, deal, start), strict=True)
+        self.iterator = iter(self.loader)
+        return zip(self.iterator, self._shares(order, deal, start), strict=True)
 
     def _shares(self, order: Sequence[Any] | torch.Tensor, deal: Deal, start: int) -> Iterator[Share]:
         for base, (_, dealt) in zip(range(start, deal.used, deal.round * deal.window), deal.windows(start), strict=True):
@@ -229,6 +240,8 @@ class Stream:
     (``presharded = True`` on it or on its dataset). A window is read ahead, so that its weights are known before its first backward;
     the ranks tell each other their sizes once a window, and a rank that runs out goes on at weight 0 until all have.
     """
+
+    iterator: Iterator[Any] | None = None
 
     def __init__(self, data: Any, group: Group) -> None:
         self.data, self.group = data, group
@@ -249,7 +262,7 @@ class Stream:
         for owner in (self.data, getattr(self.data, "dataset", None)):
             if owner is not None and callable(getattr(owner, "set_epoch", None)):
                 owner.set_epoch(epoch)
-        own: Iterator[Any] = iter(self.data)
+        self.iterator = own = iter(self.data)
         if self.group.world_size > 1 and not self.presharded:
             own = itertools.islice(own, self.group.rank, None, self.group.world_size)
         if limit is not None:

@@ -83,6 +83,9 @@ class PreparedLoader:
                 window.share = share
                 self._given += 1
                 yield place(batch) if moves else batch
+        except GeneratorExit:  # left early: worker processes are not to wait for the next pass
+            self._feed.iterator = None
+            raise
         finally:
             window.share = outer
         if not self._given and not start:
@@ -90,6 +93,13 @@ class PreparedLoader:
                 f"{type(self.loader).__name__} gave no batch in epoch {self._epoch}: "
                 "it is empty, or a generator, which can be read only once (pass a list, a DataLoader or an object whose __iter__ starts anew)"
             )
+
+    def close(self) -> None:
+        """End the loader's worker processes now: the traceback of an error would keep them as long as it is looked at."""
+        end = getattr(self._feed.iterator, "_shutdown_workers", None)  # a DataLoader has no public way
+        self._feed.iterator = None
+        if end is not None:
+            end()
 
     def resume(self, epoch: int, position: int) -> None:
         """Begin the next pass at ``position`` of ``epoch``."""

@@ -52,11 +52,11 @@ class Strategy:
         """The sum of a scalar over all ranks that saw different data."""
         return value
 
-    def norm(self, grads: Sequence[Tensor]) -> Tensor:
-        """The 2-norm of the whole model's gradients. Shape ``()``."""
+    def norm(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+        """The norm of the whole model's gradients. Shape ``()``."""
         if not grads:
             return torch.zeros(())
-        return torch.nn.utils.get_total_norm(grads)
+        return torch.nn.utils.get_total_norm(grads, norm_type)
 
     def agree(self, found: Tensor) -> Tensor:
         """The largest over all ranks of a flag (1.0: a gradient is not finite)."""
