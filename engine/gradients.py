@@ -33,7 +33,7 @@ class Window:
     """The gradient state that loaders, backward passes and optimizer steps of one engine share."""
 
     __slots__ = (
-        "_finished", "_first", "_joined", "_newest", "_scalars", "_seeds",
+        "_finished", "_first", "_newest", "_scalars", "_seeds", "fed",
         "accumulating", "count", "dropped", "losses", "reference", "share", "size", "total",
     )  # fmt: skip
 
@@ -55,14 +55,15 @@ class Window:
         """What the finished window's gradients are still to be divided by; ``None``: nothing."""
         self._finished = False
         self._scalars = False
-        self._joined = False
+        self.fed = False
+        """Whether this window is a step: a micro-batch gave a loss, or one of another rank may have."""
         self._first: Tensor | float | None = None
         self._newest: Tensor | float | None = None
         self._seeds: dict[tuple[float, torch.device], Tensor] = {}
 
     def open(self) -> None:
         """Begin a new window after a finished one."""
-        self._finished = self._scalars = self._joined = False
+        self._finished = self._scalars = self.fed = False
         if self.count is not None or self.dropped:
             self.count, self.total, self.losses, self.dropped, self._first = None, None, 0, 0.0, None
 
@@ -79,7 +80,7 @@ class Window:
         root = loss if type(loss) is Tensor and not loss.ndim and loss.requires_grad else _scalar(loss)
         if self.count is not None:
             raise TypeError("this micro-batch gave a scalar loss, an earlier one of the same window gave Loss(sum, count): return one kind")
-        self._scalars = True
+        self._scalars = self.fed = True
         if share.size == 0:
             return root, math.inf
         return root, share.divisor if self.accumulating else share.alone
@@ -88,6 +89,7 @@ class Window:
         if self._scalars:
             raise TypeError("this micro-batch gave Loss(sum, count), an earlier one of the same window gave a scalar loss: return one kind")
         root, count = _scalar(loss.sum), loss.count
+        self.fed = True
         if isinstance(count, Tensor):
             count = count.detach()
         if world_size == 1 and self.count is None and (share.last or not self.accumulating):
@@ -123,18 +125,13 @@ class Window:
             found = self._seeds[key] = (one / divisor).to(device, non_blocking=True)
         return found
 
-    @property
-    def empty(self) -> bool:
-        """Whether no micro-batch of this window gave a loss."""
-        return not self._scalars and not self._joined and self.count is None
-
     def drop(self, world_size: int, agree: Callable[[float], float] | None = None) -> None:
         """The current micro-batch gave no loss: its samples do not count (one process), or count with a zero gradient (several)."""
         if self._finished:
             self.open()
         if world_size > 1:
             # Other ranks may have a loss: this one takes part in the collectives of its kind, and in the step.
-            self._joined = True
+            self.fed = True
             if self._newest is not None:
                 self._add(self._newest * 0, agree)
         elif self.share.size:

@@ -50,9 +50,10 @@ def train_epoch(run: Run) -> None:
     autocast, sync, models = engine.autocast(), engine.strategy.sync, engine.models
     batches = begin_epoch(run)
     window.accumulating = automatic
-    mark = clock()
+    entered, apart = clock(), times.apart
+    mark = entered
     for batch in batches:
-        began, saving = clock(), times.checkpoint
+        began = clock()
         times.data += began - mark
         index = state.batch_idx
         share = window.share
@@ -76,10 +77,13 @@ def train_epoch(run: Run) -> None:
         for hook in hooks.on_train_batch_end:
             hook(run, module, outputs, batch, index)
         mark = clock()
-        times.compute += mark - began - (times.checkpoint - saving)
-        if closes and end_step(run, mark - began):
-            break
+        if closes:
+            leave = end_step(run, mark - began)
+            recorder.window += 1
+            if leave:
+                break
     window.accumulating = False
+    times.compute += clock() - entered - (times.apart - apart)
     end_epoch(run)
 
 
@@ -115,7 +119,7 @@ def loss_in(outputs: Any, module: nn.Module) -> Any:
 def optimizer_step(run: Run) -> None:
     """Finish the window's gradients and step; a window in which no micro-batch had a loss is no step."""
     engine, module, hooks = run.engine, run.module, run.hooks
-    if engine.window.empty:
+    if not engine.window.fed:
         return
     if hooks.on_before_optimizer_step:
         engine.unscale_gradients(run.optimizers)
@@ -131,11 +135,11 @@ def optimizer_step(run: Run) -> None:
 
 def end_step(run: Run, seconds: float) -> bool:
     """After an optimizer step: whatever is due. Whether the epoch is to be left."""
-    if run.agreement.poll(run.wishes_stop, seconds):
+    if run.agreement.poll(run.stop_wish is not None, seconds):
         run.accept_stop()
-    if run.state.step + run.engine.pending_steps >= run.due_step or run.stop_reason:
+    left = run.due_step - run.state.step
+    if left <= 0 or (left == 1 and run.engine.pending_steps) or run.stop_reason:
         due(run)
-    run.recorder.window += 1
     return bool(run.stop_reason)
 
 
@@ -203,7 +207,7 @@ def end_epoch(run: Run) -> None:
         state.epoch_done = True
         for hook in run.hooks.last_on_train_epoch_end:
             hook(run, module)
-        if run.agreement.now(run.wishes_stop):
+        if run.agreement.now(run.stop_wish is not None):
             run.accept_stop()
 
 
@@ -227,7 +231,7 @@ def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
         loader.set_epoch(run.state.epoch)  # a shuffled one gives the same order after a resume
     results = evaluate(run, run.val_loaders, "validation", run.module.validation_step, limit)
     run.times.validation += time.perf_counter() - began - (run.times.checkpoint - saving)
-    if run.stage == "fit" and run.agreement.now(run.wishes_stop):
+    if run.stage == "fit" and run.agreement.now(run.stop_wish is not None):
         run.accept_stop()
     return results
 
@@ -246,18 +250,18 @@ def evaluate(
     suffixes = [f"/dataloader_idx_{i}" if several else "" for i in range(len(loaders))]
     *recorders, common = (Recorder(run.engine.group, on_step=False, on_epoch=True, suffix=suffix) for suffix in [*suffixes, ""])
     with evaluating(module):
-        run.recorder = common
+        run.record_to(common)
         call_all(run, getattr(hooks, f"on_{name}_start"))
         call_all(run, getattr(hooks, f"on_{name}_epoch_start"))
         for index, (loader, recorder) in enumerate(zip(loaders, recorders, strict=True)):
-            run.recorder = recorder
+            run.record_to(recorder)
             for _ in batches(run, loader, name, step, index if several else None, limit):
                 pass
-        run.recorder = common
+        run.record_to(common)
         call_all(run, getattr(hooks, f"on_{name}_epoch_end"))
         shared = common.epoch_values()
         values = [recorder.epoch_values() for recorder in recorders]
-        run.recorder = outer
+        run.record_to(outer)
         if run.stage != "sanity":
             for recorder, found in zip([*recorders, common], [*values, shared], strict=True):
                 if found:

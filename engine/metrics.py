@@ -42,10 +42,16 @@ def on_host(items: list[Any]) -> list[float]:
 class Slot:
     """All values of one name: those of the current step, and those of the epoch."""
 
-    __slots__ = ("metric", "name", "options", "reduce", "total", "values", "weight", "weights", "window", "window_values", "window_weights")
+    __slots__ = (
+        "given", "metric", "name", "on_epoch", "on_step", "options", "reduce", "total",
+        "values", "weight", "weights", "window", "window_values", "window_weights",
+    )  # fmt: skip
 
     def __init__(self, name: str, options: tuple[bool, bool, bool, str]) -> None:
         self.name, self.options, self.reduce = name, options, options[3]
+        self.on_step, self.on_epoch = options[:2]
+        self.given: Any = None
+        """The options as the newest call gave them: the usual call is recognised by one comparison."""
         self.metric: Any = None
         self.window = -1
         self.window_values: list[Any] = []
@@ -140,12 +146,10 @@ class Recorder:
             TypeError: not a number, a one-element tensor or a torchmetrics object.
             ValueError: several elements, or a name that was logged with other options before.
         """
-        options = (self.on_step if on_step is None else on_step, self.on_epoch if on_epoch is None else on_epoch, prog_bar, reduce)
+        given = (on_step, on_epoch, prog_bar, reduce)
         slot = self.slots.get(name)
-        if slot is None:
-            slot = self._new(name, options)
-        elif slot.options != options:
-            self._conflict(slot, options)
+        if slot is None or slot.given != given:
+            slot = self._slot(name, given)
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(f"log({name!r}) got a tensor of shape {tuple(value.shape)}: log one number, for example its .mean()")
@@ -160,29 +164,34 @@ class Recorder:
             if self.size < 0:
                 self.size = samples(self.batch) or 1
             batch_size = self.size
-        if options[0]:
+        if slot.on_step:
             if slot.window != self.window:
                 slot.window, slot.window_values, slot.window_weights = self.window, [], []
             slot.window_values.append(value)
             slot.window_weights.append(batch_size)
-        if options[1]:
+        if slot.on_epoch:
             slot.values.append(value)
             slot.weights.append(batch_size)
             if len(slot.values) >= _FOLD:
                 slot.fold()
 
-    def _new(self, name: str, options: tuple[bool, bool, bool, str]) -> Slot:
+    def _slot(self, name: str, given: tuple[bool | None, bool | None, bool, str]) -> Slot:
+        """The slot of a name that is new, or whose options are given in another way than before."""
         if not isinstance(name, str):
             raise TypeError(f"log() takes a name (str) first, got {name!r}")
-        if options[3] not in REDUCTIONS:
-            raise ValueError(f"log({name!r}, reduce={options[3]!r}) is unknown{nearest(options[3], REDUCTIONS)}; possible: {', '.join(REDUCTIONS)}")
-        slot = self.slots[name] = Slot(name, options)
+        on_step, on_epoch, prog_bar, reduce = given
+        if reduce not in REDUCTIONS:
+            raise ValueError(f"log({name!r}, reduce={reduce!r}) is unknown{nearest(reduce, REDUCTIONS)}; possible: {', '.join(REDUCTIONS)}")
+        options = (self.on_step if on_step is None else on_step, self.on_epoch if on_epoch is None else on_epoch, prog_bar, reduce)
+        slot = self.slots.get(name)
+        if slot is None:
+            slot = self.slots[name] = Slot(name, options)
+        elif slot.options != options:
+            names = ("on_step", "on_epoch", "prog_bar", "reduce")
+            differ = [f"{n}={b!r} (before: {a!r})" for n, a, b in zip(names, slot.options, options, strict=True) if a != b]
+            raise ValueError(f"log({name!r}) is called with other options than before: {', '.join(differ)}; give it one set, or another name")
+        slot.given = given
         return slot
-
-    def _conflict(self, slot: Slot, options: tuple[bool, bool, bool, str]) -> None:
-        names = ("on_step", "on_epoch", "prog_bar", "reduce")
-        differ = [f"{n}={b!r} (before: {a!r})" for n, a, b in zip(names, slot.options, options, strict=True) if a != b]
-        raise ValueError(f"log({slot.name!r}) is called with other options than before: {', '.join(differ)}; give it one set, or another name")
 
     def _other(self, slot: Slot, value: Any) -> Any:
         """A torchmetrics object (kept, read later: ``None``) or a number in disguise (numpy's)."""

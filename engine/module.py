@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +31,6 @@ class Context(Protocol):
     def optimizers(self) -> list[Any]: ...
     @property
     def schedulers(self) -> list[Any]: ...
-    def log(self, name: str, value: Any, *options: Any) -> None: ...
     def manual_backward(self, loss: Any, **kwargs: Any) -> None: ...
 
 
@@ -231,7 +230,12 @@ class TrainModule(nn.Module):
     def attach(self, context: Context | None) -> None:
         """Enter (or leave) a run; called by it."""
         self._context = context
-        self._log = None if context is None else context.log
+        if context is None:
+            self._log = None
+
+    def log_with(self, record: Callable[..., None]) -> None:
+        """What takes the values that are logged; called by the run."""
+        self._log = record
 
     # -- hooks: Lightning's, each optional; called in the order of engine/README.md ------------------------------------------------
 

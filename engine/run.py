@@ -61,6 +61,11 @@ class Times:
     other: float = 0.0
     """Setting up and tearing down."""
 
+    @property
+    def apart(self) -> float:
+        """What is measured by itself inside the training loop."""
+        return self.data + self.validation + self.checkpoint
+
 
 @dataclass(slots=True)
 class Result:
@@ -91,7 +96,7 @@ class Run:
         """``"fit"`` (validation in it included), ``"sanity"`` (the check before training), ``"validate"``, ``"test"``, ``"predict"``."""
         self.hooks = hooks
         self.state = TrainState()
-        self.recorder = Recorder(engine.group, on_step=True, on_epoch=False)
+        self.record_to(Recorder(engine.group, on_step=True, on_epoch=False))
         self.metrics: dict[str, float] = {}
         """The newest value of every logged name; a name logged ``on_step`` and ``on_epoch`` is there as itself too (the epoch's)."""
         self.progress: dict[str, float] = {}
@@ -130,7 +135,8 @@ class Run:
         self.call: Callable[..., Any] = module.training_step
         """What runs ``training_step``: the module itself, or the strategy's wrapper around it."""
         self.stop_reason = ""
-        self._stop_wish: str | None = None
+        self.stop_wish: str | None = None
+        """Why this rank wants to stop; the ranks agree on it."""
         self._started = time.monotonic()
         self._elapsed_before = 0.0
         self._logged_step = -1
@@ -184,22 +190,18 @@ class Run:
 
     def stop(self, reason: str = "asked to stop") -> None:
         """End the training after this step; with several ranks, at the next step where they agree (about 0.2 s)."""
-        if self._stop_wish is None:
-            self._stop_wish = reason
+        if self.stop_wish is None:
+            self.stop_wish = reason
 
     @property
     def stopping(self) -> bool:
         """Whether the run is on its way to its end."""
-        return bool(self.stop_reason) or self._stop_wish is not None
-
-    @property
-    def wishes_stop(self) -> bool:
-        return self._stop_wish is not None
+        return bool(self.stop_reason) or self.stop_wish is not None
 
     def accept_stop(self) -> None:
         """All ranks have agreed to stop."""
         if not self.stop_reason:
-            self.stop_reason = self._stop_wish or "another rank asked to stop"
+            self.stop_reason = self.stop_wish or "another rank asked to stop"
 
     def applied(self, happened: bool) -> None:
         """An optimizer step was taken (or skipped: counters and schedulers then stay where they are)."""
@@ -232,9 +234,10 @@ class Run:
 
     # -- logging ----------------------------------------------------------------------------------------------------------------
 
-    def log(self, name: str, value: Any, *options: Any) -> None:
-        """``module.log`` ends here."""
-        self.recorder.record(name, value, *options)
+    def record_to(self, recorder: Recorder) -> None:
+        """What the module logs goes there from now on."""
+        self.recorder = recorder
+        self.module.log_with(recorder.record)
 
     def publish_step(self) -> None:
         """The step's values, every ``log_every_n_steps`` steps."""

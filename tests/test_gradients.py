@@ -147,7 +147,7 @@ def test_a_window_of_dropped_micro_batches_is_empty() -> None:
     for last in (False, True):
         window.share = Share(1, 2.0, 1.0, last)
         window.drop(1)
-    assert window.empty
+    assert not window.fed
     assert window.finish(alone, 1) is None
 
 
