@@ -32,11 +32,15 @@ def on_host(items: list[Any]) -> list[float]:
         if isinstance(item, Tensor):
             groups.setdefault((item.device, item.dtype), []).append(index)
     found = list(items)
-    for indices in groups.values():
+    for (device, _), indices in groups.items():
+        if device.type == "cpu" and len(indices) <= 8:  # reading them one by one is quicker than three more operations
+            for index in indices:
+                found[index] = items[index].item()
+            continue
         column = torch.stack([items[i] if not items[i].ndim else items[i].reshape(()) for i in indices])
         for index, value in zip(indices, column.double().tolist(), strict=True):
             found[index] = value
-    return [float(value) for value in found]
+    return list(map(float, found))
 
 
 class Slot:
@@ -270,11 +274,14 @@ class Recorder:
         numbers: list[float] = []
         for op, values, weights in columns.values():
             values, weights = list(itertools.islice(floats, len(values))), list(itertools.islice(floats, len(weights)))
-            numbers += reduced(values, weights, op) if values else (0.0, 0.0)
-        every = [(list(columns), [op for op, _, _ in columns.values()], numbers)]
-        if self.group.world_size > 1:
-            every = self._exchange(*every[0])
-        return combined(every)
+            if op == "mean":
+                numbers += _sum([v * w for v, w in zip(values, weights, strict=True)]), _sum(weights)
+            else:
+                numbers += reduced(values, weights, op) if values else (0.0, 0.0)
+        if self.group.world_size == 1:
+            parts = zip(columns.items(), numbers[::2], numbers[1::2], strict=True)
+            return {name: total / weight if op == "mean" else total for (name, (op, _, _)), total, weight in parts if weight}
+        return combined(self._exchange(list(columns), [op for op, _, _ in columns.values()], numbers))
 
     def _exchange(self, names: list[str], ops: list[str], numbers: list[float]) -> list[tuple[list[str], list[str], list[float]]]:
         """Every rank's names and numbers. Ranks that log the same names, the usual case, exchange numbers only."""
@@ -301,4 +308,6 @@ def combined(every: list[tuple[list[str], list[str], list[float]]]) -> dict[str,
 
 
 def _sum(numbers: list[float]) -> float:
+    if len(numbers) == 1:
+        return numbers[0]
     return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)  # fsum refuses inf - inf

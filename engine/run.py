@@ -251,10 +251,10 @@ class Run:
             hook(self, self.module, values, self.state.step)
         if not values:
             return
-        plain = {name.removesuffix("_epoch"): value for name, value in values.items() if name.endswith("_epoch")}
-        self.metrics.update({**plain, **values})
-        shown = recorder.progress_names()
-        self.progress.update({name: value for name, value in values.items() if name in shown})
+        self.metrics.update({name.removesuffix("_epoch"): value for name, value in values.items() if name.endswith("_epoch")})
+        self.metrics.update(values)
+        if shown := recorder.progress_names():
+            self.progress.update({name: value for name, value in values.items() if name in shown})
         for hook in self.hooks.on_log:
             hook(self, self.module, values, self.state.step)
         if self._logs_itself and self.is_main_process and logger.isEnabledFor(logging.INFO):
