@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.distributed.collectives import gather, gather_object
+from engine.distributed.collectives import gather_object, gather_row
 from engine.distributed.group import Group
 from engine.errors import nearest
 from engine.tree import batch_size as samples
@@ -285,11 +285,11 @@ class Recorder:
 
     def _exchange(self, names: list[str], ops: list[str], numbers: list[float]) -> list[tuple[list[str], list[str], list[float]]]:
         """Every rank's names and numbers. Ranks that log the same names, the usual case, exchange numbers only."""
-        head = gather(self.group, torch.tensor([[zlib.crc32(repr((names, ops)).encode())]], dtype=torch.int64))
+        head = gather_row(self.group, torch.tensor([zlib.crc32(repr((names, ops)).encode())], dtype=torch.int64))
         if len(set(head.flatten().tolist())) == 1:
             if not names:
                 return [(names, ops, [])]
-            rows = gather(self.group, torch.tensor([numbers], dtype=torch.float64))
+            rows = gather_row(self.group, torch.tensor(numbers, dtype=torch.float64))
             return [(names, ops, row) for row in rows.tolist()]
         return gather_object(self.group, (names, ops, numbers))
 

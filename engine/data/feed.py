@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from engine.data.sampler import Deal, Share, mixed, permutation, shares
-from engine.distributed.collectives import broadcast_object, gather
+from engine.distributed.collectives import broadcast_object, gather_row
 from engine.distributed.group import Group
 from engine.log import warn_once
 from engine.seed import isolated, seed_everything
@@ -292,5 +292,5 @@ class Stream:
         if self.group.world_size == 1:
             return tuple((size,) for size in sizes)
         mine = torch.tensor(sizes + [0] * (window - len(sizes)), dtype=torch.int64)
-        every = gather(self.group, mine).view(self.group.world_size, window).t().tolist()
+        every = gather_row(self.group, mine).t().tolist()
         return tuple(tuple(micro) for micro in every if any(micro))
