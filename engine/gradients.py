@@ -33,8 +33,20 @@ class Window:
     """The gradient state that loaders, backward passes and optimizer steps of one engine share."""
 
     __slots__ = (
-        "_finished", "_first", "_newest", "_scalars", "_seeds", "fed",
-        "accumulating", "count", "dropped", "losses", "reference", "share", "size", "total",
+        "_finished",
+        "_first",
+        "_newest",
+        "_scalars",
+        "_seeds",
+        "accumulating",
+        "count",
+        "dropped",
+        "fed",
+        "losses",
+        "reference",
+        "share",
+        "size",
+        "total",
     )  # fmt: skip
 
     def __init__(self, size: int = 1) -> None:
@@ -136,6 +148,13 @@ class Window:
                 self._add(self._newest * 0, agree)
         elif self.share.size:
             self.dropped += 1.0 / self.share.divisor if self.accumulating else 0.0
+
+    def close_whole(self) -> bool:
+        """Close a window whose weights were all known before its backward passes, the usual case; False for another one."""
+        if self.losses or self.dropped:
+            return False
+        self._finished = True
+        return True
 
     def finish(self, sum_over_ranks: Callable[[Tensor | float], Tensor | float], world_size: int) -> Tensor | float | None:
         """Close the window: what its gradients are still to be divided by, or ``None``. Later calls before a backward give the same."""

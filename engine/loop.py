@@ -50,11 +50,11 @@ def train_epoch(run: Run) -> None:
     autocast, sync, models = engine.autocast(), engine.strategy.sync, engine.models
     batches = begin_epoch(run)
     window.accumulating = automatic
-    entered, apart = clock(), times.apart
+    entered, apart, waited = clock(), times.apart, 0.0
     mark = entered
     for batch in batches:
         began = clock()
-        times.data += began - mark
+        waited += began - mark
         index = state.batch_idx
         share = window.share
         recorder.size, recorder.batch = share.size, batch
@@ -83,6 +83,7 @@ def train_epoch(run: Run) -> None:
             if leave:
                 break
     window.accumulating = False
+    times.data += waited
     times.compute += clock() - entered - (times.apart - apart)
     end_epoch(run)
 

@@ -189,7 +189,7 @@ class Run:
     # -- stopping ---------------------------------------------------------------------------------------------------------------
 
     def stop(self, reason: str = "asked to stop") -> None:
-        """End the training after this step; with several ranks, at the next step where they agree (about 0.2 s)."""
+        """End the training after this step; with several ranks, at the next step where they agree (about 0.5 s)."""
         if self.stop_wish is None:
             self.stop_wish = reason
 

@@ -91,6 +91,8 @@ class Stepper:
         self._apply(optimizers, found, then)
 
     def _divisor(self) -> Tensor | float | None:
+        if self.window.close_whole():
+            return None
         return self.window.finish(self.strategy.sum, self.strategy.group.world_size)
 
     def _finish(

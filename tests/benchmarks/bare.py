@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import torch
-from cases import Contender, Work, loss_of, make_optimizer
-from torch import nn
+from cases import Batch, Contender, Work, loss_of, make_optimizer
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+
+class Step(nn.Module):
+    """The step as a user's class, which is the user's code in a bare loop and in a trainer alike: its cost is on both sides."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, batch: Batch, batch_idx: int) -> Tensor:
+        return loss_of(self.net, batch)
 
 
 def plain(work: Work) -> nn.Module:
     net = work.build()
     optimizer = make_optimizer(net)
-    model = DistributedDataParallel(net) if work.case.ddp else net
-    for batch in work.data:
-        loss = loss_of(model, batch)
+    step = DistributedDataParallel(Step(net)) if work.case.ddp else Step(net).forward
+    for index, batch in enumerate(work.data):
+        loss = step(batch, index)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -23,11 +34,11 @@ def plain(work: Work) -> nn.Module:
 def accumulated(work: Work) -> nn.Module:
     net = work.build()
     optimizer = make_optimizer(net)
-    window = work.case.window
-    for i, batch in enumerate(work.data, start=1):
-        loss = loss_of(net, batch)
+    step, window = Step(net).forward, work.case.window
+    for index, batch in enumerate(work.data):
+        loss = step(batch, index)
         (loss / window).backward()
-        if i % window == 0:
+        if (index + 1) % window == 0:
             optimizer.step()
             optimizer.zero_grad()
     return net
@@ -36,9 +47,10 @@ def accumulated(work: Work) -> nn.Module:
 def autocast(work: Work) -> nn.Module:
     net = work.build()
     optimizer = make_optimizer(net)
-    for batch in work.data:
+    step = Step(net).forward
+    for index, batch in enumerate(work.data):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = loss_of(net, batch)
+            loss = step(batch, index)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -27,7 +27,7 @@ def first(step_s, wish, calls=400):
 out = {
     "first step": first(0.001, lambda i: r == 1 and i == 0),
     "fast": first(0.0001, lambda i: r == 1 and i == 100),
-    "0.02 s on the slower": first(0.02 if r else 0.001, lambda i: r == 0 and i == 5, 25),
+    "0.02 s on the slower": first(0.02 if r else 0.001, lambda i: r == 0 and i == 5, 30),
     "slow": first(5.0, lambda i: r == 1 and i == 7, 10),
     "never": first(0.001, lambda i: False),
     "odd durations": first([math.nan, math.inf][r], lambda i: r == 0 and i == 2, 10),
@@ -53,8 +53,8 @@ def results():
     ("name", "expected"),
     [
         ("first step", [0, MAX_INTERVAL, 1]),
-        ("fast", [128, MAX_INTERVAL, 1]),  # checks after calls 0, 64, 128, ...
-        ("0.02 s on the slower", [10, 10, 1]),  # 0.2 s / 0.02 s: checks after calls 0, 10, 20
+        ("fast", [256, MAX_INTERVAL, 1]),  # checks after calls 0, 256, ...
+        ("0.02 s on the slower", [25, 25, 1]),  # 0.5 s / 0.02 s: checks after calls 0, 25
         ("slow", [7, 1, 1]),
         ("never", [None, MAX_INTERVAL, 0]),
         ("odd durations", [2, 1, 1]),
