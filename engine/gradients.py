@@ -33,8 +33,8 @@ class Window:
     """The gradient state that loaders, backward passes and optimizer steps of one engine share."""
 
     __slots__ = (
-        "_finished", "_first", "_newest", "_scalars", "_seeds", "fed",
-        "accumulating", "count", "dropped", "losses", "reference", "share", "size", "total",
+        "_finished", "_first", "_newest", "_scalars", "_seeds",
+        "accumulating", "count", "dropped", "fed", "losses", "reference", "share", "size", "total",
     )  # fmt: skip
 
     def __init__(self, size: int = 1) -> None:
