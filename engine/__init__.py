@@ -19,6 +19,7 @@ _NAMES = {
     "Strategy": "engine.strategies.base",
     "Single": "engine.strategies.base",
     "DDP": "engine.strategies.ddp",
+    "FSDP": "engine.strategies.fsdp",
     "Duration": "engine.config.duration",
     "Every": "engine.config.duration",
     "RankError": "engine.errors",
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from engine.strategies.base import Single as Single
     from engine.strategies.base import Strategy as Strategy
     from engine.strategies.ddp import DDP as DDP
+    from engine.strategies.fsdp import FSDP as FSDP
 
 
 def __getattr__(name: str) -> Any:

@@ -91,6 +91,7 @@ class Engine(Processes):
         else:
             chosen = strategies.get(strategy, group.world_size)
         self.group, self.strategy = group, chosen
+        self.strategy.precision = self.precision
         self.strategy.connect(group)
         self.window = Window()
         self.accumulate_grad_batches = accumulate_grad_batches
@@ -146,11 +147,13 @@ class Engine(Processes):
         """
         if any(model is known or model is self.unwrap_model(known) for known in self._models):
             return next(known for known in self._models if model is known or model is self.unwrap_model(known))
-        model.to(self.device, self.precision.parameters)
+        self.strategy.place(model)
         if autocast and self.precision.autocast is not None:
             AutocastForward(self.precision, self.device).attach(model)
         prepared = self.strategy.setup(model)
         self._models.append(prepared)
+        for optimizer in self._stepper.known:
+            self.strategy.repoint(optimizer)
         return prepared
 
     def place_model(self, model: nn.Module) -> nn.Module:
@@ -164,6 +167,7 @@ class Engine(Processes):
         parameters = gradients.parameters_of([optimizer])
         if not parameters:
             raise ValueError(f"{type(optimizer).__name__} has no parameters: give it model.parameters()")
+        self.strategy.repoint(optimizer)
         if not any(optimizer is known for known in self._stepper.known):
             self._stepper.known.append(optimizer)
         return PreparedOptimizer(optimizer, self._stepper, self.window)
@@ -278,10 +282,8 @@ class Engine(Processes):
         """This micro-batch has no loss. Alone, its samples do not count; among several ranks they count with a zero gradient."""
         window = self.window
         window.drop(self.group.world_size, self._agree)
-        if self.group.world_size > 1 and self.sync_gradients:
-            root = gradients.joins(p for model in self._models for p in model.parameters())
-            self.strategy.expect(self._models, root)
-            root.backward()
+        if self.group.world_size > 1 and (self.sync_gradients or self.strategy.matched_forward):
+            self.strategy.backward_nothing(self._models)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Make the gradients readable before ``optimizer.step()``: divided by the loss scale and the window's weight."""
@@ -293,12 +295,12 @@ class Engine(Processes):
         if not self.sync_gradients:
             return None
         grads = self._readable(parameters)
-        return gradients.clip_norm(grads, self.strategy.norm(grads, norm_type), max_norm, None)
+        return gradients.clip_norm(self.strategy.local(grads), self.strategy.norm(grads, norm_type), max_norm, None)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp each gradient element to [-clip_value, clip_value]."""
         if self.sync_gradients:
-            gradients.clip_values(self._readable(parameters), clip_value)
+            gradients.clip_values(self.strategy.local(self._readable(parameters)), clip_value)
 
     def _readable(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -349,7 +351,7 @@ class Engine(Processes):
 
     def _describe_gradients(self) -> str:
         named = ((name, p) for model in self._models for name, p in self.unwrap_model(model).named_parameters())
-        names = gradients.where_nonfinite(named)
+        names = gradients.where_nonfinite(named, self.strategy.local)
         return f"; first in: {', '.join(names[:5])}" if names else ""
 
 

@@ -35,7 +35,7 @@ class Fit:
     defaults are documented at :class:`engine.config.schema.Settings`.
 
     Args:
-        strategy: ``"auto"``, ``"single"``, ``"ddp"``, a :class:`engine.Strategy` object.
+        strategy: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, a :class:`engine.Strategy` object.
         accelerator: ``"auto"`` (CUDA when present), ``"cpu"``, ``"cuda"``.
         devices: processes on this machine, one device each; started by ``run`` unless torchrun has. Default: every GPU, or one process.
         num_nodes: machines.
@@ -178,7 +178,7 @@ class Fit:
         with self._start(module, stage) as run, session(run, datamodule):
             prepared = prepare.evaluation(run, name, loaders, datamodule, f"{name}_step")
             run.load_weights(checkpoint)
-            return evaluate(run, prepared, name, getattr(module, f"{name}_step"))
+            return evaluate(run, prepared, name, run.method(f"{name}_step"))
 
     def _sanity_check(self, run: Run) -> None:
         """A few validation batches, so that an error in them does not wait for the end of the first epoch. Leaves no trace."""

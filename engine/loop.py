@@ -230,7 +230,7 @@ def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
     began, saving = time.perf_counter(), run.times.checkpoint
     for loader in run.val_loaders:
         loader.set_epoch(run.state.epoch)  # a shuffled one gives the same order after a resume
-    results = evaluate(run, run.val_loaders, "validation", run.module.validation_step, limit)
+    results = evaluate(run, run.val_loaders, "validation", run.method("validation_step"), limit)
     run.times.validation += time.perf_counter() - began - (run.times.checkpoint - saving)
     if run.stage == "fit" and run.agreement.now(run.stop_wish is not None):
         run.accept_stop()
@@ -282,7 +282,7 @@ def predict(run: Run, loaders: Sequence[PreparedLoader]) -> list[list[Any]]:
         call_all(run, run.hooks.on_predict_epoch_start)
         for index, loader in enumerate(loaders):
             several = index if len(loaders) > 1 else None
-            own = [map_tensors(Tensor.cpu, out) for out in batches(run, loader, "predict", run.module.predict_step, several, None)]
+            own = [map_tensors(Tensor.cpu, out) for out in batches(run, loader, "predict", run.method("predict_step"), several, None)]
             by_rank = [own] if run.world_size == 1 else gather_object(run.engine.group, own)
             dealt = itertools.zip_longest(*by_rank, fillvalue=_NOTHING)
             results.append([out for row in dealt for out in row if out is not _NOTHING])
@@ -305,11 +305,12 @@ def batches(run: Run, loader: PreparedLoader, name: str, step: Callable[..., Any
         if not size and not engine.strategy.matched_forward:
             continue  # repeated samples of a rank that has run out
         run.recorder.size, run.recorder.batch = size, batch
-        for hook in starts:
+        # A batch that only keeps the ranks matched is not told to anyone.
+        for hook in starts if size else ():
             hook(run, module, batch, number, *place)
         with autocast:
             outputs = step(batch, number, *place)
-        for hook in ends:
+        for hook in ends if size else ():
             hook(run, module, outputs, batch, number, *place)
         if size:
             yield outputs

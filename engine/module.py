@@ -50,10 +50,12 @@ class TrainModule(nn.Module):
         self._log: Any = None
         self._hparams = HParams()
         self._toggled: list[Tensor] = []
+        self.sharded_root: list[nn.Module] = []
+        """What a strategy that shards calls instead of the module; in a list, so that it is no submodule."""
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle of the module belongs to no run.
-        return {**self.__dict__, "_context": None, "_log": None}
+        return {**self.__dict__, "_context": None, "_log": None, "sharded_root": []}
 
     # -- what to define ---------------------------------------------------------------------------------------------------------
 

@@ -84,13 +84,18 @@ class Scaler(torch.amp.GradScaler):
         scaled: Tensor = self.scale(seed)
         return scaled
 
-    def unscale(self, optimizer: Optimizer, divisor: Tensor | float | None) -> Tensor:
-        """Divide the optimizer's gradients by scale and ``divisor`` in one pass; the result is 1.0 when one of them is not finite."""
+    def unscale(self, optimizer: Optimizer, divisor: Tensor | float | None, parts: Iterable[Tensor] | None = None) -> Tensor:
+        """Divide the optimizer's gradients by scale and ``divisor`` in one pass; the result is 1.0 when one of them is not finite.
+
+        ``parts``: this rank's parts of sharded gradients, instead of the gradients themselves.
+        """
         assert self._scale is not None, "unscale before any backward"
         inverse = self._scale.double().reciprocal()
         if divisor is not None:
             inverse = inverse / divisor
         found = torch.zeros((), dtype=torch.float32, device=self._scale.device)
+        if parts is not None:
+            return _unscale_parts(parts, inverse.float(), found)
         devices = self._unscale_grads_(optimizer, inverse.float(), found, False)
         for other in devices.values():
             if other is not found:
@@ -117,6 +122,18 @@ class Scaler(torch.amp.GradScaler):
         grad = _first_grad(optimizer)
         used = self._used.get(id(optimizer))
         return grad is not None and (used is None or used[0]() is not grad or used[1] != grad._version)
+
+
+@torch.no_grad()
+def _unscale_parts(parts: Iterable[Tensor], inverse: Tensor, found: Tensor) -> Tensor:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for part in parts:
+        groups.setdefault((part.device, part.dtype), []).append(part)
+    for (device, _), group in groups.items():
+        flag = found.to(device, copy=True)
+        torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inverse.to(device))
+        found = torch.maximum(found, flag.to(found.device))
+    return found
 
 
 def _first_grad(optimizer: Optimizer) -> Tensor | None:

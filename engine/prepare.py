@@ -6,6 +6,7 @@ Whatever is wrong is said here, before the first step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,14 @@ SOURCES = {"train": "train_dataloader", "validation": "val_dataloader", "test": 
 
 
 class TrainingStep(nn.Module):
-    """``training_step`` as a forward pass, for strategies that work on forward passes."""
+    """``training_step``, or another step by its name, as a forward pass, for strategies that work on forward passes."""
 
     def __init__(self, module: TrainModule) -> None:
         super().__init__()
         self.module = module
 
-    def forward(self, *args: Any) -> Any:
-        return self.module.training_step(*args)
+    def forward(self, *args: Any, step: str = "training_step") -> Any:
+        return getattr(self.module, step)(*args)
 
 
 def loaders_for(run: Run, kind: str, given: Any, datamodule: DataModule | None) -> list[PreparedLoader]:
@@ -155,11 +156,27 @@ def place(run: Run) -> None:
     if run.settings.compile:
         compile_module(module)
     if not module.automatic_optimization:
+        if engine.strategy.matched_forward:
+            raise ValueError(
+                f"automatic_optimization=False under {type(engine.strategy).__name__}: the backward pass would run inside of the sharded model's "
+                "forward pass; use strategy='ddp', or a loop of your own with Engine"
+            )
         engine.place_model(module)
         return
-    wrapped = engine.prepare_model(TrainingStep(module), autocast=False)
-    if not isinstance(wrapped, TrainingStep):
+    distribute(run)
+
+
+def distribute(run: Run) -> None:
+    """Let the strategy wrap the steps that it works on: training, and evaluation when a forward pass holds collectives."""
+    module, matched = run.module, run.engine.strategy.matched_forward
+    # A module that is sharded stays so: a later run calls it by the same root.
+    step = module.sharded_root[0] if matched and module.sharded_root else TrainingStep(module)
+    wrapped = run.engine.prepare_model(step, autocast=False)
+    if type(wrapped) is not TrainingStep:
         run.call = wrapped
+    if matched:
+        module.sharded_root = [wrapped]
+        run.method = lambda name: partial(wrapped, step=name)
 
 
 def optimizers(run: Run) -> None:
@@ -190,7 +207,10 @@ def evaluation(run: Run, kind: str, given: Any, datamodule: DataModule | None, s
         for loader in found:
             limit(loader, "limit_val_batches", run.settings.limit_val_batches or None)
     run.num_eval_batches = [loader.length for loader in found]
-    run.engine.place_model(module)
+    if run.engine.strategy.matched_forward:
+        distribute(run)
+    else:
+        run.engine.place_model(module)
     return found
 
 

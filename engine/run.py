@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,8 @@ class Run:
         self.interrupted = False
         self.call: Callable[..., Any] = module.training_step
         """What runs ``training_step``: the module itself, or the strategy's wrapper around it."""
+        self.method: Callable[[str], Callable[..., Any]] = partial(getattr, module)
+        """What runs a step of that name in evaluation."""
         self.stop_reason = ""
         self.stop_wish: str | None = None
         """Why this rank wants to stop; the ranks agree on it."""
@@ -277,8 +280,8 @@ class Run:
         counters = {"epoch": self.epoch, "step": self.step, "batch_idx": self.state.batch_idx}
         path = self.saver.save(
             self.step,
-            model=self.module.state_dict(),
-            optim={str(i): o.state_dict() for i, o in enumerate(self.optimizers)},
+            model=self.engine.strategy.model_state(self.module),
+            optim={str(i): self.engine.strategy.optimizer_state(o, self.module) for i, o in enumerate(self.optimizers)},
             shared=shared,
             own={"rng": capture(), "recorder": self.recorder.state_dict()},
             manifest={
@@ -310,8 +313,8 @@ class Run:
 
     def load_checkpoint(self, path: Path) -> None:
         """Go on from a checkpoint: parameters, optimizers, schedulers, counters, data position, random numbers, callbacks."""
-        loaded = self.saver.load(path)
-        self.module.load_state_dict(loaded.model)
+        loaded, strategy = self.saver.load(path), self.engine.strategy
+        strategy.load_model_state(self.module, loaded.model)
         shared, saved = loaded.shared_state, loaded.optim
         if len(saved) != len(self.optimizers) or len(shared["schedulers"]) != len(self.schedulers):
             raise ValueError(
@@ -323,7 +326,7 @@ class Run:
         self.state.batches -= self.state.batch_idx - self.state.whole_batches
         self.state.batch_idx = self.state.whole_batches
         for index, optimizer in enumerate(self.optimizers):
-            optimizer.load_state_dict(saved[str(index)])
+            strategy.load_optimizer_state(optimizer, self.module, saved[str(index)])
             optimizer._opt_called = self.state.step > 0  # else torch warns of a scheduler that steps first, at an epoch's end
         for schedule, state in zip(self.schedulers, shared["schedulers"], strict=True):
             schedule.scheduler.load_state_dict(state)
@@ -348,12 +351,12 @@ class Run:
     def load_weights(self, path: str | Path | None) -> None:
         """Take only the parameters and buffers of a checkpoint."""
         if path is not None:
-            self.module.load_state_dict(self.saver.load(self.saver.find(path)).model)
+            self.engine.strategy.load_model_state(self.module, self.saver.load(self.saver.find(path)).model)
 
     def release(self) -> None:
         """Let go of loaders (their worker processes end) and of the model's wrapper."""
         self.engine.release()
-        self.call = self.module.training_step
+        self.call, self.method = self.module.training_step, partial(getattr, self.module)
         for loader in self.loaders:
             loader.close()
         self.loaders.clear()

@@ -49,10 +49,13 @@ class Stepper:
             if id(optimizer) in self._ready:
                 continue
             found: Tensor | None = None
-            if self.scaler is not None:
-                found = self.scaler.unscale(optimizer, divisor)
-            elif divisor is not None:
-                gradients.divide(gradients.gradients(gradients.parameters_of([optimizer])), divisor)
+            if self.scaler is not None or divisor is not None:
+                grads = gradients.gradients(gradients.parameters_of([optimizer]))
+                parts = self.strategy.local(grads)
+                if self.scaler is not None:
+                    found = self.scaler.unscale(optimizer, divisor, None if parts is grads else parts)
+                elif divisor is not None:
+                    gradients.divide(parts, divisor)
             self._ready[id(optimizer)] = found
 
     def forget(self, optimizers: Sequence[Optimizer]) -> None:
@@ -105,19 +108,20 @@ class Stepper:
             flags = [f for f in (self._ready[id(o)] for o in optimizers) if f is not None]
             found, divisor = (torch.stack(flags).max() if flags else None), None
         grads = gradients.gradients(gradients.parameters_of(optimizers))
+        parts = self.strategy.local(grads)
         checks = self.on_nonfinite is not None and self.scaler is None
         if max_norm is not None or checks:
             norm = self.strategy.norm(grads)
             if max_norm is not None:
-                self.norm, divisor = gradients.clip_norm(grads, norm, max_norm, divisor), None
+                self.norm, divisor = gradients.clip_norm(parts, norm, max_norm, divisor), None
             else:
                 self.norm = norm if divisor is None else norm / divisor
             if checks:
                 found = (~self.norm.isfinite()).float()
         if divisor is not None and not self._fold(optimizers, divisor, found, max_value):
-            gradients.divide(grads, divisor)
+            gradients.divide(parts, divisor)
         if max_value is not None:
-            gradients.clip_values(grads, max_value)
+            gradients.clip_values(parts, max_value)
         return None if found is None else self.strategy.agree(found)
 
     def _fold(self, optimizers: Sequence[Optimizer], divisor: Tensor | float, found: Tensor | None, max_value: float | None) -> bool:

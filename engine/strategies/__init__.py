@@ -8,7 +8,11 @@ from importlib.metadata import entry_points
 from engine.errors import nearest
 from engine.strategies.base import Single, Strategy
 
-_BUILT_IN = {"single": ("engine.strategies.base", "Single"), "ddp": ("engine.strategies.ddp", "DDP")}
+_BUILT_IN = {
+    "single": ("engine.strategies.base", "Single"),
+    "ddp": ("engine.strategies.ddp", "DDP"),
+    "fsdp": ("engine.strategies.fsdp", "FSDP"),
+}
 
 
 def get(name: str | Strategy, world_size: int = 1) -> Strategy:

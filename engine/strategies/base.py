@@ -7,9 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from engine.distributed.collectives import all_reduce
 from engine.distributed.group import Group
+from engine.gradients import joins
+from engine.precision import Precision
 
 
 @dataclass(kw_only=True)
@@ -19,6 +24,8 @@ class Strategy:
     matched_forward: bool = field(default=False, init=False, repr=False)
     """Whether a forward pass holds collectives, so that all ranks must run equally many, in evaluation too."""
     group: Group = field(init=False, repr=False)
+    precision: Precision = field(default=Precision.parse("32-true"), init=False, repr=False)
+    """Set by the engine before ``connect``."""
 
     def connect(self, group: Group) -> None:
         """Called once, before ``setup``, with the processes of this job.
@@ -28,9 +35,16 @@ class Strategy:
         """
         self.group = group
 
+    def place(self, model: nn.Module) -> None:
+        """Called before ``setup``: the model on its device and in its dtype, in place."""
+        model.to(self.group.device, self.precision.parameters)
+
     def setup(self, model: nn.Module) -> nn.Module:
-        """The model as it is called in training; ``model`` is on its device and in its dtype already."""
+        """The model as it is called in training; :meth:`place` has had it already."""
         return model
+
+    def repoint(self, optimizer: Optimizer) -> None:
+        """Give an optimizer that was made before ``setup`` the parameters that ``setup`` has put in the place of its own, and their state."""
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The module that ``setup`` was given."""
@@ -42,6 +56,12 @@ class Strategy:
     def expect(self, models: Sequence[nn.Module], root: Tensor) -> None:
         """The coming backward pass starts at ``root``, which no forward pass has returned."""
 
+    def backward_nothing(self, models: Sequence[nn.Module]) -> None:
+        """Take part in the other ranks' gradient reduction without a loss of one's own."""
+        root = joins(p for model in models for p in model.parameters())
+        self.expect(models, root)
+        root.backward()
+
     def share_parameters(self, model: nn.Module) -> None:
         """Give every rank rank 0's parameters and buffers, for a model that is trained without ``setup`` (manual optimization)."""
 
@@ -52,6 +72,10 @@ class Strategy:
         """The sum of a scalar over all ranks that saw different data."""
         return value
 
+    def local(self, grads: list[Tensor]) -> list[Tensor]:
+        """What of these gradients this rank holds, sharing their memory: to be scaled and clamped in place."""
+        return grads
+
     def norm(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
         """The norm of the whole model's gradients. Shape ``()``."""
         if not grads:
@@ -61,6 +85,28 @@ class Strategy:
     def agree(self, found: Tensor) -> Tensor:
         """The largest over all ranks of a flag (1.0: a gradient is not finite)."""
         return found
+
+    # -- checkpoints: the same whatever the strategy, so that each reads what another wrote. All ranks call these together ---------------
+
+    def model_state(self, module: nn.Module) -> dict[str, Any]:
+        """Whole parameters and buffers by name, on rank 0 (on others whatever is at hand)."""
+        return module.state_dict()
+
+    def load_model_state(self, module: nn.Module, state: dict[str, Any]) -> None:
+        """Put back what :meth:`model_state` gave on rank 0; every rank has all of it."""
+        module.load_state_dict(state)
+
+    def optimizer_state(self, optimizer: Any, module: nn.Module) -> dict[str, Any]:
+        """``optimizer.state_dict()`` with whole tensors, and parameters by their names in ``module`` instead of by numbers, on rank 0."""
+        return named_state(optimizer, module)
+
+    def load_optimizer_state(self, optimizer: Any, module: nn.Module, state: dict[str, Any]) -> None:
+        """Put back what :meth:`optimizer_state` gave on rank 0; every rank has all of it. Numbered parameters are taken too.
+
+        Raises:
+            ValueError: the parameters in a group are not those of the optimizer; names some.
+        """
+        optimizer.load_state_dict(numbered_state(optimizer, module, state))
 
 
 @dataclass(kw_only=True)
@@ -76,3 +122,52 @@ class Single(Strategy):
 def trained(model: nn.Module) -> Iterable[Any]:
     """The parameters that receive gradients."""
     return (p for p in model.parameters() if p.requires_grad)
+
+
+def spread(group: Group, tensors: Iterable[Tensor]) -> None:
+    """Give every rank rank 0's values, in place."""
+    if group.world_size > 1:
+        for tensor in tensors:
+            dist.broadcast(tensor, src=0)
+
+
+def sum_over_ranks(group: Group, value: Tensor | float) -> Tensor | float:
+    """The sum of a scalar over all ranks, in fp64."""
+    if group.world_size == 1:
+        return value
+    tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+    summed: Tensor = all_reduce(group, tensor.detach().to(torch.float64), "sum")
+    return summed if isinstance(value, Tensor) else float(summed)
+
+
+def named_state(optimizer: Any, module: nn.Module) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with the parameters' names in ``module`` for their numbers (where ``module`` has them)."""
+    state, names = optimizer.state_dict(), _names(optimizer, module)
+    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
+    return {**state, "state": {names.get(i, i): entry for i, entry in state["state"].items()}, "param_groups": groups}
+
+
+def numbered_state(optimizer: Any, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """What ``optimizer.load_state_dict`` takes, from what :func:`named_state` or ``optimizer.state_dict`` gave."""
+    names, own = _names(optimizer, module), optimizer.state_dict()["param_groups"]
+    saved = [group["params"] for group in state["param_groups"]]
+    if all(isinstance(i, int) for ids in saved for i in ids):
+        return state
+    groups = [group["params"] for group in own]
+    if [{names[i] for i in ids} for ids in groups] != [set(ids) for ids in saved]:
+        here, there = {names[i] for ids in groups for i in ids}, {name for ids in saved for name in ids}
+        raise ValueError(
+            f"the saved state of {type(optimizer).__name__} is of other parameters: {len(saved)} group(s) of {[len(ids) for ids in saved]}, "
+            f"the optimizer has {len(groups)} of {[len(ids) for ids in groups]}; only in the checkpoint: {sorted(map(str, there - here))[:5]}, "
+            f"only in the optimizer: {sorted(map(str, here - there))[:5]}"
+        )
+    merged = [{**group, "params": ids} for group, ids in zip(state["param_groups"], groups, strict=True)]
+    entries = {i: state["state"][names[i]] for i in names if names[i] in state["state"]}
+    return {**state, "state": entries, "param_groups": merged}
+
+
+def _names(optimizer: Any, module: nn.Module) -> dict[int, str | int]:
+    """The name of each parameter by its number in the optimizer; its number when it is not the module's."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {i: names.get(id(p), i) for i, p in enumerate(parameters)}

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from engine.distributed.collectives import all_reduce
 from engine.errors import nearest
-from engine.strategies.base import Strategy, trained
+from engine.strategies.base import Strategy, spread, sum_over_ranks, trained
 
 HOOKS = ("fp16", "bf16", "powersgd")
 
@@ -46,6 +45,11 @@ class DDP(Strategy):
             raise ValueError(f"DDP(bucket_cap_mb={self.bucket_cap_mb!r}) must be positive")
 
     def setup(self, model: nn.Module) -> nn.Module:
+        if any(hasattr(p, "placements") for p in model.parameters()):
+            raise ValueError(
+                f"strategy='ddp' with {type(model).__name__}, whose parameters are sharded already (by an earlier run under 'fsdp'): "
+                "use strategy='fsdp' again, or load a checkpoint into a new module"
+            )
         # A job of one process, or a model that nothing trains, has no gradients to reduce.
         if self.group.world_size == 1 or not any(True for _ in trained(model)):
             self.share_parameters(model)
@@ -98,10 +102,7 @@ class DDP(Strategy):
                 model.reducer.prepare_for_backward([root])
 
     def share_parameters(self, model: nn.Module) -> None:
-        if self.group.world_size > 1:
-            tensors = [t.detach() for t in (*model.parameters(), *model.buffers())]
-            for tensor in tensors:
-                dist.broadcast(tensor, src=0)
+        spread(self.group, [t.detach() for t in (*model.parameters(), *model.buffers())])
 
     @torch.no_grad()
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
@@ -124,11 +125,7 @@ class DDP(Strategy):
                 grad.copy_(piece.view_as(grad))
 
     def sum(self, value: Tensor | float) -> Tensor | float:
-        if self.group.world_size == 1:
-            return value
-        tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
-        summed: Tensor = all_reduce(self.group, tensor.detach().to(torch.float64), "sum")
-        return summed if isinstance(value, Tensor) else float(summed)
+        return sum_over_ranks(self.group, value)
 
 
 def _bf16_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -28,8 +28,8 @@ def test_an_object_is_used_as_it_is() -> None:
 
 
 def test_an_unknown_name_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"strategy='fsdpp' is unknown.*possible: auto, single, ddp, or a Strategy object"):
-        strategies.get("fsdpp")
+    with pytest.raises(ValueError, match=r"strategy='zero' is unknown.*possible: auto, single, ddp, fsdp, or a Strategy object"):
+        strategies.get("zero")
     with pytest.raises(ValueError, match=r"strategy='singel' is unknown; did you mean 'single'"):
         strategies.get("singel")
 
@@ -63,9 +63,48 @@ def test_alone_every_verb_is_neutral() -> None:
     own.average_gradients(list(model.parameters()))
     assert own.sum(3) == 3
     assert own.agree(found) is found
+    grads = [found]
+    assert own.local(grads) is grads
+    own.repoint(torch.optim.SGD(model.parameters(), lr=1.0))
     assert not own.matched_forward
 
 
 @pytest.mark.parametrize(("grads", "expected"), [([], 0.0), ([[3.0], [4.0]], 5.0)])
 def test_norm(grads: list[list[float]], expected: float) -> None:
     assert Single().norm([torch.tensor(g) for g in grads]).item() == expected
+
+
+def two_groups(model: torch.nn.Module, reverse: bool = False) -> torch.optim.Optimizer:
+    weights = [p for p in model.parameters() if p.ndim == 2]
+    groups = [{"params": weights[::-1] if reverse else weights, "lr": 0.5}, {"params": [p for p in model.parameters() if p.ndim == 1]}]
+    return torch.optim.Adam(groups, lr=0.1)
+
+
+def test_optimizer_states_are_kept_by_name() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    one, other = two_groups(model), two_groups(model, reverse=True)
+    model(torch.ones(1, 2)).sum().backward()
+    one.step()
+    state = Single().optimizer_state(one, model)
+    assert [group["params"] for group in state["param_groups"]] == [["0.weight", "1.weight"], ["0.bias", "1.bias"]]
+    assert set(state["state"]) == {"0.weight", "1.weight", "0.bias", "1.bias"}
+    Single().load_optimizer_state(other, model, state)
+    for p in model.parameters():
+        assert torch.equal(one.state[p]["exp_avg"], other.state[p]["exp_avg"])
+    assert [group["lr"] for group in other.param_groups] == [0.5, 0.1]
+
+
+def test_numbered_optimizer_states_are_taken_as_torch_does() -> None:
+    model = torch.nn.Linear(2, 1)
+    one, other = two_groups(model), two_groups(model)
+    model(torch.ones(1, 2)).sum().backward()
+    one.step()
+    Single().load_optimizer_state(other, model, one.state_dict())
+    assert torch.equal(other.state[model.bias]["exp_avg"], one.state[model.bias]["exp_avg"])
+
+
+def test_a_state_of_other_parameters_is_refused() -> None:
+    small, large = torch.nn.Sequential(torch.nn.Linear(2, 1)), torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(1, 1))
+    state = Single().optimizer_state(two_groups(large), large)
+    with pytest.raises(ValueError, match=r"state of Adam is of other parameters.*only in the checkpoint: \['1.bias', '1.weight'\]"):
+        Single().load_optimizer_state(two_groups(small), small, state)

@@ -1,0 +1,260 @@
+"""Fully sharded data parallel: every rank holds a part of each parameter, gradient and optimizer state, and gathers a block when it computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from engine.distributed.collectives import all_reduce
+from engine.distributed.group import Group
+from engine.log import warn_once
+from engine.strategies import policy, shards
+from engine.strategies.base import Strategy, named_state, numbered_state, spread, sum_over_ranks
+
+
+@dataclass(kw_only=True)
+class FSDP(Strategy):
+    """``torch.distributed.fsdp.fully_shard`` with its settings as fields. On one process nothing is sharded.
+
+    The model is sharded in place: it keeps its class (a subclass of it), its names and its hooks; its parameters become ``DTensor``
+    objects that hold 1/N of each. All ranks start with rank 0's parameters and buffers; buffers are each rank's own from then on.
+
+    Under ``*-mixed`` precision the parameters are gathered in the half format and gradients are reduced in fp32; the parts that a rank
+    keeps, and its optimizer state, are fp32. Autocast stays on: softmax, norms and losses are computed in fp32 as on one process. What
+    enters a block is cast to the half format; the inputs of the whole model (targets among them) are not.
+
+    After ``Fit.run`` the module stays sharded on all ranks: ``fit.test(module)`` and further runs under the same strategy work, a
+    direct call of the module does not. To export it, save a checkpoint (it holds whole tensors, under any strategy) and load that
+    into a new module.
+
+    ``training_step`` must return a loss on every rank: ``Loss(out.sum() * 0, 0)`` leaves a micro-batch out, ``None`` is an error.
+    """
+
+    blocks: type[nn.Module] | str | Sequence[type[nn.Module] | str] | None = None
+    """What is gathered and freed as one: classes, names of classes, or names of modules (``"layers.*"``). Default: what the model's
+    method ``blocks()`` gives, if its class has one; else the members of each ``nn.ModuleList`` and ``nn.Sequential`` that holds at least
+    two modules of one class with parameters. The rest of the model is one more block."""
+    min_size: int = 0
+    """A block has at least so many parameters; without ``blocks``, every part that large is one."""
+    reshard_after_forward: bool | int | None = None
+    """Free the gathered parameters after the forward pass and gather them again for backward. ``None``: all but those outside of blocks;
+    a number: keep them spread over so many ranks."""
+    dp_replicate: int = 1
+    """Groups of ranks that hold the same parts (hybrid sharding, for example one group a node); gradients are averaged between them."""
+    dp_shard: int = -1
+    """Ranks that one copy of the model is spread over; -1: all that ``dp_replicate`` leaves."""
+    reduce_dtype: torch.dtype | None = None
+    """Format of gradients on the wire; ``None``: fp32 under ``*-mixed`` precision, else the parameters' own."""
+    cpu_offload: bool = False
+    """Keep the parts, their gradients and the optimizer's state in the host's memory."""
+    ignore: str | Sequence[str] = ()
+    """Parameters, by name (``"head.*"``), that stay whole on every rank; their gradients are averaged as under DDP."""
+    reduce_each_micro_batch: bool = False
+    """Reduce gradients after every micro-batch of a window rather than in its last one: a rank then never holds whole gradients."""
+    _mesh: DeviceMesh | None = field(default=None, init=False, repr=False)
+    _replaced: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("dp_replicate", "dp_shard", "min_size"):
+            value, least = getattr(self, name), 0 if name == "min_size" else 1
+            fits = isinstance(value, int) and not isinstance(value, bool) and (value >= least or (name == "dp_shard" and value == -1))
+            if not fits:
+                rest = ", or -1 for all ranks that are left" if name == "dp_shard" else ""
+                raise ValueError(f"FSDP({name}={value!r}) must be an int of at least {least}{rest}")
+        keep = self.reshard_after_forward
+        if keep is not None and (not isinstance(keep, int) or keep < 0):
+            raise ValueError(f"FSDP(reshard_after_forward={keep!r}) must be True, False, None, or a number of ranks")
+
+    def connect(self, group: Group) -> None:
+        size = group.world_size
+        shard = size // self.dp_replicate if self.dp_shard == -1 else self.dp_shard
+        if shard * self.dp_replicate != size and (size > 1 or self.dp_replicate > 1 or self.dp_shard > 1):
+            raise ValueError(
+                f"FSDP(dp_replicate={self.dp_replicate}, dp_shard={self.dp_shard}) needs {max(shard, 1) * self.dp_replicate} processes, "
+                f"this job has {size}: the two must multiply to {size}; dp_shard=-1 takes what dp_replicate leaves"
+            )
+        keep = self.reshard_after_forward
+        if size > 1 and keep is not None and not isinstance(keep, bool) and (shard % keep if keep else True):
+            raise ValueError(f"FSDP(reshard_after_forward={keep}) must divide the {shard} ranks that hold one copy of the model")
+        super().connect(group)
+        self._mesh, self.matched_forward = None, size > 1
+
+    # -- the model --------------------------------------------------------------------------------------------------------------
+
+    def place(self, model: nn.Module) -> None:
+        if self.group.world_size == 1:
+            super().place(model)
+        elif self.precision.parameters is not None and not isinstance(model, FSDPModule):
+            # Each block goes to the device just before it is sharded: the whole model need not fit there.
+            model.to(self.precision.parameters)
+
+    def setup(self, model: nn.Module) -> nn.Module:
+        if self.group.world_size == 1:
+            return model
+        made = (self.group.world_size, self.dp_replicate, self.precision.name)
+        if isinstance(model, FSDPModule):
+            if vars(model)["_sharded_as"] != made:
+                raise ValueError(
+                    f"{type(model).__name__} was sharded with (world size, dp_replicate, precision) = {vars(model)['_sharded_as']}, now {made} "
+                    "is asked for: load a checkpoint into a new module"
+                )
+            self.sync([model], True)
+            return model
+        self._check(model)
+        self._shard(model)
+        model._sharded_as, model._reduces = made, True  # type: ignore[assignment]
+        return model
+
+    def _check(self, model: nn.Module) -> None:
+        if any(isinstance(m, FSDPModule) for m in model.modules()):
+            raise ValueError(f"parts of {type(model).__name__} are sharded already, but not the whole: give a new module, or the one prepared before")
+        meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
+        if meta is not None:
+            raise ValueError(f"{meta!r} is on the meta device and has no values: build the model on the CPU before it is sharded")
+
+    def _shard(self, model: nn.Module) -> None:
+        patterns = [self.ignore] if isinstance(self.ignore, str) else list(self.ignore)
+        apart = set(policy.matching(model.named_parameters(remove_duplicate=False), patterns, "FSDP(ignore=...)"))
+        chosen = [] if self.blocks is None else [self.blocks] if isinstance(self.blocks, (str, type)) else list(self.blocks)
+        parts = policy.units(model, chosen, self.min_size)
+        with_rest, between = policy.shared(model, parts)
+        apart |= between  # no one block can free what another one uses
+        for part in parts:
+            self._fully_shard(part, apart | with_rest, inputs=True)
+        self._fully_shard(model, apart, inputs=False)
+        for parameter in apart:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda p: self._average(model, p))
+
+    def _fully_shard(self, module: nn.Module, ignored: set[Any], inputs: bool) -> None:
+        before = dict(module.named_parameters(remove_duplicate=False))
+        own = [t for t in (*module.parameters(), *module.buffers()) if not shards.is_sharded(t)]
+        for tensor in own:
+            tensor.data = tensor.data.to(self.group.device)
+        spread(self.group, [t.detach() for t in own])
+        half = self.precision.autocast
+        reduce = self.reduce_dtype or (torch.float32 if half is not None else None)
+        fully_shard(
+            module,
+            mesh=self._device_mesh(),
+            reshard_after_forward=self.reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=reduce, cast_forward_inputs=inputs),
+            offload_policy=CPUOffloadPolicy(pin_memory=self.group.device.type == "cuda") if self.cpu_offload else OffloadPolicy(),
+            ignored_params=ignored,
+        )
+        after = dict(module.named_parameters(remove_duplicate=False))
+        for name, old in before.items():
+            if after[name] is not old:
+                self._replaced[old] = after[name]
+                old.data = old.data.new_empty(0)  # an optimizer that was made before still has it
+
+    def _device_mesh(self) -> DeviceMesh:
+        if self._mesh is None:
+            kind, shard = self.group.device.type, self.group.world_size // self.dp_replicate
+            if self.dp_replicate == 1:
+                self._mesh = init_device_mesh(kind, (shard,), mesh_dim_names=("dp_shard",))
+            else:
+                self._mesh = init_device_mesh(kind, (self.dp_replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+        return self._mesh
+
+    def repoint(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            parameters = group["params"]
+            for i, old in enumerate(parameters):
+                new = self._replaced.get(old)
+                if new is not None:
+                    parameters[i] = new
+                    if old in optimizer.state:
+                        state = optimizer.state.pop(old)
+                        optimizer.state[new] = {key: shards.part(value, new) for key, value in state.items()}
+            if len({shards.is_sharded(p) for p in parameters}) > 1 and not (group.get("foreach") is False and not group.get("fused")):
+                if group.get("foreach") or group.get("fused"):
+                    warn_once(f"{type(optimizer).__name__} has sharded and whole parameters in one group: foreach and fused are switched off for it")
+                group.update({name: False for name in ("foreach", "fused") if name in group})
+
+    def share_parameters(self, model: nn.Module) -> None:
+        spread(self.group, [t.detach() for t in (*model.parameters(), *model.buffers())])
+
+    # -- gradients --------------------------------------------------------------------------------------------------------------
+
+    def sync(self, models: Sequence[nn.Module], enabled: bool) -> None:
+        for model in models:
+            if isinstance(model, FSDPModule) and vars(model)["_reduces"] != enabled:
+                model._reduces = enabled  # type: ignore[assignment]
+                if not self.reduce_each_micro_batch:
+                    model.set_requires_gradient_sync(enabled)
+                elif self.dp_replicate > 1:
+                    model.set_requires_all_reduce(enabled)
+
+    def _average(self, model: nn.Module, parameter: Tensor) -> None:
+        """Of a parameter that ``fully_shard`` leaves alone; averaging what is averaged already changes nothing."""
+        if vars(model)["_reduces"] and parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad.div_(self.group.world_size)
+
+    def backward_nothing(self, models: Sequence[nn.Module]) -> None:
+        raise ValueError(
+            f"training_step returned None on rank {self.group.rank} under FSDP, whose backward passes all ranks run together: "
+            "return Loss(out.sum() * 0, 0) to leave this micro-batch out"
+        )
+
+    def average_gradients(self, parameters: Sequence[Tensor]) -> None:
+        if self.group.world_size > 1:
+            raise RuntimeError("FSDP averages gradients during the backward pass of a prepared model; manual averaging needs strategy='ddp'")
+
+    def sum(self, value: Tensor | float) -> Tensor | float:
+        return sum_over_ranks(self.group, value)
+
+    def local(self, grads: list[Tensor]) -> list[Tensor]:
+        return grads if self.group.world_size == 1 else shards.local(grads)
+
+    def norm(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+        if self.group.world_size == 1 or math.isnan(norm_type):
+            return super().norm(grads, norm_type)
+        device = torch.device("cpu") if self.cpu_offload else self.group.device
+        return shards.norm(self.group, grads, norm_type, self.dp_replicate, device)
+
+    def agree(self, found: Tensor) -> Tensor:
+        largest: Tensor = all_reduce(self.group, found, "max")
+        return largest
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------------------
+
+    def model_state(self, module: nn.Module) -> dict[str, Any]:
+        return self._whole(_own_state(module))
+
+    def load_model_state(self, module: nn.Module, state: dict[str, Any]) -> None:
+        own = _own_state(module)
+        module.load_state_dict({name: shards.part(value, own.get(name)) for name, value in state.items()})
+
+    def optimizer_state(self, optimizer: Any, module: nn.Module) -> dict[str, Any]:
+        _own_state(module)
+        return self._whole(named_state(optimizer, module))
+
+    def load_optimizer_state(self, optimizer: Any, module: nn.Module, state: dict[str, Any]) -> None:
+        _own_state(module)
+        state = numbered_state(optimizer, module, state)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        numbers = [i for group in state["param_groups"] for i in group["params"]]
+        of = dict(zip(numbers, parameters, strict=True))
+        entries = {i: {key: shards.part(value, of[i]) for key, value in entry.items()} for i, entry in state["state"].items()}
+        optimizer.load_state_dict({**state, "state": entries})
+
+    def _whole(self, tree: dict[str, Any]) -> dict[str, Any]:
+        whole: dict[str, Any] = shards.whole(self.group, tree)
+        return whole
+
+
+def _own_state(module: nn.Module) -> dict[str, Any]:
+    """The module's state with its parameters themselves; whatever was still gathered from a forward pass is freed by it."""
+    return dict(module.state_dict(keep_vars=True))

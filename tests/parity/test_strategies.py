@@ -1,0 +1,248 @@
+"""One small transformer under every strategy: losses, gradient norms and weights of a bare loop on one process, to 1e-5 in fp32."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranked import on_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from engine import FSDP, Callback, Fit, Loss, TrainModule
+
+SAMPLES, TOKENS, VOCAB, WIDTH = 43, 6, 13, 16
+GLOBAL, WINDOW, EPOCHS, STEPS = 12, 3, 2, 8  # an epoch: 12 + 12 + 12 + 7 samples
+CLIP = 0.25
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        # A bias of the keys has gradient 0 (softmax does not see it): Adam would make steps of its rounding errors.
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH + 1), nn.GELU(), nn.Linear(3 * WIDTH + 1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)  # [batch, tokens, width]
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return x + self.mlp(x)
+
+
+class Transformer(TrainModule):
+    """Tied embeddings, a buffer, a frozen layer outside of blocks and one inside."""
+
+    def __init__(self, weighted: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.register_buffer("positions", torch.randn(TOKENS, WIDTH))
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.layers[1].norm.requires_grad_(False)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        self.weighted = weighted
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.frozen(self.embed(ids) + self.positions)
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.head(x)
+        return out
+
+    def loss(self, batch: Any) -> Loss:
+        """Over all tokens, or over those that the mask keeps."""
+        ids, mask = batch
+        every = F.cross_entropy(self(ids[:, :-1]).transpose(1, 2), ids[:, 1:], reduction="none")
+        return Loss((every * mask).sum(), mask.sum()) if self.weighted else Loss(every.sum(), float(every.numel()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss.sum / loss.count, on_step=True, batch_size=loss.count)
+        return loss if self.weighted else loss.sum / loss.count
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.log("val", loss.sum / loss.count, batch_size=loss.count)
+        self.log("seen", float(len(batch[0])), reduce="sum")
+
+    def configure_optimizers(self) -> Any:
+        optimizer, scheduler = steps(self)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def steps(model: nn.Module) -> Any:
+    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
+    others = [p for p in model.parameters() if p.requires_grad and p.ndim == 1]
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+    return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=STEPS)
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(9)
+    ids = torch.randint(VOCAB, (SAMPLES, TOKENS + 1), generator=generator)
+    lengths = torch.randint(1, TOKENS + 1, (SAMPLES, 1), generator=generator)
+    return TensorDataset(ids, (torch.arange(TOKENS) < lengths).float())
+
+
+def bare(weighted: bool) -> dict[str, Any]:
+    """What a user would write for one process whose memory holds the whole global batch."""
+    model, dataset = Transformer(weighted), data()
+    optimizer, scheduler = steps(model)
+    losses, norms = [], []
+    for _ in range(EPOCHS):
+        for low in range(0, SAMPLES, GLOBAL):
+            found = model.loss(dataset[low : low + GLOBAL])
+            loss = found.sum / found.count
+            loss.backward()
+            losses.append(loss.item())
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        found = model.loss(dataset[:])
+    return {"losses": losses, "norms": norms, "weights": flat(model.state_dict()), "val": (found.sum / found.count).item()}
+
+
+def flat(state: dict[str, Tensor]) -> list[float]:
+    values: list[float] = torch.cat([state[name].flatten() for name in sorted(state)]).tolist() if state else []
+    return values
+
+
+class Watch(Callback):
+    def __init__(self, save: bool) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.weights: list[float] = []
+        self.save = save
+
+    def on_log(self, run: Any, module: Any, values: Any, step: int) -> None:
+        if "loss_step" in values or "loss" in values:
+            self.losses.append(values.get("loss_step", values.get("loss")))
+            self.norms.append(run.engine.grad_norm.item())
+
+    def on_train_end(self, run: Any, module: Any) -> None:
+        self.weights = flat(run.engine.strategy.model_state(module))
+        if self.save:
+            run.save_checkpoint()
+
+
+def train(strategy: Any, world: int, weighted: bool = False, root: str = "", resume: str | None = None, **more: Any) -> dict[str, Any]:
+    """A run of Fit, and a validation of the trained module after it."""
+    watch, module = Watch(save="max_steps" in more), Transformer(weighted)
+    place = Path(os.environ["PARITY_ROOT"]) / root if root else Path(os.environ["PARITY_ROOT"]) / f"of {world}"
+    fit = Fit(
+        accelerator="cpu", strategy=strategy, callbacks=watch, accumulate_grad_batches=WINDOW, gradient_clip_val=CLIP, log_every_n_steps=1,
+        seed=1, num_sanity_val_steps=0, root_dir=place, **{"max_epochs": EPOCHS, **more},
+    )  # fmt: skip
+    batches = DataLoader(data(), batch_size=GLOBAL // WINDOW // world)
+    result = fit.run(module, batches, resume=None if resume is None else str(Path(os.environ["PARITY_ROOT"]) / resume / CHECKPOINT))
+    found = fit.validate(module, batches)[0]
+    return {
+        "losses": watch.losses, "norms": watch.norms, "weights": watch.weights, "val": found["val"], "seen": found["seen"], "step": result.step,
+    }  # fmt: skip
+
+
+CHECKPOINT = "checkpoints/step=00000003"
+
+
+# -- what runs on each of two, and of four ranks --------------------------------------------------------------------------------------
+
+
+def two_runs() -> Any:
+    return {f"{name} {weighted}": train(name, 2, weighted) for name in ("ddp", "fsdp") for weighted in (False, True)}
+
+
+def two_settings() -> Any:
+    chosen = {
+        "reduced each time": FSDP(reduce_each_micro_batch=True),
+        "resharded": FSDP(reshard_after_forward=True),
+        "not resharded": FSDP(reshard_after_forward=False),
+        "linears": FSDP(blocks=nn.Linear),
+        "by name": FSDP(blocks=["layers.*.mlp", "Block"]),
+        "by size": FSDP(min_size=1000),
+        "ignored": FSDP(ignore=["embed.weight", "layers.0.*"]),
+        "offloaded": FSDP(cpu_offload=True),
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # nn.Linear gives a view for three dims; nothing here changes it in place
+        return {name: train(strategy, 2, weighted=True) for name, strategy in chosen.items()}
+
+
+def two_resumed() -> Any:
+    train("fsdp", 2, root="fsdp", max_steps=3)
+    train("ddp", 2, root="ddp", max_steps=3)
+    return {f"{there} to {here}": train(here, 2, resume=there) for there, here in (("fsdp", "ddp"), ("ddp", "fsdp"), ("single", "fsdp"))}
+
+
+def four_runs() -> Any:
+    found = {f"hybrid {weighted}": train(FSDP(dp_replicate=2, dp_shard=2), 4, weighted) for weighted in (False, True)}
+    found["hybrid, each time"] = train(FSDP(dp_replicate=2, reduce_each_micro_batch=True), 4)
+    found["from two"] = train(FSDP(dp_replicate=2), 4, resume="fsdp")
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARITY_ROOT", str(tmp_path_factory.mktemp("parity")))
+        train("single", 1, root="single", max_steps=3)
+        two = on_ranks(__file__, 2, "two_", timeout=240)
+        four = on_ranks(__file__, 4, "four_", timeout=240)
+        alone = train("single", 1, resume="fsdp")
+        yield {
+            "runs": [{**two["runs"][r], **two["settings"][r], **{f"four {k}": v for k, v in four["runs"][r].items()}} for r in range(2)],
+            "resumed": {**two["resumed"][0], "fsdp to single": alone, "fsdp of 2 to hybrid of 4": four["runs"][0]["from two"]},
+        }
+
+
+def close(found: dict[str, Any], expected: dict[str, Any], last: int = STEPS) -> None:
+    assert found["step"] == STEPS
+    assert len(found["losses"]) == last
+    torch.testing.assert_close(found["losses"], expected["losses"][-last:], **CLOSE)
+    torch.testing.assert_close(found["norms"], expected["norms"][-last:], **CLOSE)
+    torch.testing.assert_close(found["val"], expected["val"], **CLOSE)
+    assert found["seen"] == SAMPLES
+    if found["weights"]:
+        torch.testing.assert_close(torch.tensor(found["weights"]), torch.tensor(expected["weights"]), **CLOSE)
+
+
+def test_the_bare_loop_clips_and_learns() -> None:
+    loop = bare(False)
+    assert min(loop["norms"]) > CLIP
+    assert loop["losses"][-1] < 0.95 * loop["losses"][0]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "four hybrid"])
+def test_a_strategy_trains_as_one_process(found: Any, name: str, weighted: bool) -> None:
+    for rank in found["runs"]:
+        close(rank[f"{name} {weighted}"], bare(weighted))
+    assert found["runs"][0][f"{name} {weighted}"]["weights"]
+
+
+@pytest.mark.parametrize(
+    "name", ["reduced each time", "resharded", "not resharded", "linears", "by name", "by size", "ignored", "offloaded"]
+)
+def test_no_setting_of_fsdp_changes_the_training(found: Any, name: str) -> None:
+    close(found["runs"][0][name], bare(True))
+
+
+def test_hybrid_reducing_each_time(found: Any) -> None:
+    close(found["runs"][0]["four hybrid, each time"], bare(False))
+
+
+@pytest.mark.parametrize("name", ["fsdp to ddp", "ddp to fsdp", "single to fsdp", "fsdp to single", "fsdp of 2 to hybrid of 4"])
+def test_resuming_under_another_strategy(found: Any, name: str) -> None:
+    close(found["resumed"][name], bare(False), last=STEPS - 3)
+
+

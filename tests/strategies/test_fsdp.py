@@ -1,0 +1,372 @@
+"""FSDP on real processes: what each rank holds, optimizers made before and after, verdicts that all ranks share, errors."""
+
+from __future__ import annotations
+
+import tempfile
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ranked import on_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from engine import FSDP, Engine, Fit, Loss, TrainModule
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + torch.tanh(self.linear(self.norm(x)))
+        return out
+
+
+class Net(TrainModule):
+    """Regression; parameters from seed 11 plus what ``shift`` says."""
+
+    def __init__(self, shift: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.layers = nn.Sequential(Block(), Block(), Block())
+        self.head = nn.Linear(8, 2)
+        self.seen: list[Any] = []
+        self.lrs: list[float] = []
+        with torch.no_grad():
+            for p in self.parameters():
+                p += shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.layers(x))
+        return out
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return (self(batch) - 1).square().mean()
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen.append([str(self.layers[0].linear.weight.dtype), tuple(self.head.weight.shape)])
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "step"}}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.lrs.append(self.lr_schedulers().get_last_lr()[0])
+
+
+def data(count: int = 8) -> Tensor:
+    return torch.randn(count, 8, generator=torch.Generator().manual_seed(5))
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([(p.full_tensor() if isinstance(p, DTensor) else p).detach().flatten() for p in model.parameters()])
+
+
+def bare(steps: int = 3, before: int = 0) -> Tensor:
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(before + steps):
+        (model(data()) - 1).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(model)
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    return (one - other).abs().max().item()
+
+
+def bytes_of(tensors: Any) -> int:
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return sum(t.numel() * t.element_size() for t in local)
+
+
+def steps(engine: Engine, model: Any, optimizer: Any, count: int = 3) -> None:
+    mine = data()[engine.process_index :: engine.num_processes]
+    for _ in range(count):
+        engine.backward((model(mine) - 1).square().mean())
+        engine.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def fit(module: TrainModule, batches: Any, **settings: Any) -> Any:
+    with tempfile.TemporaryDirectory() as root:
+        return Fit(**{"accelerator": "cpu", "strategy": "fsdp", "max_epochs": 1, "seed": 1, "root_dir": root, **settings}).run(module, batches)
+
+
+# -- what runs on each of two ranks -----------------------------------------------------------------------------------------------
+
+
+def rank_sharded() -> Any:
+    """Bytes of parameters, gradients and optimizer state that this rank holds, and those of the whole."""
+    engine = Engine(accelerator="cpu", strategy="fsdp")
+    model = engine.prepare(Net(shift=engine.process_index))
+    optimizer = engine.prepare(torch.optim.Adam(model.parameters()))
+    engine.backward(model(data()).mean())
+    gradients = bytes_of(p.grad for p in model.parameters())
+    optimizer.step()
+    state = bytes_of(s for entry in optimizer.state.values() for name, s in entry.items() if name != "step")
+    return [bytes_of(model.parameters()), gradients, state, bytes_of(Net().parameters()), type(model).__name__]
+
+
+def rank_orders() -> Any:
+    found = {}
+    for name in ("together", "optimizer first", "model first", "later"):
+        engine = Engine(accelerator="cpu", strategy="fsdp")
+        model: Any = Net(shift=0.1 * engine.process_index)
+        optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.01)
+        if name == "together":
+            model, optimizer = engine.prepare(model, optimizer)
+        elif name == "optimizer first":
+            optimizer = engine.prepare(optimizer)
+            model = engine.prepare(model)
+        elif name == "model first":
+            model = engine.prepare(model)
+            optimizer = engine.prepare(optimizer)
+        else:
+            model = engine.prepare(model)
+            optimizer = engine.prepare(torch.optim.Adam(model.parameters(), lr=0.01))
+        again = engine.prepare(model)
+        steps(engine, model, optimizer)
+        found[name] = apart(flat(model), bare()) if again is model else -1.0
+    return found
+
+
+def rank_warm_optimizer() -> Any:
+    """The optimizer has made two steps before the model is sharded: its state is sharded too."""
+    model: Any = Net()
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.01)
+    steps(Engine(accelerator="cpu", strategy="ddp"), DataAll(model), optimizer, 2)
+    engine = Engine(accelerator="cpu", strategy="fsdp")
+    optimizer, model = engine.prepare(optimizer, model)
+    steps(engine, model, optimizer, 3)
+    return [apart(flat(model), bare(3, before=2)), bytes_of([optimizer.state[model.head.weight]["exp_avg"]])]
+
+
+class DataAll(nn.Module):
+    """Looks at all the data, whatever part is given."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Any:
+        return self.model(data())
+
+
+def rank_two_models() -> Any:
+    engine = Engine(accelerator="cpu", strategy="fsdp")
+    one, other = Net(), Net()
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (one, other)]
+    one, other, *optimizers = engine.prepare(one, other, *optimizers)
+    mine = data()[engine.process_index :: 2]
+    for _ in range(3):
+        engine.backward((one(mine) - 1).square().mean())
+        engine.backward((other(mine) - 1).square().mean())
+        for model, optimizer in zip((one, other), optimizers, strict=True):
+            engine.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [apart(flat(one), bare()), apart(flat(other), bare())]
+
+
+def rank_accumulation() -> Any:
+    """Whether the head's gradient is there and reduced after each micro-batch of a window of 2."""
+    found = []
+    for each in (False, True):
+        engine = Engine(accelerator="cpu", strategy=FSDP(reduce_each_micro_batch=each), accumulate_grad_batches=2)
+        model = engine.prepare(Net())
+        for i in range(2):
+            with engine.accumulate(model):
+                engine.backward(model(data()[2 * engine.process_index + i :][:1]).mean())
+                found.append(model.head.weight.grad is not None)
+    return found
+
+
+def rank_values() -> Any:
+    """Clipping each element, and the infinity norm, over shards."""
+    engine = Engine(accelerator="cpu", strategy=FSDP(ignore="head.bias"))
+    model = engine.prepare(Net())
+    engine.backward((model(data()[engine.process_index :: 2]) - 1).square().mean())
+    grads = [p.grad for p in model.parameters()]
+    norms = [engine.strategy.norm(grads, kind).item() for kind in (2.0, float("inf"))]
+    engine.clip_grad_value_(model.parameters(), 0.01)
+    return [*norms, max(g.abs().max().item() for g in engine.strategy.local([p.grad for p in model.parameters()]) if g.numel())]
+
+
+def rank_mixed() -> Any:
+    """bf16: parameters are gathered in bf16 and kept in fp32, like gradients; the loss is close to fp32's."""
+    module = Net()
+    fit(module, [data(4) for _ in range(4)], precision="bf16-mixed")
+    kept = sorted({str(p.dtype) for p in module.parameters()})
+    outputs = Fit(accelerator="cpu", strategy="fsdp", precision="bf16-mixed").predict(module, [data(2), data(3), data(1)])
+    expected = Net()
+    fit(expected, [data(4) for _ in range(4)], strategy="ddp")
+    with pytest.raises(ValueError, match="was sharded with"):
+        Fit(accelerator="cpu", strategy="fsdp").predict(module, [data(2)])
+    with pytest.raises(ValueError, match="sharded already"):
+        fit(module, [data(4) for _ in range(2)], strategy="ddp")
+    return [kept, module.seen, [list(out.shape) for out in outputs], apart(flat(module), flat(expected))]
+
+
+class Overflow(Net):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        bad = batch_idx == 1 and self.global_rank == 1
+        self.scales = [*vars(self).get("scales", []), self._context.engine.scaler.get_scale() if self._context.engine.scaler else 0.0]
+        loss = (self(batch).float() - 1).square().mean()
+        return loss * (float("inf") if bad else 0.01)  # small: times 65536 its gradients fit fp16
+
+
+def rank_overflow() -> Any:
+    """The gradient of rank 1 alone overflows in the second of three steps."""
+    found = []
+    for settings in ({"precision": "16-mixed"}, {"on_nonfinite": "skip"}):
+        module = Overflow()
+        result = fit(module, [data(2) for _ in range(6)], **settings)
+        found.append([result.step, module.lrs, module.scales, bool(flat(module).isfinite().all())])
+    return found
+
+
+def rank_raise() -> Any:
+    with pytest.raises(FloatingPointError, match="a gradient is not finite") as caught:
+        fit(Overflow(), [data(2) for _ in range(6)], on_nonfinite="raise")
+    return "first in: " in str(caught.value)
+
+
+def rank_refused() -> Any:
+    class Silent(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            super().training_step(batch, batch_idx)
+
+    class Manual(Net):
+        automatic_optimization = False
+
+    class Out(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            out = self(batch)
+            return Loss(out.sum() * 0, 0) if self.global_rank else Loss((out - 1).square().sum(), out.numel())
+
+    words = []
+    for module in (Silent(), Manual()):
+        with pytest.raises(ValueError) as caught:
+            fit(module, [data(2) for _ in range(2)])
+        words.append(str(caught.value)[:60])
+    engine = Engine(accelerator="cpu", strategy="fsdp")
+    with torch.device("meta"), pytest.raises(ValueError, match="on the meta device"):
+        engine.prepare(Net())
+    return [*words, fit(Out(), [data(2) for _ in range(4)]).step]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    return on_ranks(__file__, 2)
+
+
+def test_each_rank_holds_its_part(found: Any) -> None:
+    for parameters, gradients, state, whole, name in found["sharded"]:
+        # Every tensor here has an even number of rows: no padding.
+        assert parameters == gradients == whole / 2
+        assert state == whole
+        assert name == "FSDPNet"
+
+
+@pytest.mark.parametrize("order", ["together", "optimizer first", "model first", "later"])
+def test_optimizers_before_and_after_sharding(found: Any, order: str) -> None:
+    assert all(0 <= rank[order] < 1e-6 for rank in found["orders"])
+
+
+def test_an_optimizer_with_state(found: Any) -> None:
+    for distance, size in found["warm_optimizer"]:
+        assert distance < 1e-6
+        assert size == 8 * 4  # one row of [2, 8]
+
+
+def test_two_models(found: Any) -> None:
+    assert all(distance < 1e-6 for rank in found["two_models"] for distance in rank)
+
+
+def test_gradients_are_reduced_when_asked(found: Any) -> None:
+    assert found["accumulation"] == [[False, True, True, True]] * 2
+
+
+def test_norms_and_clipping_of_values(found: Any) -> None:
+    model = Net()
+    (model(data()) - 1).square().mean().backward()
+    grads = [p.grad for p in model.parameters()]
+    expected = [torch.nn.utils.get_total_norm(grads, kind).item() for kind in (2.0, float("inf"))]
+    for *norms, largest in found["values"]:
+        assert norms == pytest.approx(expected, rel=1e-6)
+        assert largest == pytest.approx(0.01)
+
+
+def test_bf16(found: Any) -> None:
+    for kept, seen, shapes, distance in found["mixed"]:
+        assert kept == ["torch.float32"]
+        assert seen[0] == ["torch.float32", [2, 8]]  # the block is not gathered yet, the head is
+        assert shapes == [[2, 2], [3, 2], [1, 2]]
+        assert 1e-6 < distance < 0.05  # two steps of size 0.5; bf16 has 8 bits
+
+
+def test_an_overflow_on_one_rank_is_skipped_by_both(found: Any) -> None:
+    scaled, plain = found["overflow"][0]
+    assert found["overflow"][1] == found["overflow"][0]
+    assert scaled == [2, [0.25, 0.25, 0.125], [65536.0, 65536.0, 32768.0], True]
+    assert plain == [2, [0.25, 0.25, 0.125], [0.0] * 3, True]
+
+
+def test_a_nonfinite_gradient_on_one_rank_raises_on_both(found: Any) -> None:
+    assert any(found["raise"])  # each rank names what its own parts show
+
+
+def test_refusals(found: Any) -> None:
+    for rank, (silent, manual, count) in enumerate(found["refused"]):
+        assert silent == f"training_step returned None on rank {rank} under FSDP, whose backward"[:60]
+        assert manual.startswith("automatic_optimization=False under FSDP")
+        assert count == 2
+
+
+# -- on one process ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"dp_replicate": 0}, r"FSDP\(dp_replicate=0\) must be an int of at least 1$"),
+        ({"dp_shard": -2}, r"FSDP\(dp_shard=-2\) must be an int of at least 1, or -1"),
+        ({"min_size": True}, r"FSDP\(min_size=True\)"),
+        ({"reshard_after_forward": "no"}, r"FSDP\(reshard_after_forward='no'\) must be True, False, None, or a number"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        FSDP(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "size", "words"),
+    [
+        ({"dp_replicate": 2, "dp_shard": 2}, 6, r"needs 4 processes, this job has 6: the two must multiply to 6"),
+        ({"dp_replicate": 4}, 6, r"FSDP\(dp_replicate=4, dp_shard=-1\) needs 4 processes, this job has 6"),
+        ({"dp_shard": 2}, 1, r"needs 2 processes, this job has 1"),
+        ({"reshard_after_forward": 3}, 4, r"reshard_after_forward=3\) must divide the 4 ranks"),
+    ],
+)
+def test_degrees_that_do_not_fit(settings: dict[str, Any], size: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        FSDP(**settings).connect(SimpleNamespace(world_size=size))  # type: ignore[arg-type]
+
+
+def test_alone_nothing_is_sharded() -> None:
+    engine = Engine(accelerator="cpu", strategy="fsdp")
+    model, optimizer = Net(), torch.optim.Adam(Net().parameters())
+    assert engine.prepare(model) is model
+    assert not engine.strategy.matched_forward
+    assert engine.strategy.sum(2.0) == 2.0
+    assert engine.strategy.model_state(model)["head.bias"].shape == (2,)
+    assert engine.prepare(optimizer).param_groups is optimizer.param_groups
