@@ -243,9 +243,11 @@ def clip_norm(grads: list[Tensor], norm: Tensor, limit: float, divisor: Tensor |
     return norm
 
 
-def where_nonfinite(named_parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Names of the parameters whose gradient has a NaN or an infinity. Waits for the device."""
-    return [name for name, p in named_parameters if p.grad is not None and not bool(p.grad.isfinite().all())]
+def where_nonfinite(
+    named_parameters: Iterable[tuple[str, Tensor]], local: Callable[[list[Tensor]], list[Tensor]] = lambda grads: grads
+) -> list[str]:
+    """Names of the parameters whose gradient, or the part of it that ``local`` gives, has a NaN or an infinity. Waits for the device."""
+    return [name for name, p in named_parameters if p.grad is not None and not bool(local([p.grad])[0].isfinite().all())]
 
 
 def joins(parameters: Iterable[Tensor]) -> Tensor:
