@@ -233,6 +233,19 @@ def rank_overflow() -> Any:
     return found
 
 
+def rank_verdict() -> Any:
+    """Only what rank 1 holds of the gradient is infinite: rank 0 learns it from there alone."""
+    engine = Engine(accelerator="cpu", strategy="fsdp", precision="16-mixed")
+    model = engine.prepare(Net())
+    optimizer = engine.prepare(torch.optim.SGD(model.parameters(), lr=0.5))
+    before = flat(model)
+    engine.backward(model(data()).mean() * 0.01)
+    with torch.no_grad():
+        model.head.weight.grad.to_local()[0, 0] = float("inf") if engine.process_index else 0.0
+    optimizer.step()
+    return [optimizer.step_was_skipped, engine.scaler.get_scale(), torch.equal(before, flat(model))]  # type: ignore[union-attr]
+
+
 def rank_raise() -> Any:
     with pytest.raises(FloatingPointError, match="a gradient is not finite") as caught:
         fit(Overflow(), [data(2) for _ in range(6)], on_nonfinite="raise")
@@ -318,6 +331,10 @@ def test_an_overflow_on_one_rank_is_skipped_by_both(found: Any) -> None:
     assert found["overflow"][1] == found["overflow"][0]
     assert scaled == [2, [0.25, 0.25, 0.125], [65536.0, 65536.0, 32768.0], True]
     assert plain == [2, [0.25, 0.25, 0.125], [0.0] * 3, True]
+
+
+def test_the_verdict_is_shared(found: Any) -> None:
+    assert found["verdict"] == [[True, 32768.0, True]] * 2
 
 
 def test_a_nonfinite_gradient_on_one_rank_raises_on_both(found: Any) -> None:
