@@ -14,8 +14,8 @@ _NAMES = {
     "Precision": "engine.precision",
     "Callback": "engine.callback",
     "Run": "engine.run",
-    "Result": "engine.run",
-    "TrainState": "engine.run",
+    "Result": "engine.result",
+    "TrainState": "engine.result",
     "Strategy": "engine.strategies.base",
     "Single": "engine.strategies.base",
     "DDP": "engine.strategies.ddp",
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from engine.gradients import Loss as Loss
     from engine.module import TrainModule as TrainModule
     from engine.precision import Precision as Precision
-    from engine.run import Result as Result
+    from engine.result import Result as Result
+    from engine.result import TrainState as TrainState
     from engine.run import Run as Run
-    from engine.run import TrainState as TrainState
     from engine.seed import seed_everything as seed_everything
     from engine.strategies.base import Single as Single
     from engine.strategies.base import Strategy as Strategy

@@ -22,7 +22,8 @@ from engine.engine import Engine
 from engine.hooks import Hooks
 from engine.loop import call_all, evaluate, predict, train, validate
 from engine.module import TrainModule
-from engine.run import Result, Run
+from engine.result import Result
+from engine.run import Run
 from engine.session import session
 from engine.strategies.base import Strategy
 

@@ -35,6 +35,7 @@ LAYERS: dict[str, int] = {
     "engine.datamodule": 4,
     "engine.optimizers": 4,
     "engine.hooks": 5,
+    "engine.result": 5,
     "engine.run": 5,
     "engine.callback": 5,
     "engine.manual": 6,
