@@ -23,6 +23,7 @@ from engine.distributed import collectives, failures, relaunch
 from engine.distributed.environment import Environment, detect
 from engine.distributed.group import Group, join
 from engine.gradients import Loss, Window
+from engine.metrics import Recorder
 from engine.precision import Precision, Scaler
 from engine.prepared import AutocastForward, PreparedOptimizer, PreparedScheduler
 from engine.processes import Processes
@@ -93,6 +94,7 @@ class Engine(Processes):
         self.group, self.strategy = group, chosen
         self.strategy.precision = self.precision
         self.strategy.connect(group)
+        self.data_group = self.strategy.data_group
         self.window = Window()
         self.accumulate_grad_batches = accumulate_grad_batches
         self.scaler = Scaler(group.device) if self.precision.scaled else None
@@ -183,7 +185,7 @@ class Engine(Processes):
             place: move the batches to the device (and floating point inputs to a ``*-true`` precision's dtype).
         """
         dtype = self.precision.parameters
-        return PreparedLoader(loader, group=self.group, window=self.window, seed=self.seed, dtype=dtype, place=place)
+        return PreparedLoader(loader, group=self.data_group, window=self.window, seed=self.seed, dtype=dtype, place=place)
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The module that the user gave to :meth:`prepare`."""
@@ -208,6 +210,12 @@ class Engine(Processes):
     def models(self) -> list[nn.Module]:
         """Every model that was prepared, as :meth:`prepare` gave it back."""
         return self._models
+
+    def recorder(self, *, on_step: bool, on_epoch: bool, suffix: str = "") -> Recorder:
+        """What collects logged values of this engine's ranks."""
+        return Recorder(
+            self.group, on_step=on_step, on_epoch=on_epoch, suffix=suffix, data_group=self.data_group, speaks=self.strategy.speaks
+        )
 
     # -- a step -----------------------------------------------------------------------------------------------------------------
 
@@ -271,7 +279,7 @@ class Engine(Processes):
         """
         if not self.window.accumulating:
             self._synced = True
-        root, divisor = self.window.root(loss, self.group.world_size, self._agree)
+        root, divisor = self.window.root(loss, self.data_group.world_size, self._agree)
         if divisor == 1.0 and self.scaler is None:
             root.backward(**kwargs)
             return
@@ -281,7 +289,7 @@ class Engine(Processes):
     def backward_nothing(self) -> None:
         """This micro-batch has no loss. Alone, its samples do not count; among several ranks they count with a zero gradient."""
         window = self.window
-        window.drop(self.group.world_size, self._agree)
+        window.drop(self.data_group.world_size, self._agree)
         if self.group.world_size > 1 and (self.sync_gradients or self.strategy.matched_forward):
             self.strategy.backward_nothing(self._models)
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from engine.data.loader import PreparedLoader
 from engine.distributed.collectives import gather_object
 from engine.gradients import Loss
-from engine.metrics import Recorder
 from engine.run import Run
 from engine.seed import isolated
 from engine.tree import map_tensors
@@ -249,7 +248,7 @@ def evaluate(
     hooks, module, outer = run.hooks, run.module, run.recorder
     several = len(loaders) > 1
     suffixes = [f"/dataloader_idx_{i}" if several else "" for i in range(len(loaders))]
-    *recorders, common = (Recorder(run.engine.group, on_step=False, on_epoch=True, suffix=suffix) for suffix in [*suffixes, ""])
+    *recorders, common = (run.engine.recorder(on_step=False, on_epoch=True, suffix=suffix) for suffix in [*suffixes, ""])
     with evaluating(module):
         run.record_to(common)
         call_all(run, getattr(hooks, f"on_{name}_start"))
@@ -283,7 +282,7 @@ def predict(run: Run, loaders: Sequence[PreparedLoader]) -> list[list[Any]]:
         for index, loader in enumerate(loaders):
             several = index if len(loaders) > 1 else None
             own = [map_tensors(Tensor.cpu, out) for out in batches(run, loader, "predict", run.method("predict_step"), several, None)]
-            by_rank = [own] if run.world_size == 1 else gather_object(run.engine.group, own)
+            by_rank = gather_object(run.engine.data_group, own)
             dealt = itertools.zip_longest(*by_rank, fillvalue=_NOTHING)
             results.append([out for row in dealt for out in row if out is not _NOTHING])
         call_all(run, run.hooks.on_predict_epoch_end)

@@ -123,8 +123,13 @@ def _column(items: list[Any], device: torch.device) -> Tensor:
 class Recorder:
     """What ``self.log`` writes to: one for training, one for each loader of an evaluation."""
 
-    def __init__(self, group: Group, *, on_step: bool, on_epoch: bool, suffix: str = "") -> None:
-        self.group, self.suffix = group, suffix
+    def __init__(
+        self, group: Group, *, on_step: bool, on_epoch: bool, suffix: str = "", data_group: Group | None = None, speaks: bool = True
+    ) -> None:
+        self.group, self.suffix, self.speaks = group, suffix, speaks
+        """Values are reduced over all of ``group``; those of a rank that does not speak are left out: another one saw the same data."""
+        self.data_group = data_group or group
+        """The ranks over which torchmetrics objects are computed."""
         self.on_step, self.on_epoch = on_step, on_epoch
         """What holds for a name that says nothing about it."""
         self.slots: dict[str, Slot] = {}
@@ -203,6 +208,10 @@ class Recorder:
             if callable(getattr(value, "items", None)):
                 raise TypeError(f"log({slot.name!r}) got a MetricCollection: use log_dict(collection)")
             slot.metric, slot.window = value, self.window
+            if self.data_group is not self.group:
+                value.process_group = self.data_group.wide or self.data_group.cpu
+                if self.data_group.cpu is None:
+                    value.distributed_available_fn = _never
             return None
         if isinstance(value, Mapping):
             raise TypeError(f"log({slot.name!r}) got a dict: use log_dict, with one number under each name (no nested dicts)")
@@ -240,7 +249,10 @@ class Recorder:
                 value = slot.metric.compute()  # torchmetrics reduces over the ranks by itself
                 if not isinstance(value, Tensor) or value.numel() != 1:
                     raise ValueError(f"log({slot.name!r}): {type(slot.metric).__name__}.compute() gave {value!r:.100}, not one number")
-                computed[name] = float(value)
+                if self.data_group is self.group:
+                    computed[name] = float(value)
+                else:  # ranks that hold other parts of the model may not have seen it
+                    columns[name] = ("mean", [float(value)], [1.0])
                 if clear:
                     slot.metric.reset()
             else:
@@ -278,6 +290,8 @@ class Recorder:
                 numbers += _sum([v * w for v, w in zip(values, weights, strict=True)]), _sum(weights)
             else:
                 numbers += reduced(values, weights, op) if values else (0.0, 0.0)
+        if not self.speaks:
+            numbers[1::2] = [0.0] * (len(numbers) // 2)
         if self.group.world_size == 1:
             parts = zip(columns.items(), numbers[::2], numbers[1::2], strict=True)
             return {name: total / weight if op == "mean" else total for (name, (op, _, _)), total, weight in parts if weight}
@@ -305,6 +319,10 @@ def combined(every: list[tuple[list[str], list[str], list[float]]]) -> dict[str,
                 weights.append(numbers[2 * index + 1])
     how = {"mean": lambda t, w: _sum(t) / _sum(w), "sum": lambda t, w: _sum(t), "min": lambda t, w: min(t), "max": lambda t, w: max(t)}
     return {name: float(how[op](totals, weights)) for name, (op, totals, weights) in merged.items()}
+
+
+def _never() -> bool:
+    return False
 
 
 def _sum(numbers: list[float]) -> float:

@@ -123,12 +123,13 @@ def windows(run: Run) -> None:
         size = getattr(loader.loader, "batch_size", None)
         if not isinstance(size, int):
             raise ValueError(f"global_batch_size={wanted} needs a loader with a batch_size; {type(loader.loader).__name__} has none")
-        each = size * run.world_size
+        ranks = run.engine.data_group.world_size
+        each = size * ranks
         window, rest = divmod(wanted, each)
         if rest or not window:
             near = sorted({max(1, window) * each, (window + 1) * each})
             raise ValueError(
-                f"global_batch_size={wanted} cannot be made of batches of {size} on {run.world_size} rank(s) ({each} a micro-batch of all); "
+                f"global_batch_size={wanted} cannot be made of batches of {size} on {ranks} rank(s) ({each} a micro-batch of all); "
                 f"possible near it: {', '.join(map(str, near))}, or another batch_size in the loader"
             )
         run.window_at = lambda epoch: window

@@ -23,6 +23,7 @@ class Processes:
     """The part of :class:`engine.Engine` that concerns processes. The names are Accelerate's."""
 
     group: Group
+    data_group: Group
     window: Window
     _trigger = False
 
@@ -120,7 +121,7 @@ class Processes:
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Like :meth:`gather`, without the samples that a micro-batch repeats only to keep the ranks matched.
 
-        Anything that holds no tensor is gathered as objects: a list from each process, joined.
+        Ranks that hold parts of one model see the same samples, which come once. Anything that holds no tensor is gathered as objects: a list from each process, joined.
         """
         size = self.window.share.size
         has_tensors = False
@@ -132,9 +133,9 @@ class Processes:
 
         kept = map_tensors(own, input_data)
         if has_tensors and not use_gather_object:
-            return self.gather(kept)
+            return collectives.gather(self.data_group, map_tensors(Tensor.detach, kept))
         objects = input_data if isinstance(input_data, list) else [input_data]
-        return [item for part in collectives.gather_object(self.group, objects if size else []) for item in part]
+        return [item for part in collectives.gather_object(self.data_group, objects if size else []) for item in part]
 
     def reduce(self, tree: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """``tree`` reduced over the processes by ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``, times ``scale``.

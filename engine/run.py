@@ -39,7 +39,7 @@ class Run:
         """``"fit"`` (validation in it included), ``"sanity"`` (the check before training), ``"validate"``, ``"test"``, ``"predict"``."""
         self.hooks = hooks
         self.state = TrainState()
-        self.record_to(Recorder(engine.group, on_step=True, on_epoch=False))
+        self.record_to(engine.recorder(on_step=True, on_epoch=False))
         self.metrics: dict[str, float] = {}
         """The newest value of every logged name; a name logged ``on_step`` and ``on_epoch`` is there as itself too (the epoch's)."""
         self.progress: dict[str, float] = {}

@@ -78,9 +78,10 @@ def _set_up(run: Run, datamodule: DataModule | None) -> None:
     for hook in run.hooks.setup:
         hook(run, module, stage)
     module.configure_model()
-    if run.rank and stage == "fit":
+    stream = run.engine.strategy.random_stream
+    if stream and stage == "fit":
         # Ranks see different samples: with the same random numbers they would drop out the same units of each.
-        seed_everything(mixed(run.engine.seed, run.rank) % 2**32)
+        seed_everything(mixed(run.engine.seed, stream) % 2**32)
 
 
 def _report(run: Run, error: BaseException) -> None:

@@ -96,7 +96,7 @@ class Stepper:
     def _divisor(self) -> Tensor | float | None:
         if self.window.close_whole():
             return None
-        return self.window.finish(self.strategy.sum, self.strategy.group.world_size)
+        return self.window.finish(self.strategy.sum, self.strategy.data_group.world_size)
 
     def _finish(
         self, optimizers: Sequence[Optimizer], divisor: Tensor | float | None, max_norm: float | None, max_value: float | None

@@ -103,7 +103,7 @@ def broadcast(group: Group, tree: Any, src: int = 0) -> Any:
             raise ValueError(_differ("broadcast", index, specs, "shapes"))
         copy = tensor.detach().clone(memory_format=torch.contiguous_format)
         if copy.numel():
-            dist.broadcast(_bytes(copy), src, group=_channel(group, copy.device))
+            dist.broadcast(_bytes(copy), group_src=src, group=_channel(group, copy.device))
         results.append(copy)
     return _rebuild(tree, results)
 
@@ -157,7 +157,7 @@ def broadcast_object(group: Group, obj: Any, src: int = 0) -> Any:
     if group.cpu is None:
         return obj
     sent = [_packed(obj) if group.rank == src else ""]
-    dist.broadcast_object_list(sent, src, group=group.cpu)
+    dist.broadcast_object_list(sent, group_src=src, group=group.cpu)
     return obj if group.rank == src and isinstance(sent[0], bytes) else _unpacked(sent[0], src)
 
 
@@ -223,7 +223,7 @@ def _check_src(group: Group, src: int) -> None:
 
 
 def _channel(group: Group, device: torch.device) -> dist.ProcessGroup | None:
-    return group.cpu if device.type == "cpu" else None
+    return group.cpu if device.type == "cpu" else group.wide
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -43,10 +43,11 @@ class Group:
 
     ``rank``, ``world_size``, ``local_rank``, ``is_main`` (rank 0) and ``device`` (the one this process computes on) are plain
     attributes. ``cpu`` is a gloo process group beside the default one, for flags, sizes, objects and CPU tensors, so that these never
-    mix with the gradients' collectives; ``None`` when the process is alone, and then every collective is a no-op.
+    mix with the gradients' collectives; ``None`` when the process is alone, and then every collective is a no-op. ``wide`` is the
+    process group for the device's tensors; ``None`` is torch's default one.
     """
 
-    __slots__ = ("_shared", "cpu", "device", "environment", "is_main", "local_rank", "rank", "world_size")
+    __slots__ = ("_shared", "cpu", "device", "environment", "is_main", "local_rank", "rank", "wide", "world_size")
 
     def __init__(self, environment: Environment, device: torch.device, shared: _Shared | None = None) -> None:
         self.environment = environment
@@ -54,6 +55,7 @@ class Group:
         self.rank, self.world_size, self.local_rank = environment.rank, environment.world_size, environment.local_rank
         self.is_main = environment.rank == 0
         self.cpu: dist.ProcessGroup | None = shared.cpu if shared else None
+        self.wide: dist.ProcessGroup | None = None
         self._shared = shared
 
     @property
@@ -65,6 +67,19 @@ class Group:
     def failed(self, value: bool) -> None:
         if self._shared is not None:
             self._shared.failed = value
+
+    def part(self, parts: Sequence[Sequence[int]]) -> Group:
+        """The one of ``parts`` that this rank is in, as a group whose ranks count from 0. A collective; every rank is in just one part."""
+        found: Group | None = None
+        for ranks in parts:
+            cpu = dist.new_group(ranks, backend="gloo") if len(ranks) > 1 else None
+            wide = cpu if self.device.type == "cpu" or cpu is None else dist.new_group(ranks)
+            if self.rank in ranks:
+                found = Group(self.environment, self.device, self._shared)
+                found.rank, found.world_size = ranks.index(self.rank), len(ranks)
+                found.is_main, found.cpu, found.wide = found.rank == 0, cpu, wide
+        assert found is not None
+        return found
 
     def barrier(self) -> None:
         """Wait until every rank is here. On the CPU: it does not wait for work queued on a device."""

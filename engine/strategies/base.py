@@ -24,6 +24,12 @@ class Strategy:
     matched_forward: bool = field(default=False, init=False, repr=False)
     """Whether a forward pass holds collectives, so that all ranks must run equally many, in evaluation too."""
     group: Group = field(init=False, repr=False)
+    data_group: Group = field(init=False, repr=False)
+    """The ranks that see different data, this one among them: all of them, but for ranks that hold parts of one model."""
+    speaks: bool = field(default=True, init=False, repr=False)
+    """Whether this rank's losses and logged values count: one does of those that see the same data."""
+    random_stream: int = field(default=0, init=False, repr=False)
+    """Ranks with the same number draw the same random numbers (of dropout, for example)."""
     precision: Precision = field(default=Precision.parse("32-true"), init=False, repr=False)
     """Set by the engine before ``connect``."""
 
@@ -33,7 +39,8 @@ class Strategy:
         Raises:
             ValueError: when the strategy cannot work on them.
         """
-        self.group = group
+        self.group = self.data_group = group
+        self.random_stream = group.rank
 
     def place(self, model: nn.Module) -> None:
         """Called before ``setup``: the model on its device and in its dtype, in place."""
@@ -131,10 +138,11 @@ def spread(group: Group, tensors: Iterable[Tensor]) -> None:
             dist.broadcast(tensor, src=0)
 
 
-def sum_over_ranks(group: Group, value: Tensor | float) -> Tensor | float:
-    """The sum of a scalar over all ranks, in fp64."""
+def sum_over_ranks(group: Group, value: Tensor | float, speaks: bool = True) -> Tensor | float:
+    """The sum of a scalar over all ranks that speak, in fp64."""
     if group.world_size == 1:
         return value
+    value = value if speaks else value * 0
     tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
     summed: Tensor = all_reduce(group, tensor.detach().to(torch.float64), "sum")
     return summed if isinstance(value, Tensor) else float(summed)
