@@ -203,6 +203,7 @@ class Engine(Processes):
 
     def release(self) -> None:
         """Forget every prepared model and optimizer."""
+        self.strategy.release()
         self._models.clear()
         self._stepper.known.clear()
 

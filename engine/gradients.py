@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from engine.data.sampler import ALONE, Share
 from engine.log import warn_once
+from engine.tree import whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class Window:
         root, count = _scalar(loss.sum), loss.count
         self.fed = True
         if isinstance(count, Tensor):
-            count = count.detach()
+            count = whole(count.detach())
         if world_size == 1 and self.count is None and (share.last or not self.accumulating):
             # The whole window in one micro-batch: divide the loss, not the gradients, as a bare loop does.
             self.count, self._first = count, nonzero(count)
@@ -185,6 +186,7 @@ def _scalar(loss: Any) -> Tensor:
             "the loss has no graph, so nothing would be trained: it was computed under no_grad, detached, made with .item(), "
             "or all parameters that it depends on are frozen (requires_grad=False)"
         )
+    loss = whole(loss)
     if loss.ndim:
         if loss.numel() != 1:
             raise ValueError(f"a loss must have one element, got shape {tuple(loss.shape)}: reduce it, for example with .mean()")

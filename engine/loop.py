@@ -16,7 +16,7 @@ from engine.distributed.collectives import gather_object
 from engine.gradients import Loss
 from engine.run import Run
 from engine.seed import isolated
-from engine.tree import map_tensors
+from engine.tree import map_tensors, whole
 
 
 def train(run: Run) -> None:
@@ -281,7 +281,7 @@ def predict(run: Run, loaders: Sequence[PreparedLoader]) -> list[list[Any]]:
         call_all(run, run.hooks.on_predict_epoch_start)
         for index, loader in enumerate(loaders):
             several = index if len(loaders) > 1 else None
-            own = [map_tensors(Tensor.cpu, out) for out in batches(run, loader, "predict", run.method("predict_step"), several, None)]
+            own = [map_tensors(lambda t: whole(t).cpu(), out) for out in batches(run, loader, "predict", run.method("predict_step"), several, None)]
             by_rank = gather_object(run.engine.data_group, own)
             dealt = itertools.zip_longest(*by_rank, fillvalue=_NOTHING)
             results.append([out for row in dealt for out in row if out is not _NOTHING])

@@ -12,6 +12,7 @@ _BUILT_IN = {
     "single": ("engine.strategies.base", "Single"),
     "ddp": ("engine.strategies.ddp", "DDP"),
     "fsdp": ("engine.strategies.fsdp", "FSDP"),
+    "mesh": ("engine.strategies.mesh_parallel", "MeshParallel"),
 }
 
 

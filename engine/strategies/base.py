@@ -57,6 +57,9 @@ class Strategy:
         """The module that ``setup`` was given."""
         return model
 
+    def release(self) -> None:
+        """Called when the engine lets its models go; undo what ``setup`` has changed outside of them."""
+
     def sync(self, models: Sequence[nn.Module], enabled: bool) -> None:
         """Whether the coming forward and backward passes reduce gradients over the ranks (only a window's last one needs to)."""
 

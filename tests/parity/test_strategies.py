@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from engine import FSDP, Callback, Fit, Loss, TrainModule
 
-SAMPLES, TOKENS, VOCAB, WIDTH = 43, 6, 13, 16
+SAMPLES, TOKENS, VOCAB, WIDTH, HEADS = 43, 6, 13, 16, 2
 GLOBAL, WINDOW, EPOCHS, STEPS = 12, 3, 2, 8  # an epoch: 12 + 12 + 12 + 7 samples
 CLIP = 0.25
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -27,11 +27,14 @@ class Block(nn.Module):
         super().__init__()
         # A bias of the keys has gradient 0 (softmax does not see it): Adam would make steps of its rounding errors.
         self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH + 1), nn.GELU(), nn.Linear(3 * WIDTH + 1, WIDTH))
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH + 2), nn.GELU(), nn.Linear(3 * WIDTH + 2, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)  # [batch, tokens, width]
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        batch, tokens, _ = x.shape
+        # Head by head, so that a cut of the rows gives each rank whole heads.
+        q, k, v = self.qkv(self.norm(x)).view(batch, tokens, -1, 3, WIDTH // HEADS).unbind(3)
+        attended = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(x)
 
 
@@ -49,6 +52,14 @@ class Transformer(TrainModule):
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embed.weight
         self.weighted = weighted
+
+    def parallelize(self, mesh: Any, sequence_parallel: bool = False) -> dict[str, Any]:
+        """Blocks by columns and rows; with sequence parallel, what is between them cut over the tokens."""
+        blocks = {"layers.*.qkv": "colwise", "layers.*.mlp.0": "colwise"}
+        ends = {"embed": "embedding_rowwise", "head": "colwise_gather_output"}
+        if not sequence_parallel:
+            return {**blocks, **ends, "layers.*.out": "rowwise", "layers.*.mlp.2": "rowwise"}
+        return {**blocks, **ends, **TOKENWISE}
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.frozen(self.embed(ids) + self.positions)
