@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -29,6 +29,7 @@ from engine.prepared import AutocastForward, PreparedOptimizer, PreparedSchedule
 from engine.processes import Processes
 from engine.stepper import Stepper, Then
 from engine.strategies.base import Strategy
+from engine.tree import batch_size, map_tensors
 
 
 class Engine(Processes):
@@ -286,6 +287,41 @@ class Engine(Processes):
             return
         seed = self.window.seed(divisor, root.device)
         root.backward(seed if self.scaler is None else self.scaler.seed(seed), **kwargs)
+
+    def forward_backward(self, step: Callable[[Any, int], Any], batch: Any) -> Any:
+        """The loss of ``step(batch, samples)`` and its backward pass, under every strategy; with a pipeline, in parts of the micro-batch.
+
+        Args:
+            step: calls the prepared model once, and returns a scalar or :class:`engine.Loss`.
+            batch: samples along dim 0 of its tensors.
+
+        Returns:
+            The loss without its graph, on every rank that sees this data.
+        """
+        if not self.strategy.pipelined:
+            loss = step(batch, batch_size(batch) or 1)
+            self.backward(loss)
+            return map_tensors(Tensor.detach, loss)
+        window = self.window
+        if not window.accumulating:
+            self._synced = True
+        if self.scaler is not None:
+            self.scaler.seed(window.seed(1.0, self.device))  # ranks without the loss need the scale too
+
+        def root(loss: Tensor | Loss, fraction: float) -> Tensor:
+            if isinstance(loss, Loss) and self.scaler is not None:
+                raise ValueError("Loss(sum, count) with a pipeline under fp16: the sum may overflow; use precision='bf16-mixed', or return a mean")
+            # As with several ranks: the loss is here, but not all that it is divided by.
+            start, divisor = window.root(loss, max(2, self.data_group.world_size), None)
+            if not isinstance(loss, Loss):
+                divisor /= fraction
+            seed = window.seed(divisor, start.device)
+            return start * (seed if self.scaler is None else self.scaler.seed(seed))
+
+        found = self.strategy.run_pipeline(step, root, batch, self.sync_gradients)
+        if not self.strategy.has_loss:
+            window.follow(isinstance(found, Loss))
+        return found
 
     def backward_nothing(self) -> None:
         """This micro-batch has no loss. Alone, its samples do not count; among several ranks they count with a zero gradient."""

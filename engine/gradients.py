@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,6 +123,16 @@ class Window:
         self.losses += 1
         self._newest = count
 
+    def follow(self, weighted: bool) -> None:
+        """Another rank has this micro-batch's loss: be in the same state as its window."""
+        if self._finished:
+            self.open()
+        self.fed = True
+        if weighted:
+            self._add(0.0, None)
+        else:
+            self._scalars = True
+
     def seed(self, divisor: float, device: torch.device) -> Tensor:
         """The gradient to start backward with: 1 / ``divisor``. Shape ``()``, fp32; made once for each value.
 
@@ -192,6 +202,20 @@ def _scalar(loss: Any) -> Tensor:
             raise ValueError(f"a loss must have one element, got shape {tuple(loss.shape)}: reduce it, for example with .mean()")
         return loss.reshape(())
     return loss
+
+
+def loss_in(outputs: Any, who: str) -> Any:
+    """The loss inside a training step's outputs, or ``None``. ``who``: the class of the module, for messages."""
+    if outputs is None or isinstance(outputs, (Tensor, Loss)):
+        return outputs
+    if not isinstance(outputs, Mapping):
+        raise TypeError(
+            f"{who}.training_step returned {type(outputs).__name__}; "
+            "possible: a scalar tensor, Loss(sum, count), a dict with one of them under 'loss', or None"
+        )
+    if "loss" not in outputs:
+        raise ValueError(f"{who}.training_step returned a dict without 'loss'; its keys: {', '.join(map(str, outputs))}")
+    return outputs["loss"]
 
 
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

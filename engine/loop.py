@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from engine.data.loader import PreparedLoader
 from engine.distributed.collectives import gather_object
-from engine.gradients import Loss
+from engine.gradients import Loss, loss_in
 from engine.run import Run
 from engine.seed import isolated
 from engine.tree import map_tensors, whole
@@ -47,6 +47,7 @@ def train_epoch(run: Run) -> None:
     engine, module, state, hooks, times, recorder = run.engine, run.module, run.state, run.hooks, run.times, run.recorder
     window, call, automatic, clock = engine.window, run.call, module.automatic_optimization, time.perf_counter
     autocast, sync, models = engine.autocast(), engine.strategy.sync, engine.models
+    separate = automatic and not engine.strategy.pipelined  # else the call holds the backward pass
     batches = begin_epoch(run)
     window.accumulating = automatic
     entered, apart, waited = clock(), times.apart, 0.0
@@ -63,7 +64,7 @@ def train_epoch(run: Run) -> None:
             break
         with autocast:
             outputs = call(batch, index)
-        if automatic:
+        if separate:
             backward(run, outputs)
         state.batch_idx = index + 1
         state.batches += 1
@@ -91,7 +92,7 @@ def backward(run: Run, outputs: Any) -> None:
     """Backward from what ``training_step`` returned."""
     loss = outputs
     if type(loss) is not Tensor and not isinstance(loss, (Tensor, Loss)):
-        loss = loss_in(outputs, run.module)
+        loss = loss_in(outputs, type(run.module).__name__)
         if loss is None:
             run.engine.backward_nothing()
             return
@@ -100,20 +101,6 @@ def backward(run: Run, outputs: Any) -> None:
     run.engine.backward(loss)
     for hook in run.hooks.on_after_backward:
         hook(run, run.module)
-
-
-def loss_in(outputs: Any, module: nn.Module) -> Any:
-    """The loss inside a training step's outputs, or ``None``."""
-    if outputs is None:
-        return None
-    if not isinstance(outputs, Mapping):
-        raise TypeError(
-            f"{type(module).__name__}.training_step returned {type(outputs).__name__}; "
-            "possible: a scalar tensor, Loss(sum, count), a dict with one of them under 'loss', or None"
-        )
-    if "loss" not in outputs:
-        raise ValueError(f"{type(module).__name__}.training_step returned a dict without 'loss'; its keys: {', '.join(map(str, outputs))}")
-    return outputs["loss"]
 
 
 def optimizer_step(run: Run) -> None:

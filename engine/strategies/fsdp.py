@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ class FSDP(Strategy):
             return model
         self._check(model)
         self._shard(model)
-        model._sharded_as, model._reduces = made, True  # type: ignore[assignment]
+        model._sharded_as = made  # type: ignore[assignment]
         return model
 
     def _check(self, model: nn.Module) -> None:
@@ -124,18 +125,26 @@ class FSDP(Strategy):
             raise ValueError(f"{meta!r} is on the meta device and has no values: build the model on the CPU before it is sharded")
 
     def _shard(self, model: nn.Module) -> None:
+        self._shard_parts(model, [model])
+
+    def _shard_parts(self, model: nn.Module, roots: Sequence[nn.Module]) -> None:
+        """Shard ``roots`` block by block; names are those in ``model``."""
         patterns = [self.ignore] if isinstance(self.ignore, str) else list(self.ignore)
         apart = set(policy.matching(model.named_parameters(remove_duplicate=False), patterns, "FSDP(ignore=...)"))
         chosen = [] if self.blocks is None else [self.blocks] if isinstance(self.blocks, (str, type)) else list(self.blocks)
-        parts = policy.units(model, chosen, self.min_size)
-        with_rest, between = policy.shared(model, parts)
-        apart |= between  # no one block can free what another one uses
-        for part in parts:
-            self._fully_shard(part, apart | with_rest, inputs=True)
-        self._fully_shard(model, apart, inputs=False)
-        for parameter in apart:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda p: self._average(model, p))
+        blocks = policy.units(model, chosen, self.min_size)
+        for root in roots:
+            inside = {id(m) for m in root.modules() if m is not root}
+            parts = [m for m in blocks if id(m) in inside]
+            with_rest, between = policy.shared(root, parts)
+            apart |= between  # no one block can free what another one uses
+            for part in parts:
+                self._fully_shard(part, apart | with_rest, inputs=True)
+            self._fully_shard(root, apart, inputs=False)
+            root._reduces = True  # type: ignore[assignment]
+            for parameter in apart & set(root.parameters()):
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(partial(self._average, root))
 
     def _fully_shard(self, module: nn.Module, ignored: set[Any], inputs: bool) -> None:
         self._settle(module)
@@ -154,7 +163,8 @@ class FSDP(Strategy):
 
     def _settle(self, module: nn.Module) -> None:
         """What of the module is not sharded yet, on the device, with rank 0's values."""
-        own = [t for t in (*module.parameters(), *module.buffers()) if not shards.is_sharded(t) and t not in self._settled]
+        tensors = (*module.parameters(), *module.buffers())
+        own = [t for t in tensors if not shards.is_sharded(t) and not t.is_meta and t not in self._settled]
         for tensor in own:
             tensor.data = tensor.data.to(self.group.device)
             self._settled[tensor] = True
@@ -169,6 +179,12 @@ class FSDP(Strategy):
                 if not shards.is_sharded(old):
                     old.data = old.data.new_empty(0)  # an optimizer that was made before still has it
 
+    def _now(self, parameter: Tensor) -> Tensor:
+        """What has taken a parameter's place, in one step or several: cut by tensor parallel, then by ``fully_shard``."""
+        while parameter in self._replaced:
+            parameter = self._replaced[parameter]
+        return parameter
+
     def mesh(self) -> DeviceMesh:
         """All ranks, by the axes of this strategy. Made at its first use, by all ranks together."""
         if self._mesh is None:
@@ -182,9 +198,7 @@ class FSDP(Strategy):
         for group in optimizer.param_groups:
             parameters = group["params"]
             for i, old in enumerate(parameters):
-                new = old
-                while new in self._replaced:  # cut by tensor parallel, then by fully_shard
-                    new = self._replaced[new]
+                new = self._now(old)
                 if new is not old:
                     parameters[i] = new
                     if old in optimizer.state:
@@ -209,9 +223,9 @@ class FSDP(Strategy):
                 elif self.dp_replicate > 1:
                     model.set_requires_all_reduce(enabled)
 
-    def _average(self, model: nn.Module, parameter: Tensor) -> None:
+    def _average(self, root: nn.Module, parameter: Tensor) -> None:
         """Of a parameter that ``fully_shard`` leaves alone; averaging what is averaged already changes nothing."""
-        if vars(model)["_reduces"] and parameter.grad is not None:
+        if vars(root)["_reduces"] and parameter.grad is not None:
             dist.all_reduce(parameter.grad, group=self.data_group.wide)
             parameter.grad.div_(self.data_group.world_size)
 
@@ -268,7 +282,7 @@ class FSDP(Strategy):
         optimizer.load_state_dict({**state, "state": entries})
 
     def _whole(self, tree: dict[str, Any]) -> dict[str, Any]:
-        whole: dict[str, Any] = shards.whole(self.group, tree)
+        whole: dict[str, Any] = shards.whole(self.group, tree, self.group.is_main)
         return whole
 
 

@@ -56,8 +56,8 @@ def norm(group: Group, tensors: Sequence[Tensor], norm_type: float, holders: Cal
 
 
 @torch.no_grad()
-def whole(group: Group, tree: Any) -> Any:
-    """``tree`` with whole tensors on the CPU, on rank 0; every rank calls this, others get ``{}``. One tensor at a time is gathered.
+def whole(group: Group, tree: Any, keep: bool) -> Any:
+    """``tree`` with whole tensors on the CPU; every rank calls this, those without ``keep`` get ``{}``. One tensor at a time is gathered.
 
     A tensor that occurs several times is gathered once, and stays one.
     """
@@ -75,11 +75,11 @@ def whole(group: Group, tree: Any) -> Any:
                     placements[axis] = Replicate()
                     there = there.redistribute(placements=placements)
             there = there.full_tensor()
-            gathered[id(tensor)] = there.cpu() if group.is_main else None
+            gathered[id(tensor)] = there.cpu() if keep else None
         return gathered[id(tensor)]
 
     found = map_tensors(gather, tree)
-    return found if group.is_main else {}
+    return found if keep else {}
 
 
 @torch.no_grad()

@@ -113,7 +113,7 @@ def cut(
     settle: Callable[[nn.Module], None],
     note: Callable[[nn.Module, dict[str, Any]], None],
 ) -> None:
-    """Cut the modules of ``plan`` over ``mesh`` (one axis), in place.
+    """Cut the modules of ``plan`` over ``mesh`` (one axis), in place; those on the meta device are on other ranks, and left alone.
 
     Args:
         settle: called with each module before it is cut: whole, on the device, the same on all ranks.
@@ -124,6 +124,8 @@ def cut(
     """
     for name, module, style in fitting(model, plan):
         _check_even(name, module, style, mesh.size())
+        if any(p.is_meta for p in module.parameters()):
+            continue
         settle(module)
         before = dict(module.named_parameters(remove_duplicate=False))
         try:

@@ -38,31 +38,44 @@ class Block(nn.Module):
         return x + self.mlp(x)
 
 
+class Start(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.register_buffer("positions", torch.randn(TOKENS, WIDTH))
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.frozen(self.embed(ids) + self.positions)
+        return out
+
+
 class Transformer(TrainModule):
     """Tied embeddings, a buffer, a frozen layer outside of blocks and one inside."""
 
     def __init__(self, weighted: bool = False) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.register_buffer("positions", torch.randn(TOKENS, WIDTH))
-        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.start = Start()
         self.layers = nn.ModuleList(Block() for _ in range(3))
         self.layers[1].norm.requires_grad_(False)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-        self.head.weight = self.embed.weight
+        self.head.weight = self.start.embed.weight
         self.weighted = weighted
 
     def parallelize(self, mesh: Any, sequence_parallel: bool = False) -> dict[str, Any]:
         """Blocks by columns and rows; with sequence parallel, what is between them cut over the tokens."""
         blocks = {"layers.*.qkv": "colwise", "layers.*.mlp.0": "colwise"}
-        ends = {"embed": "embedding_rowwise", "head": "colwise_gather_output"}
+        ends = {"start.embed": "embedding_rowwise", "head": "colwise_gather_output"}
         if not sequence_parallel:
             return {**blocks, **ends, "layers.*.out": "rowwise", "layers.*.mlp.2": "rowwise"}
         return {**blocks, **ends, **TOKENWISE}
 
+    def pipeline_stages(self) -> list[nn.Module]:
+        return [self.start, *self.layers, self.head]
+
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.frozen(self.embed(ids) + self.positions)
+        x = self.start(ids)
         for layer in self.layers:
             x = layer(x)
         out: Tensor = self.head(x)
@@ -181,7 +194,7 @@ def two_settings() -> Any:
         "linears": FSDP(blocks=nn.Linear),
         "by name": FSDP(blocks=["layers.*.mlp", "Block"]),
         "by size": FSDP(min_size=1000),
-        "ignored": FSDP(ignore=["embed.weight", "layers.0.*"]),
+        "ignored": FSDP(ignore=["start.embed.weight", "layers.0.*"]),
         "offloaded": FSDP(cpu_offload=True),
     }
     with warnings.catch_warnings():
