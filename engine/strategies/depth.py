@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ class Depth:
         self.pipeline = pipeline
         self.tied: list[tuple[Tensor, Any, int]] = []
         """Parameters of this rank that stages on several ranks use: with those ranks' process group, and their number."""
+        self._joined: dict[int, tuple[Any, int]] = {}
         self._away: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._groups: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -34,14 +36,14 @@ class Depth:
             ValueError: a parameter that is to be trained is in no part.
         """
         pipeline = self.pipeline
-        owners: dict[Tensor, set[int]] = {}
+        owners: dict[nn.Parameter, set[int]] = {}
         for index, stage in enumerate(parts):
             for part in stage:
                 for parameter in part.parameters():
                     owners.setdefault(parameter, set()).add(pipeline.owner(index))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter not in owners:
-                raise ValueError(f"pipeline parallel: {name!r} is in none of the model's parts and would not be trained; add its module, or freeze it")
+                raise ValueError(f"pipeline parallel: {name!r} is in none of the model's parts, and nothing trains it: add its module, or freeze it")
         for parameter, ranks in owners.items():
             if len(ranks) > 1:
                 found = _column(group, pipeline.size, sorted(ranks))
@@ -74,14 +76,31 @@ class Depth:
         Raises:
             TypeError: the loss is of another kind than before.
         """
+        kept = [self._set_aside(index, parameter) for index, (parameter, _, _) in enumerate(self.tied)]
         found = self.pipeline.train(step, root, batch)
         if self.pipeline.weighted is None:
             self.pipeline.weighted = bool(found[0])
-        if last:
-            for parameter, group, _ in self.tied:
-                if parameter.grad is not None:
-                    dist.all_reduce(shards.local([parameter.grad])[0], group=group)
+        for stage in self.pipeline.modules.values():
+            for own in stage.parameters():
+                if last and shards.is_sharded(own):
+                    shards.align(own)  # schedules that split backward call no hooks
+        for index, (parameter, group, _) in enumerate(self.tied):
+            if last and parameter.grad is not None:
+                dist.all_reduce(shards.local([parameter.grad])[0], group=group)
+            before = kept[index]
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else before + parameter.grad
+            if last and parameter.grad is not None:
+                self._joined[index] = (weakref.ref(parameter.grad), parameter.grad._version)
         return Loss(found[1], found[2]) if self.pipeline.weighted else found[1].float()
+
+    def _set_aside(self, index: int, parameter: Tensor) -> Tensor | None:
+        """A gradient that is summed over the stages already and that no step has used: it must not be summed again."""
+        grad, known = parameter.grad, self._joined.get(index)
+        if grad is None or known is None or known[0]() is not grad or known[1] != grad._version:
+            return None
+        parameter.grad = None
+        return grad
 
     def keep_own(self, optimizer: Optimizer) -> None:
         """Take the parameters of other ranks out of an optimizer."""
@@ -125,8 +144,8 @@ class Depth:
         if [set(n) for n in names] != [set(n) for n in saved]:
             here, there = {n for g in names for n in g}, {n for g in saved for n in g}
             raise ValueError(
-                f"the saved state of {type(optimizer).__name__} is of other parameters: only in the checkpoint: {sorted(map(str, there - here))[:5]}, "
-                f"only in the optimizer: {sorted(map(str, here - there))[:5]}"
+                f"the saved state of {type(optimizer).__name__} is of other parameters: only in the checkpoint: "
+                f"{sorted(map(str, there - here))[:5]}, only in the optimizer: {sorted(map(str, here - there))[:5]}"
             )
         own = [[n for p, n in zip(g, ns, strict=True) if p not in self._away] for g, ns in zip(self._groups[optimizer], names, strict=True)]
         groups = [{**g, "params": n} for g, n in zip(state["param_groups"], own, strict=True)]

@@ -53,7 +53,7 @@ class MeshParallel(FSDP):
     """Compute the cross entropy on logits that are cut over the vocabulary: the output layer's style is
     ``ColwiseParallel(use_local_output=False)``, and nothing gathers them."""
     schedule: str = "1f1b"
-    """Of the pipeline: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zero_bubble"``, ``"zbv"``, ``"dualpipev"`` (the last four: two stages a rank)."""
+    """Of the pipeline: ``"gpipe"``, ``"1f1b"``; with two stages a rank ``"interleaved"``, ``"zero_bubble"``, ``"zbv"``, ``"dualpipev"``."""
     num_microbatches: int | None = None
     """Parts that the pipeline cuts each micro-batch into (its samples); by default as many as it has stages."""
     split: Sequence[str] = ()
@@ -126,8 +126,15 @@ class MeshParallel(FSDP):
             self._shard_parts(model, roots)
         else:
             self._settle(model)
+            for own in model.parameters():
+                if shards.is_sharded(own) and own.requires_grad:
+                    own.register_post_accumulate_grad_hook(shards.align)
         if self.pipelined:
             depth.tied = [(self._now(p), group, count) for p, group, count in depth.tied]
+            for module in model.modules():  # a tied parameter has other modules on other stages
+                for key, parameter in module._parameters.items():
+                    if parameter is not None and parameter in self._replaced:
+                        module._parameters[key] = self._now(parameter)  # type: ignore[assignment]
 
     def release(self) -> None:
         if self._losses is not None:

@@ -134,6 +134,8 @@ def cut(
             raise ValueError(f"tensor parallel: {name!r} ({type(module).__name__}) cannot be cut by {type(style).__name__}: {error}") from error
         after = dict(module.named_parameters(remove_duplicate=False))
         replaced = {id(old): after[key] for key, old in before.items() if after[key] is not old}
+        for key, old in before.items():
+            after[key].requires_grad_(old.requires_grad)  # torch's styles make every parameter a trained one
         for other in model.modules():  # tied parameters stay one
             for key, parameter in other._parameters.items():
                 if parameter is not None and id(parameter) in replaced:
