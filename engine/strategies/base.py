@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from engine.distributed.collectives import all_reduce
 from engine.distributed.group import Group
 from engine.gradients import joins
 from engine.precision import Precision
+from engine.strategies import deferred
 
 
 @dataclass(kw_only=True)
@@ -46,8 +48,14 @@ class Strategy:
         self.group = self.data_group = group
         self.random_stream = group.rank
 
+    def building(self) -> AbstractContextManager[Any]:
+        """What the module's ``configure_model`` is called in."""
+        return nullcontext()
+
     def place(self, model: nn.Module) -> None:
-        """Called before ``setup``: the model on its device and in its dtype, in place."""
+        """Called before ``setup``: the model on its device and in its dtype, in place. What has no values yet gets them."""
+        if deferred.is_deferred(model):
+            deferred.materialise(model, self.group.device, deferred.initialiser(model))
         model.to(self.group.device, self.precision.parameters)
 
     def setup(self, model: nn.Module) -> nn.Module:

@@ -26,10 +26,11 @@ class Depth:
         self.tied: list[tuple[Tensor, Any, int]] = []
         """Parameters of this rank that stages on several ranks use: with those ranks' process group, and their number."""
         self._joined: dict[int, tuple[Any, int]] = {}
-        self._away: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.away: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """Parameters of other ranks' stages, on the meta device."""
         self._groups: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def cut(self, model: nn.Module, parts: list[list[nn.Module]], group: Group, settle: Callable[[nn.Module], None], replaced: Any) -> None:
+    def cut(self, model: nn.Module, parts: list[list[nn.Module]], group: Group, settle: Callable[[nn.Module], None], now: Any, replaced: Any) -> None:
         """Keep this rank's stages of ``parts``; the other parameters go to the meta device, one part after another.
 
         Raises:
@@ -53,7 +54,7 @@ class Depth:
         for stage in parts:
             for part in stage:
                 settle(part)
-                self._send_away(part, {p for p, ranks in owners.items() if pipeline.rank not in ranks}, replaced)
+                self._send_away(part, {now(p) for p, ranks in owners.items() if pipeline.rank not in ranks}, replaced)
         settle(model)
 
     def _send_away(self, part: nn.Module, away: set[Tensor], replaced: Any) -> None:
@@ -63,7 +64,7 @@ class Depth:
                     continue
                 if parameter not in replaced:
                     replaced[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-                    self._away[replaced[parameter]] = True
+                    self.away[replaced[parameter]] = True
                     parameter.data = parameter.data.new_empty(0)
                 module._parameters[key] = replaced[parameter]
 
@@ -108,7 +109,7 @@ class Depth:
             return
         self._groups[optimizer] = [list(group["params"]) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if p not in self._away]
+            group["params"] = [p for p in group["params"] if p not in self.away]
 
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
 
@@ -147,7 +148,7 @@ class Depth:
                 f"the saved state of {type(optimizer).__name__} is of other parameters: only in the checkpoint: "
                 f"{sorted(map(str, there - here))[:5]}, only in the optimizer: {sorted(map(str, here - there))[:5]}"
             )
-        own = [[n for p, n in zip(g, ns, strict=True) if p not in self._away] for g, ns in zip(self._groups[optimizer], names, strict=True)]
+        own = [[n for p, n in zip(g, ns, strict=True) if p not in self.away] for g, ns in zip(self._groups[optimizer], names, strict=True)]
         groups = [{**g, "params": n} for g, n in zip(state["param_groups"], own, strict=True)]
         kept = {n for ns in own for n in ns}
         return {**state, "state": {n: entry for n, entry in state["state"].items() if n in kept}, "param_groups": groups}

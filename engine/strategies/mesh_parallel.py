@@ -118,7 +118,7 @@ class MeshParallel(FSDP):
             mesh = self.mesh()
             plan = tensor_parallel.plan_for(model, self.plan, mesh, self.sequence_parallel)
             if plan is not None:
-                tensor_parallel.cut(model, plan, mesh["tp"], self._settle, self._note)
+                tensor_parallel.cut(model, plan, mesh["tp"], self._settle, self._note, self._away)
         if self.loss_parallel and self._losses is None:
             self._losses = loss_parallel()
             self._losses.__enter__()
@@ -159,7 +159,8 @@ class MeshParallel(FSDP):
         )
         parts = stages_of(model, pipeline.num_stages, self.split)
         depth = Depth(pipeline)
-        depth.cut(model, parts, self.group, self._settle, self._replaced)
+        self._away = depth.away
+        depth.cut(model, parts, self.group, self._settle, self._now, self._replaced)
         model._depth = depth  # type: ignore[assignment]
         return depth
 
