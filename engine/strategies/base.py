@@ -159,6 +159,12 @@ def trained(model: nn.Module) -> Iterable[Any]:
     return (p for p in model.parameters() if p.requires_grad)
 
 
+def class_name(model: nn.Module) -> str:
+    """The name of the user's class; Fit gives strategies a wrapper around its module."""
+    inner = model._modules.get("module")
+    return type(model if inner is None else inner).__name__
+
+
 def spread(group: Group, tensors: Iterable[Tensor]) -> None:
     """Give every rank rank 0's values, in place."""
     if group.world_size > 1:
