@@ -73,6 +73,8 @@ class PreparedOptimizer(Optimizer):
         self._used = True
         if closure is None:
             return self._stepper.step([self.optimizer])
+        if self._stepper.strategy.owns_step:
+            raise RuntimeError(f"optimizer.step(closure) under {type(self._stepper.strategy).__name__}, which steps by itself: use an optimizer without")
         if self._stepper.scaler is not None:
             raise RuntimeError("optimizer.step(closure) under precision='16-mixed': gradients cannot be unscaled inside the closure; use bf16-mixed")
 
@@ -88,7 +90,7 @@ class PreparedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not self._window.accumulating or self._used:
-            self.optimizer.zero_grad(set_to_none=set_to_none)
+            self._stepper.zero_grad(self.optimizer, set_to_none)
             self._stepper.forget([self.optimizer])
             self._used = False
 

@@ -58,6 +58,10 @@ class Stepper:
                     gradients.divide(parts, divisor)
             self._ready[id(optimizer)] = found
 
+    def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
+        """Clear the gradients of ``optimizer``."""
+        optimizer.zero_grad(set_to_none=set_to_none)
+
     def forget(self, optimizers: Sequence[Optimizer]) -> None:
         """New gradients will come: what :meth:`prepare` did no longer holds."""
         for optimizer in optimizers:
@@ -189,6 +193,31 @@ class Stepper:
             f"a gradient is not finite (on_nonfinite='raise'){self.describe()}; the parameters are those from before this step. "
             "Lower the learning rate, set gradient_clip_val, look at the batch, or go on with on_nonfinite='skip'"
         )
+
+
+class OwnedStepper(Stepper):
+    """For strategies that own the step: gradients are divided, clipped, checked and applied in one call of theirs."""
+
+    def prepare(self, optimizers: Sequence[Optimizer]) -> None:
+        """Nothing: gradients become readable inside of the step only."""
+
+    def step(
+        self,
+        optimizers: Sequence[Optimizer],
+        *,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        then: Then | None = None,
+    ) -> None:
+        """As :meth:`Stepper.step`."""
+        self.norm, applied = self.strategy.step(optimizers, self._divisor(), max_norm, max_value, self.on_nonfinite is not None)
+        if not applied and self.on_nonfinite == "raise" and self.scaler is None:
+            self._fail()
+        self._decide(applied, [] if then is None else [then])
+
+    def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
+        """As :meth:`Stepper.zero_grad`."""
+        self.strategy.discard(optimizer)
 
 
 def _skips_itself(optimizer: Optimizer) -> bool:

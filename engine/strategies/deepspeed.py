@@ -1,0 +1,450 @@
+"""DeepSpeed: ZeRO stages 0 to 3 with offload, its engine inside of our loop."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from engine import gradients
+from engine.config.schema import Settings
+from engine.distributed.group import Group
+from engine.log import warn_once
+from engine.strategies import deepspeed_config, deepspeed_state
+from engine.strategies.base import Strategy, spread, sum_over_ranks
+from engine.strategies.deepspeed_config import Asked
+from engine.strategies.deepspeed_model import Driven, LossScale, import_deepspeed, surroundings
+from engine.strategies.deepspeed_state import Spread
+
+ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop")
+"""Optimizers of torch that treat each element by itself, so that a flat part of the parameters is stepped as the whole would be."""
+_IN_ZERO = {  # field of DeepSpeed -> its name in "zero_optimization"
+    "stage": "stage",
+    "overlap_comm": "overlap_comm",
+    "reduce_bucket_size": "reduce_bucket_size",
+    "allgather_bucket_size": "allgather_bucket_size",
+    "param_persistence_threshold": "stage3_param_persistence_threshold",
+}
+_OFFLOAD = {"offload_optimizer": "offload_optimizer", "offload_parameters": "offload_param"}
+
+
+@dataclass(kw_only=True)
+class DeepSpeed(Strategy):
+    """``deepspeed.initialize`` with its settings as fields, a configuration (file or dict), or both.
+
+    The engine is made when a model and its optimizer have both been prepared, and steps that optimizer. It reduces and accumulates
+    gradients, clips them and skips steps whose norm is not finite (always; ``on_nonfinite="raise"`` makes that an error). Windows,
+    their weights, schedulers and checkpoints are as under every other strategy, and checkpoints are read by every other strategy.
+
+    A value that the configuration leaves out or calls ``"auto"`` comes from ``Fit``'s arguments (precision, ``gradient_clip_val``,
+    ``accumulate_grad_batches``, the loader's batch size); a value that contradicts an argument is an error. What neither says is
+    DeepSpeed's default.
+
+    From stage 1 on, ``bf16-*`` and ``16-*`` precision are DeepSpeed's own: parameters in the half format, fp32 master copies spread over
+    the ranks (which start from the rounded parameters), gradients summed in fp32. fp16 needs CUDA. At stage 0 nothing is sharded and
+    mixed precision is autocast's.
+    """
+
+    config: str | Path | Mapping[str, Any] | None = None
+    """DeepSpeed's own configuration: a JSON file or a dict."""
+    stage: int | None = None
+    """0: replicated; 1: optimizer states are sharded; 2 (the default): gradients too; 3: parameters too."""
+    offload_optimizer: bool | str = False
+    """Keep optimizer states and master copies in the host's memory (``True`` or ``"cpu"``) or on disk (``"nvme"``). From stage 1 on."""
+    offload_parameters: bool | str = False
+    """The same for parameters. Stage 3 only."""
+    nvme_path: str | Path | None = None
+    """Where ``"nvme"`` is."""
+    pin_memory: bool | None = None
+    """Whether offloaded memory is page-locked; ``None``: on CUDA."""
+    overlap_comm: bool | None = None
+    """Reduce gradients while backward runs (stages 2 and 3)."""
+    reduce_bucket_size: int | None = None
+    """Elements that are reduced at a time. Default: the model's size, at most 500 million."""
+    allgather_bucket_size: int | None = None
+    """Elements of updated parameters that are gathered at a time (stages 1 and 2)."""
+    param_persistence_threshold: int | None = None
+    """Parameters with fewer elements stay gathered on every rank (stage 3)."""
+
+    _config: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    _where: str = field(default="", init=False, repr=False)
+    _asked: dict[str, Asked] | None = field(default=None, init=False, repr=False)
+    _models: list[Driven] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._config, self._where = deepspeed_config.read(self.config)
+        zero = self._config.setdefault("zero_optimization", {})
+        for name, inside in _IN_ZERO.items():
+            if getattr(self, name) is not None:
+                self._settle(f"zero_optimization.{inside}", name)
+        for name, inside in _OFFLOAD.items():
+            if getattr(self, name):
+                self._offload(name, f"zero_optimization.{inside}")
+        deepspeed_config.default(self._config, "zero_optimization.stage", 2)
+        if zero["stage"] not in (0, 1, 2, 3) or isinstance(zero["stage"], bool):
+            raise ValueError(f"stage={zero['stage']!r} in {self._where} is no stage of ZeRO; possible: 0, 1, 2, 3")
+        self.zero_stage: int = zero["stage"]
+        self._check_offload()
+        self.owns_step, self.matched_backward = True, self.zero_stage > 0
+
+    def _settle(self, path: str, name: str, value: Any = None) -> None:
+        value = getattr(self, name) if value is None else value
+        deepspeed_config.settle(self._config, path, Asked(value, f"DeepSpeed({name}={getattr(self, name)!r})"), self._where)
+
+    def _offload(self, name: str, path: str) -> None:
+        device = "cpu" if getattr(self, name) is True else getattr(self, name)
+        if device not in ("cpu", "nvme"):
+            raise ValueError(f"DeepSpeed({name}={device!r}) is unknown; possible: True, 'cpu', 'nvme', False")
+        self._settle(f"{path}.device", name, device)
+        if device == "nvme":
+            if self.nvme_path is None and not deepspeed_config.says(self._config, f"{path}.nvme_path"):
+                raise ValueError(f"DeepSpeed({name}='nvme') needs nvme_path=, a directory on the disk")
+            if self.nvme_path is not None:
+                self._settle(f"{path}.nvme_path", "nvme_path", str(self.nvme_path))
+
+    def _check_offload(self) -> None:
+        for name, inside in _OFFLOAD.items():
+            device = deepspeed_config.get(self._config, f"zero_optimization.{inside}.device", "none")
+            least = 3 if name == "offload_parameters" else 1
+            if device != "none" and self.zero_stage < least:
+                what = "parameters are sharded from stage 3" if least == 3 else "stage 0 shards nothing that could be offloaded"
+                raise ValueError(
+                    f"{name}={device!r} with stage {self.zero_stage} ({self._where}): {what}; use stage={max(least, 2)}, or leave it out"
+                )
+        if self.zero_stage < 2 and deepspeed_config.get(self._config, "zero_optimization.overlap_comm") is True:
+            raise ValueError(f"overlap_comm=True with stage {self.zero_stage} ({self._where}): stages 0 and 1 reduce within the step; leave it out")
+
+    # -- where it runs ----------------------------------------------------------------------------------------------------------
+
+    def connect(self, group: Group) -> None:
+        super().connect(group)
+        name, stage = self.precision.name, self.zero_stage
+        if importlib.util.find_spec("deepspeed") is None:
+            raise ImportError('strategy="deepspeed" needs DeepSpeed, which is not installed: pip install "fit-trainer[deepspeed]"')
+        if name == "64-true":
+            raise ValueError("precision='64-true' under DeepSpeed, whose master copies are fp32: use strategy='ddp' or 'fsdp'")
+        if name.startswith("16-") and group.device.type == "cpu":
+            raise ValueError(f"precision={name!r} under DeepSpeed on the CPU: its fp16 needs CUDA; use 'bf16-mixed' or '32-true'")
+        if name.startswith("16-") and not stage:
+            raise ValueError(f"precision={name!r} with stage 0 under DeepSpeed: use stage=1 or higher, or strategy='ddp'")
+        for kind in ("bf16", "fp16"):
+            wanted = self._half == kind
+            asked = Asked(wanted, f"precision={name!r}")
+            if stage or deepspeed_config.says(self._config, f"{kind}.enabled"):
+                said = deepspeed_config.settle(self._config, f"{kind}.enabled", asked, self._where)
+                put = said and stage > 0
+                deepspeed_config.put(self._config, f"{kind}.enabled", put)
+        if self._half == "bf16" and stage:
+            # Summed in the half format, micro-batches of a window would round each other away.
+            deepspeed_config.default(self._config, "data_types.grad_accum_dtype", "fp32")
+        if not dist.is_initialized():
+            # DeepSpeed wants one for a single process too. Without an address: nothing else can come in.
+            dist.init_process_group("gloo" if group.device.type == "cpu" else "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+        import_deepspeed(group.device)
+        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+        deepspeed_config.check_names("zero_optimization", self._config["zero_optimization"], DeepSpeedZeroConfig.model_fields, self._where)
+        self.matched_forward = self.zero_stage == 3
+
+    @property
+    def _half(self) -> str:
+        return {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}.get(self.precision.name, "")
+
+    def configure(self, settings: Settings, origins: Mapping[str, str]) -> Settings:
+        def asked(name: str) -> Asked:
+            value = getattr(settings, name)
+            return Asked(value, f"{name}={value!r} ({origins.get(name, 'code')})")
+
+        if settings.gradient_clip_val is not None and settings.gradient_clip_algorithm == "value":
+            raise ValueError(
+                f"gradient_clip_algorithm='value' ({origins.get('gradient_clip_algorithm', 'code')}) under DeepSpeed, which clips by norm only: "
+                "use 'norm', or strategy='fsdp'"
+            )
+        names = {"gradient_clip_val": "gradient_clipping", "accumulate_grad_batches": "gradient_accumulation_steps"}
+        if settings.global_batch_size is not None:
+            names = {"gradient_clip_val": "gradient_clipping", "global_batch_size": "train_batch_size"}
+        changes, config = {}, self._config
+        for name, path in names.items():
+            if deepspeed_config.says(config, path) and origins.get(name) == "default":
+                changes[name] = deepspeed_config.get(config, path)
+            elif deepspeed_config.says(config, path):
+                found = asked(name)
+                deepspeed_config.settle(config, path, replace(found, value=found.value or 0), self._where)
+        settings = replace(settings, **changes)
+        self._asked = {name: asked(name) for name in ("gradient_clip_val", "accumulate_grad_batches", "global_batch_size")}
+        return settings
+
+    def building(self) -> AbstractContextManager[Any]:
+        if self.zero_stage < 3:
+            return nullcontext()
+        import deepspeed
+
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._half, torch.float32)
+        config = self._complete(None, {}, final=False)
+        with surroundings(self.group.device, self.group.local_rank):
+            context: AbstractContextManager[Any] = deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype)
+        return context
+
+    # -- the model and its optimizer ----------------------------------------------------------------------------------------------
+
+    def scaler(self) -> Any:
+        return LossScale(self._models) if self._half == "fp16" else None
+
+    def setup(self, model: nn.Module) -> nn.Module:
+        made = (self.zero_stage, self.group.world_size, self.precision.name)
+        if isinstance(model, Driven):
+            if model.made != made:
+                raise ValueError(
+                    f"the model was sharded with (stage, world size, precision) = {model.made}, now {made} is asked for: "
+                    "load a checkpoint into a new module"
+                )
+            model.optimizer = None
+        else:
+            self.share_parameters(model)
+            model = Driven(model, made, self._start)
+        self._models.append(model)
+        return model
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model.module if isinstance(model, Driven) else model
+
+    def share_parameters(self, model: nn.Module) -> None:
+        spread(self.group, [t.detach() for t in (*model.parameters(), *model.buffers()) if not hasattr(t, "ds_id")])
+
+    def repoint(self, optimizer: Optimizer) -> None:
+        parameters = {id(p) for p in gradients.parameters_of([optimizer])}
+        if any(model.optimizer is optimizer for model in self._models):
+            return
+        owners = [model for model in self._models if any(id(p) in parameters for p in model.parameters())]
+        if not owners:
+            return  # its model comes later
+        owner, name = owners[0], type(optimizer).__name__
+        if len(owners) > 1 or not parameters <= {id(p) for p in owner.parameters()}:
+            raise ValueError(f"{name} has parameters of several models, or of none that was prepared: under DeepSpeed each model has its own")
+        if owner.optimizer is not None:
+            raise ValueError(
+                f"{name} is a second optimizer of {type(owner.module).__name__}: DeepSpeed trains a model with one; give one optimizer "
+                "several parameter groups"
+            )
+        if deepspeed_config.says(self._config, "optimizer"):
+            raise ValueError(
+                f'{name} was given, and "optimizer" in {self._where} is {self._config["optimizer"].get("type")!r}: keep one of them'
+            )
+        self._check_optimizer(optimizer)
+        warm = self._state_before(optimizer, owner) if optimizer.state else None
+        self._start(owner, optimizer)
+        if warm is not None:
+            self.load_optimizer_state(optimizer, owner, warm)
+
+    def _state_before(self, optimizer: Optimizer, model: Driven) -> dict[str, Any]:
+        state = Strategy.optimizer_state(self, optimizer, model)
+        optimizer.state.clear()
+        return state
+
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
+        name = type(optimizer).__name__
+        if not self.zero_stage:
+            return
+        for group in optimizer.param_groups:
+            if not any(p.requires_grad for p in group["params"]):
+                raise ValueError(f"{name} has a parameter group in which nothing is trained, which ZeRO cannot flatten: leave the group out")
+        known = type(optimizer).__module__.startswith("torch.optim") and name in ELEMENTWISE
+        known = known or type(optimizer).__module__.startswith("deepspeed.ops.")
+        if not known and not self._config.get("zero_allow_untested_optimizer"):
+            raise ValueError(
+                f"{name} under ZeRO stage {self.zero_stage}: DeepSpeed steps flat parts of the parameters, which is right only for optimizers that "
+                f"treat each element by itself ({', '.join(ELEMENTWISE)}, deepspeed.ops.*). Use one of them, stage=0 or strategy='fsdp'; if {name} "
+                'does, say so with config={"zero_allow_untested_optimizer": True}'
+            )
+
+    def own_optimizers(self, model: nn.Module) -> Any:
+        """What ``"optimizer"`` and ``"scheduler"`` in the configuration name; in a loop of your own: ``engine.strategy.own_optimizers(model)``.
+
+        Raises:
+            ValueError: ``lr`` is ``"auto"`` and the module has no ``hparams.lr`` or ``hparams.learning_rate``.
+        """
+        if not deepspeed_config.says(self._config, "optimizer"):
+            return None
+        assert isinstance(model, Driven)
+        params = self._config["optimizer"].setdefault("params", {})
+        if params.get("lr") == "auto":
+            hparams = getattr(getattr(model.module, "module", model.module), "hparams", {})
+            lr = hparams.get("lr", hparams.get("learning_rate"))
+            if lr is None:
+                raise ValueError(f'{self._where}: optimizer.params.lr="auto", and the module has no hparams.lr: write a number')
+            params["lr"] = lr
+        for name in [name for name, value in params.items() if value == "auto"]:
+            del params[name]  # the optimizer's own default
+        self._start(model, None)
+        return model.optimizer
+
+    def _start(self, model: Driven, optimizer: Optimizer | None) -> None:
+        """Make DeepSpeed's engine for a model and its optimizer, or for evaluation alone."""
+        import deepspeed
+
+        model.end()
+        trains = optimizer is not None or deepspeed_config.says(self._config, "optimizer")
+        config = self._complete(model, self._asked or {}, final=True)
+        groups = None if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
+        given = optimizer if optimizer is not None else None
+        trained = [p for p in model.module.parameters() if p.requires_grad]
+        with surroundings(self.group.device, self.group.local_rank):
+            engine, wrapper, _, _ = deepspeed.initialize(
+                model=model.module,
+                optimizer=given,
+                model_parameters=trained if trains and given is None else None,
+                config=config,
+                dist_init_required=False,
+            )
+        inner = engine.basic_optimizer if trains else None
+        spread_ = None
+        if trains and self.zero_stage:
+            spread_ = Spread(wrapper, inner, groups if groups is not None else [trained])
+        model.begin(engine, inner, spread_)
+
+    def _complete(self, model: Driven | None, asked: Mapping[str, Asked], final: bool) -> dict[str, Any]:
+        """The configuration that DeepSpeed is given."""
+        config = copy.deepcopy(self._config)
+        default = partial(deepspeed_config.default, config)
+        zero = config["zero_optimization"]
+        clip = asked.get("gradient_clip_val")
+        default("gradient_clipping", (clip.value or 0.0) if clip else 0.0)
+        size = self.micro_batch_size
+        micro = Asked(size, f"the training loader's batch_size={size}") if isinstance(size, int) else None
+        deepspeed_config.batch_sizes(config, self._where, micro, self._window(asked, size), self.group.world_size)
+        config["managed_gradient_accumulation"] = False
+        # One line every ten steps, and a clock that waits for the device, unless asked for.
+        config.setdefault("steps_per_print", None)
+        default("timers.throughput.enabled", False)
+        default("zero_force_ds_cpu_optimizer", False)
+        config["zero_allow_untested_optimizer"] = True  # _check_optimizer has its own list
+        numel = 0 if model is None else sum(getattr(p, "ds_numel", p.numel()) for p in model.module.parameters())
+        default("zero_optimization.reduce_bucket_size", min(500_000_000, max(numel, 1)))
+        for name in [name for name, value in zero.items() if value == "auto"]:
+            del zero[name]
+        for inside in _OFFLOAD.values():
+            if deepspeed_config.get(config, f"zero_optimization.{inside}.device", "none") != "none":
+                pinned = self.group.device.type == "cuda" if self.pin_memory is None else self.pin_memory
+                default(f"zero_optimization.{inside}.pin_memory", pinned)
+        if final:
+            deepspeed_config.no_auto_left(config, self._where)
+        else:
+            config.pop("optimizer", None)
+        return config
+
+    def _window(self, asked: Mapping[str, Asked], size: int | None) -> Asked | None:
+        whole, window = asked.get("global_batch_size"), asked.get("accumulate_grad_batches")
+        if whole is not None and whole.value is not None:
+            if not isinstance(size, int):
+                return None
+            return Asked(whole.value // (size * self.group.world_size), whole.by)
+        if window is None:
+            return Asked(self.window.size, f"Engine(accumulate_grad_batches={self.window.size})")
+        if isinstance(window.value, dict):
+            return replace(window, value=window.value.get(0, 1))
+        return window
+
+    def release(self, models: Sequence[nn.Module]) -> None:
+        for model in self._models:
+            if self.zero_stage < 3:  # at stage 3 only the engine has the parameters
+                model.end()
+        self._models.clear()
+
+    # -- gradients --------------------------------------------------------------------------------------------------------------
+
+    def backward_nothing(self, models: Sequence[nn.Module]) -> None:
+        if self.zero_stage:
+            raise ValueError(
+                f"training_step returned None on rank {self.group.rank} under DeepSpeed, whose backward passes all ranks run together: "
+                "return Loss(out.sum() * 0, 0) to leave this micro-batch out"
+            )
+
+    def average_gradients(self, parameters: Sequence[Tensor]) -> None:
+        raise RuntimeError("DeepSpeed averages gradients by itself; manual averaging needs strategy='ddp'")
+
+    def sum(self, value: Tensor | float) -> Tensor | float:
+        return sum_over_ranks(self.group, value)
+
+    def _of(self, optimizer: Any) -> Driven:
+        for model in self._models:
+            if model.optimizer is optimizer:
+                return model
+        raise RuntimeError(f"{type(optimizer).__name__} steps, but no model with its parameters was prepared: prepare both")
+
+    def step(
+        self, optimizers: Sequence[Any], divisor: Tensor | float | None, max_norm: float | None, max_value: float | None, checked: bool
+    ) -> tuple[Tensor | None, bool]:
+        if len(optimizers) != 1 or max_value is not None:
+            what = "clips by norm only" if max_value is not None else f"steps {len(optimizers)} optimizers one by one, not as one"
+            raise ValueError(f"DeepSpeed {what}")
+        model = self._of(optimizers[0])
+        norm, applied = model.step(None if divisor is None else float(divisor), max_norm, checked)
+        if not applied and not checked and self._half != "fp16":
+            warn_once("a gradient was not finite, and DeepSpeed skipped the step; on_nonfinite='skip' or 'raise' says what shall happen")
+        return norm, applied
+
+    def clip_at_step(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> None:
+        ids = {id(p) for p in parameters if p.requires_grad}
+        for model in self._models:
+            if ids == {id(p) for p in model.module.parameters() if p.requires_grad}:
+                if norm_type != 2.0:
+                    raise ValueError(f"clip_grad_norm_(norm_type={norm_type}) under DeepSpeed, which clips the 2-norm")
+                model.max_norm = max_norm
+                return
+        raise ValueError("clip_grad_norm_ under DeepSpeed takes all parameters of one prepared model: it clips their global norm in the step")
+
+    def discard(self, optimizer: Any) -> None:
+        self._of(optimizer).discard()
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------------------
+
+    def _spread(self, module: nn.Module) -> Spread | None:
+        first = {id(p) for p in module.parameters()}
+        return next((m.spread for m in self._models if m.spread is not None and not first.isdisjoint(m.spread.managed)), None)
+
+    def model_state(self, module: nn.Module) -> dict[str, Any]:
+        return deepspeed_state.model_state(module, self._spread(module), self.group.is_main)
+
+    def load_model_state(self, module: nn.Module, state: dict[str, Any]) -> None:
+        deepspeed_state.load_model_state(module, self._spread(module), state)
+
+    def optimizer_state(self, optimizer: Any, module: nn.Module) -> dict[str, Any]:
+        found = self._of(optimizer).spread
+        return super().optimizer_state(optimizer, module) if found is None else deepspeed_state.optimizer_state(found, module)
+
+    def load_optimizer_state(self, optimizer: Any, module: nn.Module, state: dict[str, Any]) -> None:
+        found = self._of(optimizer).spread
+        if found is None:
+            super().load_optimizer_state(optimizer, module, state)
+        else:
+            deepspeed_state.load_optimizer_state(found, module, state)
+
+
+def stage_1() -> DeepSpeed:
+    return DeepSpeed(stage=1)
+
+
+def stage_2() -> DeepSpeed:
+    return DeepSpeed(stage=2)
+
+
+def stage_3() -> DeepSpeed:
+    return DeepSpeed(stage=3)
+
+
+def stage_2_offload() -> DeepSpeed:
+    return DeepSpeed(stage=2, offload_optimizer=True)
+
+
+def stage_3_offload() -> DeepSpeed:
+    return DeepSpeed(stage=3, offload_optimizer=True, offload_parameters=True)
