@@ -29,7 +29,10 @@ class Driven(nn.Module):
         self.spread: Spread | None = None
         self.max_norm: float | None = None
         """For the coming step."""
-        self._fed = False
+        self._fed = self._inside = False
+        self._tree: Any = None
+        if made[0] == 3:  # before DeepSpeed's own hooks
+            module.register_forward_hook(self._flatten)
         self._engine: list[Any] = []  # in a list: the engine is a module that holds this one's, and is no part of it
 
     @property
@@ -53,10 +56,26 @@ class Driven(nn.Module):
         stage = self.made[0]
         if not self._engine and stage == 3:
             self._start(self, None)
-        out = self.module(*args, **kwargs)
+        self._inside = True
+        try:
+            out = self.module(*args, **kwargs)
+        finally:
+            self._inside, tree, self._tree = False, self._tree, None
+        if tree is not None:
+            tensors = iter(out)
+            out = map_tensors(lambda tensor: next(tensors), tree)
         if stage and self._engine and torch.is_grad_enabled():
             map_tensors(self._watch, out)
         return out
+
+    def _flatten(self, module: nn.Module, args: Any, out: Any) -> Any:
+        """At stage 3, hooks on the model look for tensors in lists and dicts only: give them a list."""
+        if not self._inside or out is None or isinstance(out, Tensor):
+            return out
+        tensors: list[Tensor] = []
+        map_tensors(tensors.append, out)
+        self._tree = out
+        return tensors
 
     # DeepSpeed's own forward pass looks for tensors in lists and dicts only, divides gradients by a fixed number of micro-batches, and
     # takes two forward passes for two backward passes. So the model is called directly, and backward begins where an output is reached.

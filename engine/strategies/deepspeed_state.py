@@ -178,9 +178,9 @@ def load_model_state(module: nn.Module, spread: Spread | None, state: Mapping[st
                 continue
             done.add(id(tensor))
             if hasattr(tensor, "ds_id"):
-                from deepspeed.zero import GatheredParameters
+                import deepspeed
 
-                with GatheredParameters([tensor], modifier_rank=0):
+                with deepspeed.zero.GatheredParameters([tensor], modifier_rank=0):
                     if torch.distributed.get_rank() == 0:
                         tensor.copy_(state[name])
             else:
@@ -192,7 +192,7 @@ def load_model_state(module: nn.Module, spread: Spread | None, state: Mapping[st
 def _gathered(tensor: Tensor) -> Tensor:
     if not hasattr(tensor, "ds_id"):
         return tensor.detach()
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
-    with GatheredParameters([tensor]):
+    with deepspeed.zero.GatheredParameters([tensor]):
         return tensor.detach().clone()
