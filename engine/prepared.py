@@ -90,7 +90,7 @@ class PreparedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not self._window.accumulating or self._used:
-            self._stepper.zero_grad(self.optimizer, set_to_none)
+            self.optimizer.zero_grad(set_to_none=set_to_none)
             self._stepper.forget([self.optimizer])
             self._used = False
 

@@ -58,10 +58,6 @@ class Stepper:
                     gradients.divide(parts, divisor)
             self._ready[id(optimizer)] = found
 
-    def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
-        """Clear the gradients of ``optimizer``."""
-        optimizer.zero_grad(set_to_none=set_to_none)
-
     def forget(self, optimizers: Sequence[Optimizer]) -> None:
         """New gradients will come: what :meth:`prepare` did no longer holds."""
         for optimizer in optimizers:
@@ -214,10 +210,6 @@ class OwnedStepper(Stepper):
         if not applied and self.on_nonfinite == "raise" and self.scaler is None:
             self._fail()
         self._decide(applied, [] if then is None else [then])
-
-    def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
-        """As :meth:`Stepper.zero_grad`."""
-        self.strategy.discard(optimizer)
 
 
 def _skips_itself(optimizer: Optimizer) -> bool:

@@ -141,10 +141,6 @@ class Strategy:
         """Clip the norm of these gradients in the coming step."""
         raise NotImplementedError
 
-    def discard(self, optimizer: Any) -> None:
-        """Forget the gradients that this optimizer would step with."""
-        raise NotImplementedError
-
     def release(self, models: Sequence[nn.Module]) -> None:
         """The engine is done with these models: take away what was attached to them."""
 

@@ -208,7 +208,7 @@ class DeepSpeed(Strategy):
                     f"the model was sharded with (stage, world size, precision) = {model.made}, now {made} is asked for: "
                     "load a checkpoint into a new module"
                 )
-            model.optimizer = None
+            model.release()
         else:
             self.share_parameters(model)
             model = Driven(model, made, self._start)
@@ -402,9 +402,6 @@ class DeepSpeed(Strategy):
                 model.max_norm = max_norm
                 return
         raise ValueError("clip_grad_norm_ under DeepSpeed takes all parameters of one prepared model: it clips their global norm in the step")
-
-    def discard(self, optimizer: Any) -> None:
-        self._of(optimizer).discard()
 
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
 

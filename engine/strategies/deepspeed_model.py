@@ -42,15 +42,24 @@ class Driven(nn.Module):
     def begin(self, engine: Any, optimizer: Any, spread: Spread | None) -> None:
         """Train (or only run, without ``optimizer``) by this engine."""
         self._engine, self.optimizer, self.spread, self._fed = [engine], optimizer, spread, False
+        if optimizer is not None:
+            # The optimizer has flat parts now; their gradients are buffers of DeepSpeed's that must stay.
+            optimizer.zero_grad = self._zero_grad
+
+    def release(self) -> None:
+        """Let go of the optimizer; the model can still be run."""
+        if self.optimizer is not None:
+            vars(self.optimizer).pop("zero_grad", None)
+        self.optimizer = self.spread = None
 
     def end(self) -> None:
         """Take the engine's hooks off the model."""
+        self.release()
         if self._engine:
             engine = self._engine.pop()
             engine.module_forward_pre_hook.remove()
             engine.module_forward_post_hook.remove()
             engine.destroy()
-        self.optimizer = self.spread = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         stage = self.made[0]
@@ -139,10 +148,8 @@ class Driven(nn.Module):
             engine.zero_grad()
         return norm, applied
 
-    def discard(self) -> None:
+    def _zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that no step has used."""
-        if not self._engine:
-            return
         engine, stage = self._engine[0], self.made[0]
         if not stage:
             engine.zero_grad()

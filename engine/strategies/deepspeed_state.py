@@ -64,6 +64,12 @@ class Spread:
         else:
             parameter.set_full_hp_param(value, key)
 
+    def _link(self) -> None:
+        """Let parameters find their states. DeepSpeed does it when its first group has stepped, and the others have no state yet."""
+        if hasattr(self.wrapper, "_lazy_init_hp_params_optimizer_state"):
+            self.wrapper._hp_optimizer_states_linked = False
+            self.wrapper._lazy_init_hp_params_optimizer_state()
+
     # -- as torch's optimizers: parameters by number ----------------------------------------------------------------------------
 
     @property
@@ -73,6 +79,7 @@ class Spread:
 
     def state_dict(self) -> dict[str, Any]:
         """Whole tensors; a collective."""
+        self._link()
         entries: dict[int, dict[str, Any]] = {}
         for number, group, parameter in self.numbered():
             flat = self.flat(group, parameter)
@@ -102,9 +109,7 @@ class Spread:
                         self.optimizer.state[flat][key] = torch.zeros_like(flat, requires_grad=False)
                 else:
                     self.optimizer.state[flat][key] = value.clone() if isinstance(value, Tensor) else value
-        if hasattr(self.wrapper, "_lazy_init_hp_params_optimizer_state") and parameters:
-            self.wrapper._hp_optimizer_states_linked = False
-            self.wrapper._lazy_init_hp_params_optimizer_state()
+        self._link()
         for _, parameter, entry in parameters:
             for key, value in entry.items():
                 if _like(value, parameter):
