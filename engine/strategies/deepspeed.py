@@ -23,11 +23,9 @@ from engine.log import warn_once
 from engine.strategies import deepspeed_config, deepspeed_state
 from engine.strategies.base import Strategy, spread, sum_over_ranks
 from engine.strategies.deepspeed_config import Asked
-from engine.strategies.deepspeed_model import Driven, LossScale, import_deepspeed, surroundings
+from engine.strategies.deepspeed_model import ELEMENTWISE, Driven, LossScale, check_optimizer, import_deepspeed, surroundings
 from engine.strategies.deepspeed_state import Spread
 
-ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop")
-"""Optimizers of torch that treat each element by itself, so that a flat part of the parameters is stepped as the whole would be."""
 _IN_ZERO = {  # field of DeepSpeed -> its name in "zero_optimization"
     "stage": "stage",
     "overlap_comm": "overlap_comm",
@@ -189,10 +187,9 @@ class DeepSpeed(Strategy):
             return nullcontext()
         import deepspeed
 
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._half, torch.float32)
-        config = self._complete(None, {}, final=False)
         with surroundings(self.group.device, self.group.local_rank):
-            context: AbstractContextManager[Any] = deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype)
+            # Without a dtype: one that is given explicitly is bf16 on a CPU, whatever it says.
+            context: AbstractContextManager[Any] = deepspeed.zero.Init(config_dict_or_path=self._complete(None))
         return context
 
     # -- the model and its optimizer ----------------------------------------------------------------------------------------------
@@ -211,7 +208,7 @@ class DeepSpeed(Strategy):
             model.release()
         else:
             self.share_parameters(model)
-            model = Driven(model, made, self._start)
+            model = Driven(model, made, partial(self._start, optimizer=None, trains=False))
         self._models.append(model)
         return model
 
@@ -240,9 +237,12 @@ class DeepSpeed(Strategy):
             raise ValueError(
                 f'{name} was given, and "optimizer" in {self._where} is {self._config["optimizer"].get("type")!r}: keep one of them'
             )
-        self._check_optimizer(optimizer)
+        if deepspeed_config.says(self._config, "scheduler"):
+            raise ValueError(f'"scheduler" in {self._where} goes with "optimizer" there: return yours from configure_optimizers')
+        if self.zero_stage:
+            check_optimizer(optimizer, self.zero_stage, bool(self._config.get("zero_allow_untested_optimizer")))
         warm = self._state_before(optimizer, owner) if optimizer.state else None
-        self._start(owner, optimizer)
+        self._start(owner, optimizer, trains=True)
         if warm is not None:
             self.load_optimizer_state(optimizer, owner, warm)
 
@@ -251,24 +251,10 @@ class DeepSpeed(Strategy):
         optimizer.state.clear()
         return state
 
-    def _check_optimizer(self, optimizer: Optimizer) -> None:
-        name = type(optimizer).__name__
-        if not self.zero_stage:
-            return
-        for group in optimizer.param_groups:
-            if not any(p.requires_grad for p in group["params"]):
-                raise ValueError(f"{name} has a parameter group in which nothing is trained, which ZeRO cannot flatten: leave the group out")
-        known = type(optimizer).__module__.startswith("torch.optim") and name in ELEMENTWISE
-        known = known or type(optimizer).__module__.startswith("deepspeed.ops.")
-        if not known and not self._config.get("zero_allow_untested_optimizer"):
-            raise ValueError(
-                f"{name} under ZeRO stage {self.zero_stage}: DeepSpeed steps flat parts of the parameters, which is right only for optimizers that "
-                f"treat each element by itself ({', '.join(ELEMENTWISE)}, deepspeed.ops.*). Use one of them, stage=0 or strategy='fsdp'; if {name} "
-                'does, say so with config={"zero_allow_untested_optimizer": True}'
-            )
-
     def own_optimizers(self, model: nn.Module) -> Any:
-        """What ``"optimizer"`` and ``"scheduler"`` in the configuration name; in a loop of your own: ``engine.strategy.own_optimizers(model)``.
+        """What ``"optimizer"`` and ``"scheduler"`` in the configuration name, as ``configure_optimizers`` would return it.
+
+        In a loop of your own: ``model = engine.prepare(model)``, then ``engine.strategy.own_optimizers(model)``.
 
         Raises:
             ValueError: ``lr`` is ``"auto"`` and the module has no ``hparams.lr`` or ``hparams.learning_rate``.
@@ -276,70 +262,55 @@ class DeepSpeed(Strategy):
         if not deepspeed_config.says(self._config, "optimizer"):
             return None
         assert isinstance(model, Driven)
-        params = self._config["optimizer"].setdefault("params", {})
-        if params.get("lr") == "auto":
-            hparams = getattr(getattr(model.module, "module", model.module), "hparams", {})
-            lr = hparams.get("lr", hparams.get("learning_rate"))
-            if lr is None:
-                raise ValueError(f'{self._where}: optimizer.params.lr="auto", and the module has no hparams.lr: write a number')
-            params["lr"] = lr
-        for name in [name for name, value in params.items() if value == "auto"]:
-            del params[name]  # the optimizer's own default
-        self._start(model, None)
-        return model.optimizer
+        hparams = getattr(getattr(model.module, "module", model.module), "hparams", {})
+        deepspeed_config.fill_optimizer(self._config, self._where, hparams.get("lr", hparams.get("learning_rate")))
+        self._start(model, None, trains=True)
+        scheduler = self._config.get("scheduler")
+        if scheduler is None:
+            return model.optimizer
+        made = deepspeed_config.scheduler(scheduler, self._where)(model.optimizer, **scheduler.get("params", {}))
+        return {"optimizer": model.optimizer, "lr_scheduler": {"scheduler": made, "interval": "step"}}
 
-    def _start(self, model: Driven, optimizer: Optimizer | None) -> None:
-        """Make DeepSpeed's engine for a model and its optimizer, or for evaluation alone."""
+    def _start(self, model: Driven, optimizer: Optimizer | None, trains: bool) -> None:
+        """Make DeepSpeed's engine for a model, with its optimizer, the configuration's, or none (evaluation)."""
         import deepspeed
 
         model.end()
-        trains = optimizer is not None or deepspeed_config.says(self._config, "optimizer")
-        config = self._complete(model, self._asked or {}, final=True)
-        groups = None if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
-        given = optimizer if optimizer is not None else None
+        config = self._complete(model)
+        config.pop("scheduler", None)  # ours to step
+        if not trains:
+            config.pop("optimizer", None)
+        elif optimizer is not None or config["optimizer"].get("type") in ELEMENTWISE:
+            config["zero_allow_untested_optimizer"] = True
         trained = [p for p in model.module.parameters() if p.requires_grad]
+        groups = [trained] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
+        if any(hasattr(p, "ds_id") for p in model.module.parameters()):
+            # Of a model that was built in part under zero.Init, DeepSpeed does not convert the rest.
+            for parameter in model.module.parameters():
+                if not hasattr(parameter, "ds_id") and parameter.is_floating_point():
+                    parameter.data = parameter.data.to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._half, parameter.dtype))
         with surroundings(self.group.device, self.group.local_rank):
             engine, wrapper, _, _ = deepspeed.initialize(
                 model=model.module,
-                optimizer=given,
-                model_parameters=trained if trains and given is None else None,
+                optimizer=optimizer,
+                model_parameters=trained if trains and optimizer is None else None,
                 config=config,
                 dist_init_required=False,
             )
         inner = engine.basic_optimizer if trains else None
-        spread_ = None
-        if trains and self.zero_stage:
-            spread_ = Spread(wrapper, inner, groups if groups is not None else [trained])
-        model.begin(engine, inner, spread_)
+        model.begin(engine, inner, Spread(wrapper, inner, groups) if trains and self.zero_stage else None)
 
-    def _complete(self, model: Driven | None, asked: Mapping[str, Asked], final: bool) -> dict[str, Any]:
+    def _complete(self, model: Driven | None) -> dict[str, Any]:
         """The configuration that DeepSpeed is given."""
+        asked, size = self._asked or {}, self.micro_batch_size
         config = copy.deepcopy(self._config)
-        default = partial(deepspeed_config.default, config)
-        zero = config["zero_optimization"]
-        clip = asked.get("gradient_clip_val")
-        default("gradient_clipping", (clip.value or 0.0) if clip else 0.0)
-        size = self.micro_batch_size
         micro = Asked(size, f"the training loader's batch_size={size}") if isinstance(size, int) else None
         deepspeed_config.batch_sizes(config, self._where, micro, self._window(asked, size), self.group.world_size)
-        config["managed_gradient_accumulation"] = False
-        # One line every ten steps, and a clock that waits for the device, unless asked for.
-        config.setdefault("steps_per_print", None)
-        default("timers.throughput.enabled", False)
-        default("zero_force_ds_cpu_optimizer", False)
-        config["zero_allow_untested_optimizer"] = True  # _check_optimizer has its own list
+        clip = asked.get("gradient_clip_val")
+        pinned = self.group.device.type == "cuda" if self.pin_memory is None else self.pin_memory
         numel = 0 if model is None else sum(getattr(p, "ds_numel", p.numel()) for p in model.module.parameters())
-        default("zero_optimization.reduce_bucket_size", min(500_000_000, max(numel, 1)))
-        for name in [name for name, value in zero.items() if value == "auto"]:
-            del zero[name]
-        for inside in _OFFLOAD.values():
-            if deepspeed_config.get(config, f"zero_optimization.{inside}.device", "none") != "none":
-                pinned = self.group.device.type == "cuda" if self.pin_memory is None else self.pin_memory
-                default(f"zero_optimization.{inside}.pin_memory", pinned)
-        if final:
-            deepspeed_config.no_auto_left(config, self._where)
-        else:
-            config.pop("optimizer", None)
+        deepspeed_config.complete(config, (clip.value or 0.0) if clip else 0.0, numel, pinned)
+        deepspeed_config.no_auto_left(config, self._where)
         return config
 
     def _window(self, asked: Mapping[str, Asked], size: int | None) -> Asked | None:
@@ -427,21 +398,6 @@ class DeepSpeed(Strategy):
             deepspeed_state.load_optimizer_state(found, module, state)
 
 
-def stage_1() -> DeepSpeed:
-    return DeepSpeed(stage=1)
-
-
-def stage_2() -> DeepSpeed:
-    return DeepSpeed(stage=2)
-
-
-def stage_3() -> DeepSpeed:
-    return DeepSpeed(stage=3)
-
-
-def stage_2_offload() -> DeepSpeed:
-    return DeepSpeed(stage=2, offload_optimizer=True)
-
-
-def stage_3_offload() -> DeepSpeed:
-    return DeepSpeed(stage=3, offload_optimizer=True, offload_parameters=True)
+stage_1, stage_2, stage_3 = (partial(DeepSpeed, stage=stage) for stage in (1, 2, 3))
+stage_2_offload = partial(DeepSpeed, stage=2, offload_optimizer=True)
+stage_3_offload = partial(DeepSpeed, stage=3, offload_optimizer=True, offload_parameters=True)

@@ -174,6 +174,69 @@ def batch_sizes(config: dict[str, Any], where: str, micro: Asked | None, window:
     settle(config, "train_batch_size", Asked(product, by), where)
 
 
+def complete(config: dict[str, Any], clip: float, numel: int, pinned: bool) -> None:
+    """Fill what DeepSpeed's own defaults would make slow, loud or different from what our loop does.
+
+    Args:
+        clip: what gradients are clipped to; 0: not.
+        numel: elements of the model.
+        pinned: whether offloaded memory is page-locked.
+    """
+    default(config, "gradient_clipping", clip)
+    config["managed_gradient_accumulation"] = False  # the window is ours
+    # One line every ten steps, and a clock that waits for the device, unless asked for.
+    config.setdefault("steps_per_print", None)
+    default(config, "timers.throughput.enabled", False)
+    default(config, "zero_force_ds_cpu_optimizer", False)  # offload with the optimizer that the user chose
+    # Its default of 500 million elements is allocated whatever the model's size.
+    default(config, "zero_optimization.reduce_bucket_size", min(500_000_000, max(numel, 1)))
+    zero = config["zero_optimization"]
+    for name in [name for name, value in zero.items() if value == "auto"]:
+        del zero[name]
+    for inside in ("offload_optimizer", "offload_param"):
+        if get(config, f"zero_optimization.{inside}.device", "none") != "none":
+            default(config, f"zero_optimization.{inside}.pin_memory", pinned)
+
+
+def fill_optimizer(config: dict[str, Any], where: str, lr: float | None) -> None:
+    """Put values for ``"auto"`` in ``"optimizer"`` and ``"scheduler"``; what is not ``lr`` is left to the optimizer's own default.
+
+    Raises:
+        ValueError: there is no ``type``, or ``lr`` is not known.
+    """
+    for section in ("optimizer", "scheduler"):
+        if section in config and not isinstance(config[section].get("type"), str):
+            raise ValueError(f"{where}: {section!r} needs a type, for example {{\"type\": \"AdamW\", \"params\": {{\"lr\": 1e-3}}}}")
+    params = config["optimizer"].setdefault("params", {})
+    schedule = config.get("scheduler", {}).setdefault("params", {})
+    if params.get("lr") == "auto":
+        if lr is None:
+            raise ValueError(f'{where}: optimizer.params.lr="auto", and the module has no hparams.lr: write a number')
+        params["lr"] = lr
+    if schedule.get("warmup_max_lr") == "auto" and "lr" in params:
+        schedule["warmup_max_lr"] = params["lr"]
+    if schedule.get("warmup_min_lr") == "auto":
+        schedule["warmup_min_lr"] = 0.0
+    for name in [name for name, value in params.items() if value == "auto"]:
+        del params[name]
+
+
+def scheduler(section: Mapping[str, Any], where: str) -> Any:
+    """The class that ``"scheduler"`` names: DeepSpeed's, or one of torch.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    for place in (lr_schedules, torch.optim.lr_scheduler):
+        if isinstance(getattr(place, section["type"], None), type):
+            return getattr(place, section["type"])
+    known = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+    raise ValueError(f"{where}: scheduler type {section['type']!r} is unknown{nearest(section['type'], known)}; possible: {', '.join(known)}")
+
+
 def no_auto_left(config: Any, where: str, path: str = "") -> None:
     """Every ``"auto"`` must have been filled.
 

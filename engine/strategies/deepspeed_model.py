@@ -12,16 +12,40 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from engine import gradients
 from engine.strategies.deepspeed_state import Spread
 from engine.tree import map_tensors
 
 
+ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop")
+"""Optimizers of torch that treat each element by itself, so that a flat part of the parameters is stepped as the whole would be."""
+
+
+def check_optimizer(optimizer: Optimizer, stage: int, trusted: bool) -> None:
+    """Whether it can step flat parts of the parameters. ``trusted``: the user says so.
+
+    Raises:
+        ValueError: it cannot, or is not known to.
+    """
+    name, module = type(optimizer).__name__, type(optimizer).__module__
+    for group in optimizer.param_groups:
+        if not any(p.requires_grad for p in group["params"]):
+            raise ValueError(f"{name} has a parameter group in which nothing is trained, which ZeRO cannot flatten: leave the group out")
+    known = (module.startswith("torch.optim") and name in ELEMENTWISE) or module.startswith("deepspeed.ops.")
+    if not known and not trusted:
+        raise ValueError(
+            f"{name} under ZeRO stage {stage}: DeepSpeed steps flat parts of the parameters, which is right only for optimizers that treat "
+            f"each element by itself ({', '.join(ELEMENTWISE)}, deepspeed.ops.*). Use one of them, stage=0 or strategy='fsdp'; if {name} does, "
+            'say so with config={"zero_allow_untested_optimizer": True}'
+        )
+
+
 class Driven(nn.Module):
     """A model and, once it is known how it is trained, the engine of DeepSpeed that does it. Calling it calls the model."""
 
-    def __init__(self, module: nn.Module, made: tuple[int, int, str], start: Callable[[Driven, None], None]) -> None:
+    def __init__(self, module: nn.Module, made: tuple[int, int, str], start: Callable[[Driven], None]) -> None:
         super().__init__()
         self.module, self.made, self._start = module, made, start
         self.optimizer: Any = None
@@ -64,7 +88,7 @@ class Driven(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         stage = self.made[0]
         if not self._engine and stage == 3:
-            self._start(self, None)
+            self._start(self)
         self._inside = True
         try:
             out = self.module(*args, **kwargs)
