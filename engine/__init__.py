@@ -21,6 +21,7 @@ _NAMES = {
     "DDP": "engine.strategies.ddp",
     "FSDP": "engine.strategies.fsdp",
     "DeepSpeed": "engine.strategies.deepspeed",
+    "MeshParallel": "engine.strategies.mesh_parallel",
     "Duration": "engine.config.duration",
     "Every": "engine.config.duration",
     "RankError": "engine.errors",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from engine.strategies.ddp import DDP as DDP
     from engine.strategies.deepspeed import DeepSpeed as DeepSpeed
     from engine.strategies.fsdp import FSDP as FSDP
+    from engine.strategies.mesh_parallel import MeshParallel as MeshParallel
 
 
 def __getattr__(name: str) -> Any:

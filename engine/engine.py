@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -29,6 +29,7 @@ from engine.prepared import AutocastForward, PreparedOptimizer, PreparedSchedule
 from engine.processes import Processes
 from engine.stepper import OwnedStepper, Stepper, Then
 from engine.strategies.base import Strategy
+from engine.tree import batch_size, map_tensors
 
 
 class Engine(Processes):
@@ -205,7 +206,7 @@ class Engine(Processes):
 
     def release(self) -> None:
         """Forget every prepared model and optimizer."""
-        self.strategy.release(self._models)
+        self.strategy.release()
         self._models.clear()
         self._stepper.known.clear()
 
@@ -289,13 +290,46 @@ class Engine(Processes):
         seed = self.window.seed(divisor, root.device)
         root.backward(seed if self.scaler is None else self.scaler.seed(seed), **kwargs)
 
+    def forward_backward(self, step: Callable[[Any, int], Any], batch: Any) -> Any:
+        """The loss of ``step(batch, samples)`` and its backward pass, under every strategy; with a pipeline, in parts of the micro-batch.
+
+        Args:
+            step: calls the prepared model once, and returns a scalar or :class:`engine.Loss`.
+            batch: samples along dim 0 of its tensors.
+
+        Returns:
+            The loss without its graph, on every rank that sees this data.
+        """
+        if not self.strategy.pipelined:
+            loss = step(batch, batch_size(batch) or 1)
+            self.backward(loss)
+            return map_tensors(Tensor.detach, loss)
+        window = self.window
+        if not window.accumulating:
+            self._synced = True
+        if self.scaler is not None:
+            self.scaler.seed(window.seed(1.0, self.device))  # ranks without the loss need the scale too
+
+        def root(loss: Tensor | Loss, fraction: float) -> Tensor:
+            if isinstance(loss, Loss) and self.scaler is not None:
+                raise ValueError("Loss(sum, count) with a pipeline under fp16: the sum may overflow; use precision='bf16-mixed', or return a mean")
+            # As with several ranks: the loss is here, but not all that it is divided by.
+            start, divisor = window.root(loss, max(2, self.data_group.world_size), None)
+            if not isinstance(loss, Loss):
+                divisor /= fraction
+            seed = window.seed(divisor, start.device)
+            return start * (seed if self.scaler is None else self.scaler.seed(seed))
+
+        found = self.strategy.run_pipeline(step, root, batch, self.sync_gradients)
+        if not self.strategy.has_loss:
+            window.follow(isinstance(found, Loss))
+        return found
+
     def backward_nothing(self) -> None:
         """This micro-batch has no loss. Alone, its samples do not count; among several ranks they count with a zero gradient."""
         window = self.window
         window.drop(self.data_group.world_size, self._agree)
-        if self.group.world_size > 1 and (
-            self.sync_gradients or self.strategy.matched_forward or self.strategy.matched_backward
-        ):
+        if self.group.world_size > 1 and (self.sync_gradients or self.strategy.matched_forward or self.strategy.matched_backward):
             self.strategy.backward_nothing(self._models)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -308,26 +342,12 @@ class Engine(Processes):
 
         Under DeepSpeed they are scaled within the step: the result is ``None``, and :attr:`grad_norm` has the norm after it.
         """
-        if not self.sync_gradients:
-            return None
-        if self.strategy.owns_step:
-            self.strategy.clip_at_step([parameters] if isinstance(parameters, Tensor) else list(parameters), max_norm, norm_type)
-            return None
-        grads = self._readable(parameters)
-        return gradients.clip_norm(self.strategy.local(grads), self.strategy.norm(grads, norm_type), max_norm, None)
+        return self._stepper.clip_norm(_listed(parameters), max_norm, norm_type) if self.sync_gradients else None
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp each gradient element to [-clip_value, clip_value]."""
-        if self.strategy.owns_step:
-            raise ValueError(f"clip_grad_value_ under {type(self.strategy).__name__}, which clips by norm only: use clip_grad_norm_")
         if self.sync_gradients:
-            gradients.clip_values(self.strategy.local(self._readable(parameters)), clip_value)
-
-    def _readable(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
-        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        ids = {id(p) for p in chosen}
-        self._stepper.prepare([o for o in self._stepper.known if any(id(p) in ids for p in gradients.parameters_of([o]))])
-        return gradients.gradients(chosen)
+            self._stepper.clip_values(_listed(parameters), clip_value)
 
     def average_gradients(self, optimizer: Any) -> None:
         """Average this optimizer's gradients over the ranks now, for models whose backward passes do not (manual optimization)."""
@@ -374,6 +394,10 @@ class Engine(Processes):
         named = ((name, p) for model in self._models for name, p in self.unwrap_model(model).named_parameters())
         names = gradients.where_nonfinite(named, self.strategy.local)
         return f"; first in: {', '.join(names[:5])}" if names else ""
+
+
+def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
 def raw(optimizer: Any) -> Any:

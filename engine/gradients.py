@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from engine.data.sampler import ALONE, Share
 from engine.log import warn_once
+from engine.tree import whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class Window:
         root, count = _scalar(loss.sum), loss.count
         self.fed = True
         if isinstance(count, Tensor):
-            count = count.detach()
+            count = whole(count.detach())
         if world_size == 1 and self.count is None and (share.last or not self.accumulating):
             # The whole window in one micro-batch: divide the loss, not the gradients, as a bare loop does.
             self.count, self._first = count, nonzero(count)
@@ -121,6 +122,16 @@ class Window:
         self.count = count if self.count is None else self.count + count
         self.losses += 1
         self._newest = count
+
+    def follow(self, weighted: bool) -> None:
+        """Another rank has this micro-batch's loss: be in the same state as its window."""
+        if self._finished:
+            self.open()
+        self.fed = True
+        if weighted:
+            self._add(0.0, None)
+        else:
+            self._scalars = True
 
     def seed(self, divisor: float, device: torch.device) -> Tensor:
         """The gradient to start backward with: 1 / ``divisor``. Shape ``()``, fp32; made once for each value.
@@ -185,11 +196,26 @@ def _scalar(loss: Any) -> Tensor:
             "the loss has no graph, so nothing would be trained: it was computed under no_grad, detached, made with .item(), "
             "or all parameters that it depends on are frozen (requires_grad=False)"
         )
+    loss = whole(loss)
     if loss.ndim:
         if loss.numel() != 1:
             raise ValueError(f"a loss must have one element, got shape {tuple(loss.shape)}: reduce it, for example with .mean()")
         return loss.reshape(())
     return loss
+
+
+def loss_in(outputs: Any, who: str) -> Any:
+    """The loss inside a training step's outputs, or ``None``. ``who``: the class of the module, for messages."""
+    if outputs is None or isinstance(outputs, (Tensor, Loss)):
+        return outputs
+    if not isinstance(outputs, Mapping):
+        raise TypeError(
+            f"{who}.training_step returned {type(outputs).__name__}; "
+            "possible: a scalar tensor, Loss(sum, count), a dict with one of them under 'loss', or None"
+        )
+    if "loss" not in outputs:
+        raise ValueError(f"{who}.training_step returned a dict without 'loss'; its keys: {', '.join(map(str, outputs))}")
+    return outputs["loss"]
 
 
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from engine.data.loader import PreparedLoader
 from engine.distributed.collectives import gather_object
-from engine.gradients import Loss
+from engine.gradients import Loss, loss_in
 from engine.run import Run
 from engine.seed import isolated
-from engine.tree import map_tensors
+from engine.tree import map_tensors, whole
 
 
 def train(run: Run) -> None:
@@ -47,6 +47,7 @@ def train_epoch(run: Run) -> None:
     engine, module, state, hooks, times, recorder = run.engine, run.module, run.state, run.hooks, run.times, run.recorder
     window, call, automatic, clock = engine.window, run.call, module.automatic_optimization, time.perf_counter
     autocast, sync, models = engine.autocast(), engine.strategy.sync, engine.models
+    separate = automatic and not engine.strategy.pipelined  # else the call holds the backward pass
     batches = begin_epoch(run)
     window.accumulating = automatic
     entered, apart, waited = clock(), times.apart, 0.0
@@ -63,7 +64,7 @@ def train_epoch(run: Run) -> None:
             break
         with autocast:
             outputs = call(batch, index)
-        if automatic:
+        if separate:
             backward(run, outputs)
         state.batch_idx = index + 1
         state.batches += 1
@@ -91,7 +92,7 @@ def backward(run: Run, outputs: Any) -> None:
     """Backward from what ``training_step`` returned."""
     loss = outputs
     if type(loss) is not Tensor and not isinstance(loss, (Tensor, Loss)):
-        loss = loss_in(outputs, run.module)
+        loss = loss_in(outputs, type(run.module).__name__)
         if loss is None:
             run.engine.backward_nothing()
             return
@@ -100,20 +101,6 @@ def backward(run: Run, outputs: Any) -> None:
     run.engine.backward(loss)
     for hook in run.hooks.on_after_backward:
         hook(run, run.module)
-
-
-def loss_in(outputs: Any, module: nn.Module) -> Any:
-    """The loss inside a training step's outputs, or ``None``."""
-    if outputs is None:
-        return None
-    if not isinstance(outputs, Mapping):
-        raise TypeError(
-            f"{type(module).__name__}.training_step returned {type(outputs).__name__}; "
-            "possible: a scalar tensor, Loss(sum, count), a dict with one of them under 'loss', or None"
-        )
-    if "loss" not in outputs:
-        raise ValueError(f"{type(module).__name__}.training_step returned a dict without 'loss'; its keys: {', '.join(map(str, outputs))}")
-    return outputs["loss"]
 
 
 def optimizer_step(run: Run) -> None:
@@ -281,7 +268,7 @@ def predict(run: Run, loaders: Sequence[PreparedLoader]) -> list[list[Any]]:
         call_all(run, run.hooks.on_predict_epoch_start)
         for index, loader in enumerate(loaders):
             several = index if len(loaders) > 1 else None
-            own = [map_tensors(Tensor.cpu, out) for out in batches(run, loader, "predict", run.method("predict_step"), several, None)]
+            own = [map_tensors(lambda t: whole(t).cpu(), out) for out in batches(run, loader, "predict", run.method("predict_step"), several, None)]
             by_rank = gather_object(run.engine.data_group, own)
             dealt = itertools.zip_longest(*by_rank, fillvalue=_NOTHING)
             results.append([out for row in dealt for out in row if out is not _NOTHING])

@@ -15,6 +15,7 @@ from engine.distributed.collectives import gather_object, gather_row
 from engine.distributed.group import Group
 from engine.errors import nearest
 from engine.tree import batch_size as samples
+from engine.tree import whole
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 _FOLD = 256
@@ -162,7 +163,7 @@ class Recorder:
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(f"log({name!r}) got a tensor of shape {tuple(value.shape)}: log one number, for example its .mean()")
-            value = value.detach()
+            value = whole(value.detach())
         elif not isinstance(value, (int, float)):
             value = self._other(slot, value)
             if value is None:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from engine.data.loader import PreparedLoader
 from engine.datamodule import DataModule
+from engine.gradients import loss_in
 from engine.log import logger, warn_once
 from engine.manual import ManualOptimizer
 from engine.module import TrainModule
@@ -174,11 +175,27 @@ def distribute(run: Run) -> None:
     # A module that is sharded stays so: a later run calls it by the same root.
     step = module.sharded_root[0] if matched and module.sharded_root else TrainingStep(module)
     wrapped = run.engine.prepare_model(step, autocast=False)
-    if type(wrapped) is not TrainingStep:
+    if run.engine.strategy.pipelined:
+        run.call = partial(pipelined, run)
+    elif type(wrapped) is not TrainingStep:
         run.call = wrapped
     if matched:
         module.sharded_root = [wrapped]
         run.method = lambda name: partial(wrapped, step=name)
+
+
+def pipelined(run: Run, batch: Any, index: int) -> Any:
+    """``training_step`` and its backward pass, on parts of a micro-batch; the loss of all."""
+    module, recorder, size = run.module, run.recorder, run.recorder.size
+
+    def step(part: Any, samples: int) -> Any:
+        recorder.size, recorder.batch = samples if size else 0, part
+        return loss_in(module.training_step(part, index), type(module).__name__)
+
+    try:
+        return run.engine.forward_backward(step, batch)
+    finally:
+        recorder.size, recorder.batch = size, batch
 
 
 def optimizers(run: Run) -> None:

@@ -121,7 +121,8 @@ class Processes:
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Like :meth:`gather`, without the samples that a micro-batch repeats only to keep the ranks matched.
 
-        Ranks that hold parts of one model see the same samples, which come once. Anything that holds no tensor is gathered as objects: a list from each process, joined.
+        Ranks that hold parts of one model see the same samples, which come once. Anything that holds no tensor is gathered as objects:
+        a list from each process, joined.
         """
         size = self.window.share.size
         has_tensors = False

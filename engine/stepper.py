@@ -58,6 +58,21 @@ class Stepper:
                     gradients.divide(parts, divisor)
             self._ready[id(optimizer)] = found
 
+    def readable(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of these parameters, divided and unscaled."""
+        ids = {id(p) for p in parameters}
+        self.prepare([o for o in self.known if any(id(p) in ids for p in gradients.parameters_of([o]))])
+        return gradients.gradients(parameters)
+
+    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
+        """Scale the gradients of these parameters down; their norm before, if it is known now. Shape ``()``."""
+        grads = self.readable(parameters)
+        return gradients.clip_norm(self.strategy.local(grads), self.strategy.norm(grads, norm_type), max_norm, None)
+
+    def clip_values(self, parameters: Sequence[Tensor], limit: float) -> None:
+        """Clamp each element of the gradients of these parameters to [-limit, limit]."""
+        gradients.clip_values(self.strategy.local(self.readable(parameters)), limit)
+
     def forget(self, optimizers: Sequence[Optimizer]) -> None:
         """New gradients will come: what :meth:`prepare` did no longer holds."""
         for optimizer in optimizers:
@@ -196,6 +211,14 @@ class OwnedStepper(Stepper):
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
         """Nothing: gradients become readable inside of the step only."""
+
+    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
+        """Tell the strategy; the norm is known after the step."""
+        self.strategy.clip_at_step(parameters, max_norm, norm_type)
+        return None
+
+    def clip_values(self, parameters: Sequence[Tensor], limit: float) -> None:
+        raise ValueError(f"clip_grad_value_ under {type(self.strategy).__name__}, which clips by norm only: use clip_grad_norm_")
 
     def step(
         self,

@@ -52,6 +52,14 @@ def move(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> A
     return map_tensors(to, tree)
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that is cut over ranks (``DTensor``) as the whole one on each of them, with its graph; a collective. Others as they are."""
+    if type(tensor) is Tensor:
+        return tensor
+    gather: Any = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
+
+
 def batch_size(tree: Any) -> int | None:
     """The number of samples: the first dimension of the first tensor in ``tree``; ``None`` when there is none."""
     if type(tree) in (tuple, list) and tree and type(tree[0]) is Tensor and tree[0].ndim:

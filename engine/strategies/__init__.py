@@ -18,6 +18,7 @@ _BUILT_IN = {
     "deepspeed_stage_3": ("engine.strategies.deepspeed", "stage_3"),
     "deepspeed_stage_2_offload": ("engine.strategies.deepspeed", "stage_2_offload"),
     "deepspeed_stage_3_offload": ("engine.strategies.deepspeed", "stage_3_offload"),
+    "mesh": ("engine.strategies.mesh_parallel", "MeshParallel"),
 }
 
 

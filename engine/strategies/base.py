@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +32,10 @@ class Strategy:
     group: Group = field(init=False, repr=False)
     data_group: Group = field(init=False, repr=False)
     """The ranks that see different data, this one among them: all of them, but for ranks that hold parts of one model."""
+    pipelined: bool = field(default=False, init=False, repr=False)
+    """Whether forward and backward passes run together, by :meth:`run_pipeline`."""
+    has_loss: bool = field(default=True, init=False, repr=False)
+    """Whether :meth:`run_pipeline` computes the loss on this rank, rather than another one of those that see the same data."""
     speaks: bool = field(default=True, init=False, repr=False)
     """Whether this rank's losses and logged values count: one does of those that see the same data."""
     random_stream: int = field(default=0, init=False, repr=False)
@@ -90,6 +94,9 @@ class Strategy:
         """The module that ``setup`` was given."""
         return model
 
+    def release(self) -> None:
+        """Called when the engine lets its models go; undo what ``setup`` has changed outside of them."""
+
     def sync(self, models: Sequence[nn.Module], enabled: bool) -> None:
         """Whether the coming forward and backward passes reduce gradients over the ranks (only a window's last one needs to)."""
 
@@ -101,6 +108,19 @@ class Strategy:
         root = joins(p for model in models for p in model.parameters())
         self.expect(models, root)
         root.backward()
+
+    def run_pipeline(self, step: Callable[[Any, int], Any], root: Callable[[Any, float], Tensor], batch: Any, last: bool) -> Any:
+        """Forward and backward of one micro-batch in parts, where :attr:`pipelined`.
+
+        Args:
+            step: the loss of a part and how many of its samples count (0: up to the call of the model only).
+            root: the scalar to start backward from, out of a part's loss and the fraction of the micro-batch that it has.
+            last: the micro-batch closes its window.
+
+        Returns:
+            The micro-batch's loss without a graph, the same on all ranks that see it.
+        """
+        raise NotImplementedError
 
     def share_parameters(self, model: nn.Module) -> None:
         """Give every rank rank 0's parameters and buffers, for a model that is trained without ``setup`` (manual optimization)."""
@@ -140,9 +160,6 @@ class Strategy:
     def clip_at_step(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> None:
         """Clip the norm of these gradients in the coming step."""
         raise NotImplementedError
-
-    def release(self, models: Sequence[nn.Module]) -> None:
-        """The engine is done with these models: take away what was attached to them."""
 
     # -- checkpoints: the same whatever the strategy, so that each reads what another wrote. All ranks call these together ---------------
 

@@ -325,7 +325,7 @@ class DeepSpeed(Strategy):
             return replace(window, value=window.value.get(0, 1))
         return window
 
-    def release(self, models: Sequence[nn.Module]) -> None:
+    def release(self) -> None:
         for model in self._models:
             if self.zero_stage < 3:  # at stage 3 only the engine has the parameters
                 model.end()

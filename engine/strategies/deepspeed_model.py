@@ -18,7 +18,6 @@ from engine import gradients
 from engine.strategies.deepspeed_state import Spread
 from engine.tree import map_tensors
 
-
 ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop")
 """Optimizers of torch that treat each element by itself, so that a flat part of the parameters is stepped as the whole would be."""
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from engine.distributed.collectives import all_reduce
 from engine.distributed.group import Group
+from engine.distributed.mesh import degrees, make_mesh
 from engine.log import warn_once
 from engine.strategies import policy, shards
 from engine.strategies.base import Strategy, named_state, numbered_state, spread, sum_over_ranks
@@ -61,33 +63,33 @@ class FSDP(Strategy):
     """Parameters, by name (``"head.*"``), that stay whole on every rank; their gradients are averaged as under DDP."""
     reduce_each_micro_batch: bool = False
     """Reduce gradients after every micro-batch of a window rather than in its last one: a rank then never holds whole gradients."""
+    _sizes: dict[str, int] = field(default_factory=dict, init=False, repr=False)
     _mesh: DeviceMesh | None = field(default=None, init=False, repr=False)
     _replaced: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False, repr=False)
+    _settled: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("dp_replicate", "dp_shard", "min_size"):
-            value, least = getattr(self, name), 0 if name == "min_size" else 1
-            fits = isinstance(value, int) and not isinstance(value, bool) and (value >= least or (name == "dp_shard" and value == -1))
-            if not fits:
-                rest = ", or -1 for all ranks that are left" if name == "dp_shard" else ""
-                raise ValueError(f"FSDP({name}={value!r}) must be an int of at least {least}{rest}")
+        who, least = type(self).__name__, self.min_size
+        if not isinstance(least, int) or isinstance(least, bool) or least < 0:
+            raise ValueError(f"{who}(min_size={least!r}) must be an int of at least 0")
         keep = self.reshard_after_forward
         if keep is not None and (not isinstance(keep, int) or keep < 0):
-            raise ValueError(f"FSDP(reshard_after_forward={keep!r}) must be True, False, None, or a number of ranks")
+            raise ValueError(f"{who}(reshard_after_forward={keep!r}) must be True, False, None, or a number of ranks")
+        for name, size in self._axes().items():
+            degrees({name: size}, 0, who)
+
+    def _axes(self) -> dict[str, int]:
+        """The sizes asked for, from the outermost axis to the innermost."""
+        return {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
 
     def connect(self, group: Group) -> None:
-        size = group.world_size
-        shard = size // self.dp_replicate if self.dp_shard == -1 else self.dp_shard
-        if shard * self.dp_replicate != size and (size > 1 or self.dp_replicate > 1 or self.dp_shard > 1):
-            raise ValueError(
-                f"FSDP(dp_replicate={self.dp_replicate}, dp_shard={self.dp_shard}) needs {max(shard, 1) * self.dp_replicate} processes, "
-                f"this job has {size}: the two must multiply to {size}; dp_shard=-1 takes what dp_replicate leaves"
-            )
-        keep = self.reshard_after_forward
-        if size > 1 and keep is not None and not isinstance(keep, bool) and (shard % keep if keep else True):
-            raise ValueError(f"FSDP(reshard_after_forward={keep}) must divide the {shard} ranks that hold one copy of the model")
+        who, keep = type(self).__name__, self.reshard_after_forward
+        self._sizes = degrees(self._axes(), group.world_size, who)
+        shard = self._sizes["dp_shard"]
+        if shard > 1 and keep is not None and not isinstance(keep, bool) and (shard % keep if keep else True):
+            raise ValueError(f"{who}(reshard_after_forward={keep}) must divide the {shard} ranks that hold one copy of the model")
         super().connect(group)
-        self._mesh, self.matched_forward = None, size > 1
+        self._mesh, self.matched_forward = None, group.world_size > 1
 
     # -- the model --------------------------------------------------------------------------------------------------------------
 
@@ -101,78 +103,103 @@ class FSDP(Strategy):
     def setup(self, model: nn.Module) -> nn.Module:
         if self.group.world_size == 1:
             return model
-        made = (self.group.world_size, self.dp_replicate, self.precision.name)
-        if isinstance(model, FSDPModule):
-            if vars(model)["_sharded_as"] != made:
+        made = f"{', '.join(f'{name}={size}' for name, size in self._sizes.items())}, precision={self.precision.name}"
+        before = vars(model).get("_sharded_as")
+        if before is not None:
+            if before != made:
                 raise ValueError(
-                    f"{type(model).__name__} was sharded with (world size, dp_replicate, precision) = {vars(model)['_sharded_as']}, now {made} "
-                    "is asked for: load a checkpoint into a new module"
+                    f"{type(model).__name__} was sharded with {before}, now {made} is asked for: load a checkpoint into a new module"
                 )
             self.sync([model], True)
             return model
         self._check(model)
         self._shard(model)
-        model._sharded_as, model._reduces = made, True  # type: ignore[assignment]
+        model._sharded_as = made  # type: ignore[assignment]
         return model
 
     def _check(self, model: nn.Module) -> None:
-        if any(isinstance(m, FSDPModule) for m in model.modules()):
+        if any(shards.is_sharded(p) for p in model.parameters()):
             raise ValueError(f"parts of {type(model).__name__} are sharded already, but not the whole: give a new module, or the one prepared before")
         meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
         if meta is not None:
             raise ValueError(f"{meta!r} is on the meta device and has no values: build the model on the CPU before it is sharded")
 
     def _shard(self, model: nn.Module) -> None:
+        self._shard_parts(model, [model])
+
+    def _shard_parts(self, model: nn.Module, roots: Sequence[nn.Module]) -> None:
+        """Shard ``roots`` block by block; names are those in ``model``."""
         patterns = [self.ignore] if isinstance(self.ignore, str) else list(self.ignore)
         apart = set(policy.matching(model.named_parameters(remove_duplicate=False), patterns, "FSDP(ignore=...)"))
         chosen = [] if self.blocks is None else [self.blocks] if isinstance(self.blocks, (str, type)) else list(self.blocks)
-        parts = policy.units(model, chosen, self.min_size)
-        with_rest, between = policy.shared(model, parts)
-        apart |= between  # no one block can free what another one uses
-        for part in parts:
-            self._fully_shard(part, apart | with_rest, inputs=True)
-        self._fully_shard(model, apart, inputs=False)
-        for parameter in apart:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda p: self._average(model, p))
+        blocks = policy.units(model, chosen, self.min_size)
+        for root in roots:
+            inside = {id(m) for m in root.modules() if m is not root}
+            parts = [m for m in blocks if id(m) in inside]
+            with_rest, between = policy.shared(root, parts)
+            apart |= between  # no one block can free what another one uses
+            for part in parts:
+                self._fully_shard(part, apart | with_rest, inputs=True)
+            self._fully_shard(root, apart, inputs=False)
+            root._reduces = True  # type: ignore[assignment]
+            for parameter in apart & set(root.parameters()):
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(partial(self._average, root))
 
     def _fully_shard(self, module: nn.Module, ignored: set[Any], inputs: bool) -> None:
+        self._settle(module)
         before = dict(module.named_parameters(remove_duplicate=False))
-        own = [t for t in (*module.parameters(), *module.buffers()) if not shards.is_sharded(t)]
-        for tensor in own:
-            tensor.data = tensor.data.to(self.group.device)
-        spread(self.group, [t.detach() for t in own])
         half = self.precision.autocast
         reduce = self.reduce_dtype or (torch.float32 if half is not None else None)
         fully_shard(
             module,
-            mesh=self._device_mesh(),
+            mesh=self._data_mesh(),
             reshard_after_forward=self.reshard_after_forward,
             mp_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=reduce, cast_forward_inputs=inputs),
             offload_policy=CPUOffloadPolicy(pin_memory=self.group.device.type == "cuda") if self.cpu_offload else OffloadPolicy(),
             ignored_params=ignored,
         )
+        self._note(module, before)
+
+    def _settle(self, module: nn.Module) -> None:
+        """What of the module is not sharded yet, on the device, with rank 0's values."""
+        tensors = (*module.parameters(), *module.buffers())
+        own = [t for t in tensors if not shards.is_sharded(t) and not t.is_meta and t not in self._settled]
+        for tensor in own:
+            tensor.data = tensor.data.to(self.group.device)
+            self._settled[tensor] = True
+        spread(self.group, [t.detach() for t in own])
+
+    def _note(self, module: nn.Module, before: dict[str, Any]) -> None:
+        """Remember which parameter has taken the place of which of ``before``; the old ones are emptied."""
         after = dict(module.named_parameters(remove_duplicate=False))
         for name, old in before.items():
             if after[name] is not old:
                 self._replaced[old] = after[name]
-                old.data = old.data.new_empty(0)  # an optimizer that was made before still has it
+                if not shards.is_sharded(old):
+                    old.data = old.data.new_empty(0)  # an optimizer that was made before still has it
 
-    def _device_mesh(self) -> DeviceMesh:
+    def _now(self, parameter: Tensor) -> Tensor:
+        """What has taken a parameter's place, in one step or several: cut by tensor parallel, then by ``fully_shard``."""
+        while parameter in self._replaced:
+            parameter = self._replaced[parameter]
+        return parameter
+
+    def mesh(self) -> DeviceMesh:
+        """All ranks, by the axes of this strategy. Made at its first use, by all ranks together."""
         if self._mesh is None:
-            kind, shard = self.group.device.type, self.group.world_size // self.dp_replicate
-            if self.dp_replicate == 1:
-                self._mesh = init_device_mesh(kind, (shard,), mesh_dim_names=("dp_shard",))
-            else:
-                self._mesh = init_device_mesh(kind, (self.dp_replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+            self._mesh = make_mesh(self.group, self._sizes)
         return self._mesh
+
+    def _data_mesh(self) -> DeviceMesh:
+        return self.mesh()["dp_shard"] if self._sizes["dp_replicate"] == 1 else self.mesh()["dp_replicate", "dp_shard"]
 
     def repoint(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             parameters = group["params"]
             for i, old in enumerate(parameters):
-                new = self._replaced.get(old)
-                if new is not None:
+                new = self._now(old)
+                if new is not old:
                     parameters[i] = new
                     if old in optimizer.state:
                         state = optimizer.state.pop(old)
@@ -196,16 +223,16 @@ class FSDP(Strategy):
                 elif self.dp_replicate > 1:
                     model.set_requires_all_reduce(enabled)
 
-    def _average(self, model: nn.Module, parameter: Tensor) -> None:
+    def _average(self, root: nn.Module, parameter: Tensor) -> None:
         """Of a parameter that ``fully_shard`` leaves alone; averaging what is averaged already changes nothing."""
-        if vars(model)["_reduces"] and parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
-            parameter.grad.div_(self.group.world_size)
+        if vars(root)["_reduces"] and parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=self.data_group.wide)
+            parameter.grad.div_(self.data_group.world_size)
 
     def backward_nothing(self, models: Sequence[nn.Module]) -> None:
         raise ValueError(
-            f"training_step returned None on rank {self.group.rank} under FSDP, whose backward passes all ranks run together: "
-            "return Loss(out.sum() * 0, 0) to leave this micro-batch out"
+            f"training_step returned None on rank {self.group.rank} under {type(self).__name__}, whose backward passes all ranks run "
+            "together: return Loss(out.sum() * 0, 0) to leave this micro-batch out"
         )
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
@@ -213,7 +240,7 @@ class FSDP(Strategy):
             raise RuntimeError("FSDP averages gradients during the backward pass of a prepared model; manual averaging needs strategy='ddp'")
 
     def sum(self, value: Tensor | float) -> Tensor | float:
-        return sum_over_ranks(self.group, value)
+        return sum_over_ranks(self.group, value, self.speaks)
 
     def local(self, grads: list[Tensor]) -> list[Tensor]:
         return grads if self.group.world_size == 1 else shards.local(grads)
@@ -222,7 +249,11 @@ class FSDP(Strategy):
         if self.group.world_size == 1 or math.isnan(norm_type):
             return super().norm(grads, norm_type)
         device = torch.device("cpu") if self.cpu_offload else self.group.device
-        return shards.norm(self.group, grads, norm_type, self.dp_replicate, device)
+        return shards.norm(self.group, grads, norm_type, self._holders, device)
+
+    def _holders(self, grad: Tensor) -> int:
+        """How many ranks hold a part of this gradient, or a copy."""
+        return self.group.world_size
 
     def agree(self, found: Tensor) -> Tensor:
         largest: Tensor = all_reduce(self.group, found, "max")
@@ -251,7 +282,7 @@ class FSDP(Strategy):
         optimizer.load_state_dict({**state, "state": entries})
 
     def _whole(self, tree: dict[str, Any]) -> dict[str, Any]:
-        whole: dict[str, Any] = shards.whole(self.group, tree)
+        whole: dict[str, Any] = shards.whole(self.group, tree, self.group.is_main)
         return whole
 
 

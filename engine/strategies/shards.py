@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from engine.distributed.collectives import all_reduce
 from engine.distributed.group import Group
@@ -20,33 +20,44 @@ def local(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
 
+def pieces(tensor: Tensor) -> int:
+    """How many ranks a tensor is cut over."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    count = 1
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_shard() or _strided(placement):
+            count *= tensor.device_mesh.size(axis)
+    return count
+
+
 @torch.no_grad()
-def norm(group: Group, tensors: Sequence[Tensor], norm_type: float, copies: int, device: torch.device) -> Tensor:
+def norm(group: Group, tensors: Sequence[Tensor], norm_type: float, holders: Callable[[Tensor], int], device: torch.device) -> Tensor:
     """The norm over all ranks, by one collective of one number. Shape ``()``, at least fp32.
 
     Args:
-        tensors: sharded ones, of which ``copies`` ranks hold the same part, and whole ones, which every rank holds.
+        tensors: sharded ones and whole ones.
+        holders: how many ranks a tensor has parts on, copies counted: each part is on ``holders(t) / pieces(t)`` of them.
         device: where the result is when this rank has no tensor.
     """
-    dtype = torch.float32
-    sums = {True: torch.zeros((), dtype=torch.float64, device=device), False: torch.zeros((), dtype=torch.float64, device=device)}
-    largest = norm_type == float("inf")
-    for sharded in (True, False):
-        parts = [t for t in local(t for t in tensors if isinstance(t, DTensor) is sharded) if t.numel()]
-        if parts:
-            dtype = torch.promote_types(dtype, parts[0].dtype)
-            norms = torch.nn.utils.get_total_norm(parts, norm_type).to(device, torch.float64)
-            sums[sharded] = norms if largest else norms**norm_type
-    if largest:
-        found: Tensor = all_reduce(group, torch.maximum(sums[True], sums[False]), "max")
-        return found.to(dtype)
-    total: Tensor = all_reduce(group, sums[True] / copies + sums[False] / group.world_size, "sum")
-    return (total ** (1.0 / norm_type)).to(dtype)
+    dtype, largest = torch.float32, norm_type == float("inf")
+    by_copies: dict[float, list[Tensor]] = {}
+    for tensor in tensors:
+        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if part.numel():
+            dtype = torch.promote_types(dtype, part.dtype)
+            by_copies.setdefault(holders(tensor) / pieces(tensor), []).append(part)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for copies, parts in by_copies.items():
+        found = torch.nn.utils.get_total_norm(parts, norm_type).to(device, torch.float64)
+        total = torch.maximum(total, found) if largest else total + found**norm_type / copies
+    whole: Tensor = all_reduce(group, total, "max" if largest else "sum")
+    return whole.to(dtype) if largest else (whole ** (1.0 / norm_type)).to(dtype)
 
 
 @torch.no_grad()
-def whole(group: Group, tree: Any) -> Any:
-    """``tree`` with whole tensors on the CPU, on rank 0; every rank calls this, others get ``{}``. One tensor at a time is gathered.
+def whole(group: Group, tree: Any, keep: bool) -> Any:
+    """``tree`` with whole tensors on the CPU; every rank calls this, those without ``keep`` get ``{}``. One tensor at a time is gathered.
 
     A tensor that occurs several times is gathered once, and stays one.
     """
@@ -58,12 +69,17 @@ def whole(group: Group, tree: Any) -> Any:
         if id(tensor) not in gathered:
             # Offloaded parts are on the CPU, and travel by the mesh's device.
             there: Any = tensor.detach().to(group.device)
+            placements = list(there.placements)
+            for axis, placement in enumerate(placements):
+                if _strided(placement):  # cut last: put together first, in a step of its own
+                    placements[axis] = Replicate()
+                    there = there.redistribute(placements=placements)
             there = there.full_tensor()
-            gathered[id(tensor)] = there.cpu() if group.is_main else None
+            gathered[id(tensor)] = there.cpu() if keep else None
         return gathered[id(tensor)]
 
     found = map_tensors(gather, tree)
-    return found if group.is_main else {}
+    return found if keep else {}
 
 
 @torch.no_grad()
@@ -71,8 +87,24 @@ def part(value: Any, like: Any) -> Any:
     """The whole tensor ``value``, which every rank has, sharded as ``like`` is; anything of another shape, or not sharded, as it is."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor) or value.shape != like.shape:
         return value
-    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+    mesh, placements = like.device_mesh, like.placements
+    axes = list(range(len(placements)))
+    if any(_strided(p) for p in placements):
+        axes.reverse()  # cut by the inner axes first, as fully_shard does with what tensor parallel has cut already
+    mine = value.to(like.device)
+    for axis in axes:
+        placement: Any = placements[axis]
+        if placement.is_shard() or _strided(placement):
+            cut, index = mine.chunk(mesh.size(axis), placement.dim), mesh.get_local_rank(axis)
+            mine = cut[index] if index < len(cut) else mine.narrow(placement.dim, 0, 0)
+    mine = mine.clone(memory_format=torch.contiguous_format)
+    return DTensor.from_local(mine, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def is_sharded(tensor: Any) -> bool:
     return isinstance(tensor, DTensor)
+
+
+def _strided(placement: Any) -> bool:
+    # A subclass of Shard in some versions of torch, a class of its own in others.
+    return type(placement).__name__ == "_StridedShard" or (isinstance(placement, Shard) and type(placement) is not Shard)

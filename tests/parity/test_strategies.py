@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from engine import FSDP, Callback, Fit, Loss, TrainModule
 
-SAMPLES, TOKENS, VOCAB, WIDTH = 43, 6, 13, 16
+SAMPLES, TOKENS, VOCAB, WIDTH, HEADS = 43, 6, 13, 16, 2
 GLOBAL, WINDOW, EPOCHS, STEPS = 12, 3, 2, 8  # an epoch: 12 + 12 + 12 + 7 samples
 CLIP = 0.25
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -27,12 +27,27 @@ class Block(nn.Module):
         super().__init__()
         # A bias of the keys has gradient 0 (softmax does not see it): Adam would make steps of its rounding errors.
         self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH + 1), nn.GELU(), nn.Linear(3 * WIDTH + 1, WIDTH))
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH + 2), nn.GELU(), nn.Linear(3 * WIDTH + 2, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)  # [batch, tokens, width]
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        batch, tokens, _ = x.shape
+        # Head by head, so that a cut of the rows gives each rank whole heads.
+        q, k, v = self.qkv(self.norm(x)).view(batch, tokens, -1, 3, WIDTH // HEADS).unbind(3)
+        attended = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(x)
+
+
+class Start(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.register_buffer("positions", torch.randn(TOKENS, WIDTH))
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.frozen(self.embed(ids) + self.positions)
+        return out
 
 
 class Transformer(TrainModule):
@@ -41,17 +56,26 @@ class Transformer(TrainModule):
     def __init__(self, weighted: bool = False) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.register_buffer("positions", torch.randn(TOKENS, WIDTH))
-        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.start = Start()
         self.layers = nn.ModuleList(Block() for _ in range(3))
         self.layers[1].norm.requires_grad_(False)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-        self.head.weight = self.embed.weight
+        self.head.weight = self.start.embed.weight
         self.weighted = weighted
 
+    def parallelize(self, mesh: Any, sequence_parallel: bool = False) -> dict[str, Any]:
+        """Blocks by columns and rows; with sequence parallel, what is between them cut over the tokens."""
+        blocks = {"layers.*.qkv": "colwise", "layers.*.mlp.0": "colwise"}
+        ends = {"start.embed": "embedding_rowwise", "head": "colwise_gather_output"}
+        if not sequence_parallel:
+            return {**blocks, **ends, "layers.*.out": "rowwise", "layers.*.mlp.2": "rowwise"}
+        return {**blocks, **ends, **TOKENWISE}
+
+    def pipeline_stages(self) -> list[nn.Module]:
+        return [self.start, *self.layers, self.head]
+
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.frozen(self.embed(ids) + self.positions)
+        x = self.start(ids)
         for layer in self.layers:
             x = layer(x)
         out: Tensor = self.head(x)
@@ -170,7 +194,7 @@ def two_settings() -> Any:
         "linears": FSDP(blocks=nn.Linear),
         "by name": FSDP(blocks=["layers.*.mlp", "Block"]),
         "by size": FSDP(min_size=1000),
-        "ignored": FSDP(ignore=["embed.weight", "layers.0.*"]),
+        "ignored": FSDP(ignore=["start.embed.weight", "layers.0.*"]),
         "offloaded": FSDP(cpu_offload=True),
     }
     with warnings.catch_warnings():

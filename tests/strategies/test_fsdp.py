@@ -354,7 +354,7 @@ def test_refusals(found: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"dp_replicate": 0}, r"FSDP\(dp_replicate=0\) must be an int of at least 1$"),
+        ({"dp_replicate": 0}, r"FSDP\(dp_replicate=0\) must be an int of at least 1, or -1"),
         ({"dp_shard": -2}, r"FSDP\(dp_shard=-2\) must be an int of at least 1, or -1"),
         ({"min_size": True}, r"FSDP\(min_size=True\)"),
         ({"reshard_after_forward": "no"}, r"FSDP\(reshard_after_forward='no'\) must be True, False, None, or a number"),
@@ -368,8 +368,8 @@ def test_wrong_settings(settings: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "size", "words"),
     [
-        ({"dp_replicate": 2, "dp_shard": 2}, 6, r"needs 4 processes, this job has 6: the two must multiply to 6"),
-        ({"dp_replicate": 4}, 6, r"FSDP\(dp_replicate=4, dp_shard=-1\) needs 4 processes, this job has 6"),
+        ({"dp_replicate": 2, "dp_shard": 2}, 6, r"needs 4 processes, this job has 6: the sizes must multiply to it"),
+        ({"dp_replicate": 4}, 6, r"FSDP\(dp_replicate=4, dp_shard=-1\) needs a multiple of 4 processes, this job has 6"),
         ({"dp_shard": 2}, 1, r"needs 2 processes, this job has 1"),
         ({"reshard_after_forward": 3}, 4, r"reshard_after_forward=3\) must divide the 4 ranks"),
     ],

@@ -1,0 +1,52 @@
+"""The processes of a job as a grid with named axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from engine.distributed.group import Group
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""From the outermost, whose neighbours are far apart and talk least, to the innermost: ``tp`` ranks are neighbours."""
+
+
+def degrees(given: Mapping[str, int], world_size: int, who: str) -> dict[str, int]:
+    """Sizes of the axes, in the order given; one may be -1 for what the others leave of ``world_size`` (0: not known yet).
+
+    Raises:
+        ValueError: a size below 1, several -1, or sizes that do not multiply to ``world_size``; the message begins with ``who``.
+    """
+    shown = ", ".join(f"{name}={size!r}" for name, size in given.items())
+    for name, size in given.items():
+        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+            raise ValueError(f"{who}({name}={size!r}) must be an int of at least 1, or -1 for all ranks that are left")
+    rest = [name for name, size in given.items() if size == -1]
+    if len(rest) > 1:
+        raise ValueError(f"{who}({shown}): only one axis can be -1, the ranks that the others leave; {' and '.join(rest)} are")
+    if not world_size:
+        return dict(given)
+    taken = prod(size for size in given.values() if size != -1)
+    left, over = divmod(world_size, taken)
+    if over or (not rest and left != 1):
+        what = f"a multiple of {taken}" if rest else f"{taken}"
+        raise ValueError(
+            f"{who}({shown}) needs {what} processes, this job has {world_size}: the sizes must multiply to it, -1 for one of them takes what is left"
+        )
+    return {name: left if size == -1 else size for name, size in given.items()}
+
+
+def make_mesh(group: Group, sizes: Mapping[str, int]) -> DeviceMesh:
+    """The grid of all ranks, rank 0 first, the last axis fastest. A collective."""
+    return init_device_mesh(group.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def data_group(group: Group, sizes: Mapping[str, int]) -> Group:
+    """The ranks that see different data: those that differ from this one in the ``dp_`` axes only. A collective."""
+    order = [i for i, name in enumerate(sizes) if not name.startswith("dp_")]
+    moved = torch.arange(group.world_size).reshape(tuple(sizes.values())).movedim(order, list(range(len(order))))
+    rows = moved.reshape(-1, prod(size for name, size in sizes.items() if name.startswith("dp_"))).tolist()
+    return group if len(rows) == 1 else group.part(rows)

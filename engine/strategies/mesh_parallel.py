@@ -1,0 +1,195 @@
+"""Tensor, pipeline and data parallel together, on one mesh of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.optim import Optimizer
+
+from engine.distributed.group import Group
+from engine.distributed.mesh import data_group
+from engine.errors import nearest
+from engine.strategies import shards, tensor_parallel
+from engine.strategies.depth import Depth
+from engine.strategies.fsdp import FSDP
+from engine.strategies.pipeline import SCHEDULES, Pipeline, Step, has_parts, stages_of
+
+
+@dataclass(kw_only=True)
+class MeshParallel(FSDP):
+    """Ranks on the axes ``pp, dp_replicate, dp_shard, cp, tp``; the sizes multiply to the number of processes, -1 is what the others leave.
+
+    Along ``tp`` (neighbouring ranks) modules are cut by a plan; along ``dp_shard`` what is left of each parameter is sharded as by
+    :class:`FSDP`, whose settings hold here too; along ``dp_replicate`` it is copied. Ranks that differ in the ``dp_`` axes see
+    different data. Gradients, norms, clipping and checkpoints are those of the whole model.
+
+    The plan is ``plan``, else what the model's method ``parallelize(self, mesh)`` returns (it may also cut the model itself and return
+    ``None``), else a Hugging Face model's own. Of a model's parts that no plan names, every ``tp`` rank computes the same. Heads and
+    channels that a module cuts must be read from its tensors (``view(..., -1, head_size)``): a rank has 1/tp of them.
+
+    Along ``pp`` the model's depth is cut into stages: its method ``pipeline_stages(self)`` returns the modules which, called one after
+    another, are its forward pass (``nn.Sequential`` needs none). ``training_step`` is run on each part of a micro-batch where the last
+    stage is; it calls ``self(...)`` once, with tensors, and computes the loss from what comes back. A rank keeps the parameters of its
+    own stages. Hooks around backward are not called, and values are logged by the last stage's ranks.
+    """
+
+    tp: int = 1
+    """Ranks that the planned modules are cut over."""
+    pp: int = 1
+    """Stages that the model's depth is cut into."""
+    cp: int = 1
+    """Ranks that a sequence is cut over."""
+    plan: tensor_parallel.Plan | None = None
+    """Styles of ``torch.distributed.tensor.parallel``, or their names (``"colwise"``, ``"rowwise"``, ...), by names of modules."""
+    sequence_parallel: bool = False
+    """Insist on sequence parallel: the plan must have it; ``parallelize(mesh, sequence_parallel=True)`` is told where it asks."""
+    loss_parallel: bool = False
+    """Compute the cross entropy on logits that are cut over the vocabulary: the output layer's style is
+    ``ColwiseParallel(use_local_output=False)``, and nothing gathers them."""
+    schedule: str = "1f1b"
+    """Of the pipeline: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zero_bubble"``, ``"zbv"``, ``"dualpipev"`` (the last four: two stages a rank)."""
+    num_microbatches: int | None = None
+    """Parts that the pipeline cuts each micro-batch into (its samples); by default as many as it has stages."""
+    split: Sequence[str] = ()
+    """Names of the parts that stages after the first begin with; by default stages of about equal numbers of parameters."""
+    _losses: AbstractContextManager[Any] | None = field(default=None, init=False, repr=False)
+    _depth: Depth | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.schedule not in SCHEDULES:
+            known = ", ".join(SCHEDULES)
+            raise ValueError(f"MeshParallel(schedule={self.schedule!r}) is unknown{nearest(self.schedule, SCHEDULES)}; possible: {known}")
+        count = self.num_microbatches
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise ValueError(f"MeshParallel(num_microbatches={count!r}) must be an int of at least 1")
+
+    @classmethod
+    def from_megatron(
+        cls,
+        *,
+        tp_degree: int = 1,
+        pp_degree: int = 1,
+        num_micro_batches: int | None = None,
+        sequence_parallelism: bool = False,
+        **settings: Any,
+    ) -> MeshParallel:
+        """By the names of Megatron-LM's settings; the other ranks are data parallel, without sharding unless ``dp_shard`` says so."""
+        data = {"dp_replicate": -1, "dp_shard": 1} if "dp_shard" not in settings and "dp_replicate" not in settings else {}
+        named = {"tp": tp_degree, "pp": pp_degree, "num_microbatches": num_micro_batches, "sequence_parallel": sequence_parallelism}
+        return cls(**{**named, **data, **settings})
+
+    def _axes(self) -> dict[str, int]:
+        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
+
+    def connect(self, group: Group) -> None:
+        super().connect(group)
+        pp, tp = self._sizes["pp"], self._sizes["tp"]
+        if self._sizes["cp"] > 1:
+            raise ValueError(
+                f"MeshParallel(cp={self.cp}) on {group.device.type}: torch's context parallel has no backward pass on the CPU; "
+                "use tp with sequence_parallel to spread long sequences"
+            )
+        self.pipelined = pp > 1
+        self.data_group = data_group(group, self._sizes)
+        stage = group.rank // (group.world_size // pp)
+        self.random_stream = self.data_group.rank * pp + stage
+        self.has_loss = stage == (0 if SCHEDULES[self.schedule][2] else pp - 1)
+        self.speaks = self.has_loss and group.rank % tp == 0
+
+    def setup(self, model: nn.Module) -> nn.Module:
+        prepared = super().setup(model)
+        if self.pipelined:
+            self._depth = vars(_inner(model))["_depth"]
+        return prepared
+
+    def _shard(self, model: nn.Module) -> None:
+        roots = [model]
+        if self.pipelined:
+            depth = self._cut_depth(_inner(model))
+            roots = list(depth.pipeline.modules.values())
+        if self._sizes["tp"] > 1:
+            mesh = self.mesh()
+            plan = tensor_parallel.plan_for(model, self.plan, mesh, self.sequence_parallel)
+            if plan is not None:
+                tensor_parallel.cut(model, plan, mesh["tp"], self._settle, self._note)
+        if self.loss_parallel and self._losses is None:
+            self._losses = loss_parallel()
+            self._losses.__enter__()
+        if self._sizes["dp_replicate"] * self._sizes["dp_shard"] > 1:
+            self._shard_parts(model, roots)
+        else:
+            self._settle(model)
+        if self.pipelined:
+            depth.tied = [(self._now(p), group, count) for p, group, count in depth.tied]
+
+    def release(self) -> None:
+        if self._losses is not None:
+            self._losses.__exit__(None, None, None)
+            self._losses = None
+
+    def _holders(self, grad: Tensor) -> int:
+        copies = 1 if self._depth is None else next((count for p, _, count in self._depth.tied if p.grad is grad), 1)
+        return self.group.world_size // self._sizes["pp"] * copies
+
+    # -- the pipeline -----------------------------------------------------------------------------------------------------------
+
+    def _cut_depth(self, model: nn.Module) -> Depth:
+        pp = self._sizes["pp"]
+        pipeline = Pipeline(
+            model,
+            self.schedule,
+            self.num_microbatches or pp * SCHEDULES[self.schedule][1],
+            self.mesh().get_group("pp"),
+            self.group.device,
+            partial(self.precision.context, self.group.device),
+        )
+        parts = stages_of(model, pipeline.num_stages, self.split)
+        depth = Depth(pipeline)
+        depth.cut(model, parts, self.group, self._settle, self._replaced)
+        model._depth = depth  # type: ignore[assignment]
+        return depth
+
+    def run_pipeline(self, step: Step, root: Callable[[Any, float], Tensor], batch: Any, last: bool) -> Any:
+        assert self._depth is not None, "run_pipeline before setup"
+        return self._depth.train(step, root, batch, last)
+
+    def repoint(self, optimizer: Optimizer) -> None:
+        super().repoint(optimizer)
+        if self._depth is not None:
+            self._depth.keep_own(optimizer)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------------------
+
+    def _whole(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """On the first rank of each stage."""
+        whole: dict[str, Any] = shards.whole(self.group, tree, self.group.rank % (self.group.world_size // self._sizes["pp"]) == 0)
+        return whole
+
+    def model_state(self, module: nn.Module) -> dict[str, Any]:
+        state = super().model_state(module)
+        return state if self._depth is None else self._depth.joined_model(self.group, module, state)
+
+    def load_model_state(self, module: nn.Module, state: dict[str, Any]) -> None:
+        if self._depth is None:
+            super().load_model_state(module, state)
+        else:
+            self._depth.load_model(module, state, shards.part)
+
+    def optimizer_state(self, optimizer: Any, module: nn.Module) -> dict[str, Any]:
+        state = super().optimizer_state(optimizer, module)
+        return state if self._depth is None else self._depth.joined_optimizer(self.group, optimizer, module, state)
+
+    def load_optimizer_state(self, optimizer: Any, module: nn.Module, state: dict[str, Any]) -> None:
+        super().load_optimizer_state(optimizer, module, state if self._depth is None else self._depth.own_part(optimizer, module, state))
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """The user's model inside of Fit's wrapper around its steps."""
+    return next((m for m in (model, model._modules.get("module")) if m is not None and (has_parts(m) or "_depth" in vars(m))), model)

@@ -1,0 +1,371 @@
+"""Pipeline parallel: a model's depth cut into stages, each on a rank of an axis, over the schedules of ``torch.distributed.pipelining``."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining import PipelineStage
+
+from engine.errors import nearest
+from engine.gradients import Loss
+from engine.tree import batch_size, map_tensors
+
+SCHEDULES = {
+    "gpipe": ("ScheduleGPipe", 1, False),
+    "1f1b": ("Schedule1F1B", 1, False),
+    "interleaved": ("ScheduleInterleaved1F1B", 2, False),
+    "zero_bubble": ("ScheduleInterleavedZeroBubble", 2, False),
+    "zbv": ("ScheduleZBVZeroBubble", 2, True),
+    "dualpipev": ("ScheduleDualPipeV", 2, True),
+}
+"""Class in ``torch.distributed.pipelining.schedules``, stages on a rank, whether the second ones come in reverse order (a V)."""
+
+Step = Callable[[Any, int], Tensor | Loss]
+"""The loss of a part of a micro-batch, and how many of its samples count."""
+Spec = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
+"""Shape, dtype and ``requires_grad`` of what goes from one stage to the next."""
+
+
+class Stage(nn.Module):
+    """Parts of a model, one after another. What is no tensor between two parts is a tuple of them."""
+
+    def __init__(self, parts: Sequence[nn.Module], autocast: Callable[[], Any]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self._autocast = autocast
+
+    def forward(self, *inputs: Any) -> Any:
+        with self._autocast():
+            return _through(self.parts, inputs)
+
+
+class Pipeline:
+    """One model's stages, those of this rank among them. Its ``forward`` is replaced: within a step it stands for the pipeline."""
+
+    def __init__(
+        self, model: nn.Module, schedule: str, num_microbatches: int, group: dist.ProcessGroup, device: torch.device, autocast: Callable[[], Any]
+    ) -> None:
+        self.model, self.group, self.device, self.autocast = model, group, device, autocast
+        self.num_microbatches = num_microbatches
+        self.rank, self.size = group.rank(), group.size()
+        self.schedule, each, self._v = SCHEDULES[schedule]
+        self.num_stages = each * self.size
+        self.modules: dict[int, Stage] = {}
+        """This rank's stages, by their index."""
+        self.weighted: bool | None = None
+        """Whether the loss is a ``Loss``; known after the first step."""
+        self._schedules: dict[Any, Any] = {}
+        self._specs: dict[Any, list[Spec]] = {}
+        self._inputs: list[Any] | None = None
+        self._output: Any = None
+        self._loss_of: Callable[[Any, Tensor], Tensor] | None = None
+
+    def owner(self, stage: int) -> int:
+        """The rank (on this axis) that a stage is on."""
+        return 2 * self.size - 1 - stage if self._v and stage >= self.size else stage % self.size
+
+    @property
+    def last(self) -> bool:
+        """Whether this rank has the last stage, and so the loss."""
+        return self.owner(self.num_stages - 1) == self.rank
+
+    def build(self, parts: list[list[nn.Module]]) -> None:
+        """Take this rank's stages out of all; ``forward`` of the model leads here from now on."""
+        flat = [part for stage in parts for part in stage]
+        with FakeTensorMode(allow_non_fake_inputs=True) as self._fake:
+            memo: dict[int, Any] = {}
+            for part in flat:
+                for tensor in (*part.parameters(), *part.buffers()):
+                    like = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+                    memo[id(tensor)] = nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
+            # What leaves each stage is found out on a copy without data: no rank need wait for another.
+            self._shadow = [[copy.deepcopy(part, memo) for part in stage] for stage in parts]
+        for index, stage in enumerate(parts):
+            if self.owner(index) == self.rank:
+                self.modules[index] = Stage(stage, self.autocast)
+        self.model.forward = self._forward
+
+    # -- training ---------------------------------------------------------------------------------------------------------------
+
+    def train(self, step: Step, root: Callable[[Any, float], Tensor], batch: Any) -> Tensor:
+        """Forward and backward of one micro-batch in ``num_microbatches`` parts.
+
+        Args:
+            step: called on this rank with the whole batch, up to the model's ``forward``; where the loss is, with each part.
+            root: the scalar to start backward from, given a part's loss and what fraction of the batch it has.
+
+        Returns:
+            ``[weighted, sum or mean, count]``, fp64, the same on every rank.
+        """
+        count = batch_size(batch)
+        if not count:
+            raise ValueError(f"pipeline parallel cuts a batch along dim 0 of its tensors; this one ({type(batch).__name__}) has no samples")
+        rows = -(-count // self.num_microbatches)
+        padded = _rows(batch, count, torch.arange(rows * self.num_microbatches).clamp(max=count - 1))
+        inputs = self._captured(step, padded)
+        found = torch.zeros(3, dtype=torch.float64, device=self.device)
+
+        def loss_of(output: Any, index: Tensor) -> Tensor:
+            low = int(index) * rows
+            kept = max(0, min(rows, count - low))
+            if not kept:  # samples that only fill the pipeline
+                return _first(output).sum() * 0.0
+            self._output = (_rows(output, rows, torch.arange(kept)),)
+            try:
+                with self.autocast():
+                    loss = step(_rows(batch, count, torch.arange(low, low + kept)), kept)
+            finally:
+                self._output = None
+            if loss is None:
+                raise ValueError("training_step returned None in a pipeline: return Loss(out.sum() * 0, 0) to leave samples out")
+            _note(found, loss, kept / count)
+            return root(loss, kept / count)
+
+        self._loss_of = loss_of
+        schedule = self._scheduled(inputs, rows)
+        with torch.autocast(self.device.type, enabled=False):  # forward passes have their own; backward runs without
+            arguments = inputs if 0 in self.modules else ()
+            schedule.step(*arguments, target=torch.arange(self.num_microbatches))
+        self._loss_of = None
+        dist.broadcast(found, group_src=self.owner(self.num_stages - 1), group=self.group)
+        return found
+
+    def _captured(self, step: Step, batch: Any) -> tuple[Tensor, ...]:
+        """The model's inputs: ``step`` is run as far as its call of the model."""
+        before = torch.get_rng_state()
+        self._inputs = []
+        try:
+            with self.autocast(), torch.no_grad():
+                step(batch, 0)
+        except _Called:
+            pass
+        else:
+            raise ValueError(
+                f"pipeline parallel: {type(self.model).__name__}'s step ended without a call of the model itself: compute the loss from self(...), "
+                "whose stages run on several ranks, not from submodules"
+            )
+        finally:
+            inputs, self._inputs = self._inputs, None
+        if not torch.equal(before, torch.get_rng_state()):
+            raise ValueError(
+                "pipeline parallel: random numbers were drawn before the model was called. The rank that has the inputs and the one that has the "
+                "loss would draw different ones: do it in the dataset, the collate function or on_after_batch_transfer"
+            )
+        return tuple(inputs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model's ``forward`` is."""
+        if self._output is not None:
+            if not self._output:
+                raise ValueError("pipeline parallel: the model was called twice in one step; one call gives the loss")
+            (output,), self._output = self._output, ()
+            return output
+        if kwargs or not args or not all(isinstance(a, Tensor) for a in args):
+            given = [type(a).__name__ for a in args] + [f"{name}=" for name in kwargs]
+            raise TypeError(f"pipeline parallel: the model takes tensors by position, it was called with ({', '.join(given)})")
+        if self._inputs is not None:
+            self._inputs.extend(args)
+            raise _Called
+        if torch.is_grad_enabled():
+            raise RuntimeError("pipeline parallel: forward and backward run together; train with Fit, or Engine.forward_backward(step, batch)")
+        return self._evaluate(args)
+
+    def _scheduled(self, inputs: tuple[Tensor, ...], rows: int) -> Any:
+        """The schedule for inputs of these shapes; made once."""
+        specs = self.specs(tuple(t[:rows] for t in inputs))
+        key = tuple(specs[0])
+        if key not in self._schedules:
+            stages = []
+            for index, module in self.modules.items():
+                examples = [tuple(_example(s) for s in specs[i]) for i in (index, index + 1)]
+                stages.append(
+                    PipelineStage(
+                        module, index, self.num_stages, self.device, input_args=examples[0], output_args=examples[1], group=self.group
+                    )
+                )
+            made = getattr(importlib.import_module("torch.distributed.pipelining.schedules"), self.schedule)
+            single = "stage" in inspect.signature(made).parameters
+            self._schedules[key] = made(stages[0] if single else stages, self.num_microbatches, loss_fn=self._loss, scale_grads=False)
+        return self._schedules[key]
+
+    def _loss(self, output: Any, index: Tensor) -> Tensor:
+        assert self._loss_of is not None
+        return self._loss_of(output, index)
+
+    def specs(self, inputs: tuple[Tensor, ...]) -> list[Spec]:
+        """What goes into each stage, and what comes out of the last."""
+        key = (tuple((tuple(t.shape), t.dtype) for t in inputs), torch.is_grad_enabled())
+        if key not in self._specs:
+            with self._fake, self.autocast(), torch.enable_grad():
+                passed: Any = tuple(torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in inputs)
+                found = [_spec(passed)]
+                for index, stage in enumerate(self._shadow):
+                    try:
+                        passed = _through(stage, passed)
+                    except Exception as error:
+                        raise ValueError(
+                            f"pipeline parallel: stage {index} of {type(self.model).__name__} could not be run to find its output's shape: {error}"
+                        ) from error
+                    passed = passed if isinstance(passed, tuple) else (passed,)
+                    found.append(_spec(passed))
+            self._specs[key] = found
+        return self._specs[key]
+
+    # -- evaluation -------------------------------------------------------------------------------------------------------------
+
+    def _evaluate(self, inputs: tuple[Tensor, ...]) -> Any:
+        """The model's output on every rank of the axis, stage by stage."""
+        specs = self.specs(inputs)
+        passed: Any = inputs
+        for index in range(self.num_stages):
+            here, before = self.owner(index), self.owner(index - 1) if index else self.owner(0)
+            if self.rank == here and before != here:
+                passed = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in specs[index])
+                for tensor in passed:
+                    dist.recv(tensor, group_src=before, group=self.group)
+            elif self.rank == before != here:
+                for tensor in passed:
+                    dist.send(tensor.contiguous(), group_dst=here, group=self.group)
+            if self.rank == here:
+                passed = self.modules[index](*passed)
+                passed = passed if isinstance(passed, tuple) else (passed,)
+        if not self.last:
+            passed = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in specs[-1])
+        passed = tuple(t.contiguous() for t in passed)
+        for tensor in passed:
+            dist.broadcast(tensor, group_src=self.owner(self.num_stages - 1), group=self.group)
+        return passed[0] if len(passed) == 1 else passed
+
+
+class _Called(BaseException):
+    """The model was called: its inputs are known, the rest of the step is for the rank that has the loss."""
+
+
+def has_parts(model: nn.Module) -> bool:
+    """Whether a model says what its parts are."""
+    return isinstance(model, nn.Sequential) or callable(getattr(type(model), "pipeline_stages", None))
+
+
+def stages_of(model: nn.Module, count: int, split: Sequence[str]) -> list[list[nn.Module]]:
+    """The model's parts in the order of its forward pass, in ``count`` stages.
+
+    Raises:
+        ValueError: the model does not say what its parts are, has fewer than stages, or ``split`` does not fit.
+    """
+    if isinstance(model, nn.Sequential):
+        parts = list(model)
+    elif has_parts(model):
+        parts = list(model.pipeline_stages())  # type: ignore[operator]
+    else:
+        raise ValueError(
+            f"pipeline parallel: {type(model).__name__} does not say what its parts are; define pipeline_stages(self) that returns the modules "
+            "which, called one after another, are its forward pass: [self.embed, *self.layers, self.head]"
+        )
+    inside = {id(m) for m in model.modules()}
+    for part in parts:
+        if not isinstance(part, nn.Module) or id(part) not in inside:
+            raise ValueError(f"{type(model).__name__}.pipeline_stages() gave {type(part).__name__}: give modules of it, in the order of forward")
+    if len(parts) < count:
+        raise ValueError(f"pipeline parallel: {type(model).__name__} has {len(parts)} parts for {count} stages; cut it finer, or lower pp")
+    names = {id(m): name for name, m in model.named_modules()}
+    starts = _starts([names[id(p)] for p in parts], split, count) if split else _balanced([_weight(p) for p in parts], count)
+    return [parts[low:high] for low, high in zip(starts, [*starts[1:], len(parts)], strict=True)]
+
+
+def _starts(names: list[str], split: Sequence[str], count: int) -> list[int]:
+    for name in split:
+        if name not in names:
+            raise ValueError(f"MeshParallel(split=...): no part is called {name!r}{nearest(name, names)}; the parts are {', '.join(names)}")
+    starts = [0, *(names.index(name) for name in split)]
+    if len(starts) != count or sorted(set(starts)) != starts:
+        raise ValueError(
+            f"MeshParallel(split={list(split)!r}) must name the first part of each of the {count - 1} stages after the first one, in order; "
+            f"the parts are {', '.join(names)}"
+        )
+    return starts
+
+
+def _balanced(weights: list[int], count: int) -> list[int]:
+    """The first part of each stage, so that the heaviest stage is as light as can be."""
+    ends = [0]
+    for weight in weights:
+        ends.append(ends[-1] + weight)
+
+    def fits(limit: int) -> list[int] | None:
+        starts, low = [0], 0
+        for index in range(1, len(weights)):
+            left = count - len(starts)
+            if ends[index + 1] - ends[low] > limit or len(weights) - index == left:
+                if not left:
+                    return None
+                starts.append(index)
+                low = index
+        return starts if len(starts) == count else None
+
+    limits = sorted({ends[j] - ends[i] for i in range(len(ends)) for j in range(i + 1, len(ends))})
+    return next(found for limit in limits if (found := fits(limit)) is not None)
+
+
+def _weight(part: nn.Module) -> int:
+    return 1 + sum(p.numel() for p in part.parameters() if p.ndim > 1)
+
+
+def _through(parts: Any, inputs: Any) -> Any:
+    passed: Any = inputs
+    for part in parts:
+        passed = part(*passed) if isinstance(passed, tuple) else part(passed)
+    return passed
+
+
+def _rows(tree: Any, count: int, index: Tensor) -> Any:
+    """Samples of a batch: of each tensor with ``count`` rows, and of lists of as many items."""
+    if isinstance(tree, list) and len(tree) == count and not any(isinstance(item, Tensor) for item in tree):
+        return [tree[i] for i in index.tolist()]
+    if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
+        return type(tree)(_rows(item, count, index) for item in tree)
+    if isinstance(tree, Mapping) and type(tree) is dict:
+        return {key: _rows(item, count, index) for key, item in tree.items()}
+    low, high = int(index[0]) if len(index) else 0, int(index[-1]) + 1 if len(index) else 0
+    whole = high - low == len(index)
+
+    def pick(tensor: Tensor) -> Tensor:
+        if not tensor.ndim or tensor.shape[0] != count:
+            return tensor
+        return tensor[low:high] if whole else tensor[index.to(tensor.device)]
+
+    return map_tensors(pick, tree)
+
+
+def _first(tree: Any) -> Tensor:
+    """The first tensor of an output."""
+    return tree if isinstance(tree, Tensor) else _first(tree[0])
+
+
+def _note(found: Tensor, loss: Tensor | Loss, fraction: float) -> None:
+    if isinstance(loss, Loss):
+        found[0] = 1.0
+        found[1] += loss.sum.detach()
+        found[2] += loss.count
+    else:
+        found[1] += loss.detach() * fraction
+        found[2] += fraction
+
+
+def _spec(tensors: tuple[Any, ...]) -> Spec:
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"pipeline parallel: a stage gave {type(tensor).__name__}; a tensor or a tuple of tensors goes to the next one")
+    return tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+
+
+def _example(spec: tuple[tuple[int, ...], torch.dtype, bool]) -> Tensor:
+    shape, dtype, grad = spec
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)

@@ -1,0 +1,174 @@
+"""Tensor parallel: which modules are cut over the ranks of an axis and how (the plan), and the cutting."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel, parallelize_module
+
+from engine.errors import nearest
+
+Plan = Mapping[str, ParallelStyle | str]
+
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "sequence_parallel": SequenceParallel,
+}
+"""Styles by the names that Hugging Face models use in their plans."""
+
+
+def plan_for(model: nn.Module, given: Plan | None, mesh: DeviceMesh, sequence_parallel: bool) -> Plan | None:
+    """The plan: the strategy's, else what the model's ``parallelize(mesh)`` gives, else a Hugging Face model's own.
+
+    Returns:
+        Styles by names of modules; ``None`` when ``parallelize`` has cut the model itself.
+
+    Raises:
+        ValueError: there is no plan, or sequence parallel was asked for and no style in the plan does it.
+    """
+    plan, whose = given, "MeshParallel(plan=...)"
+    if plan is None:
+        owner = next((m for m in (model, model._modules.get("module")) if callable(getattr(type(m), "parallelize", None))), None)
+        if owner is not None:
+            whose = f"{type(owner).__name__}.parallelize"
+            plan = _asked(owner, mesh, sequence_parallel)
+            if plan is None:
+                return None
+        else:
+            plan, whose = _hugging_face(model), "the model's own plan"
+    if not isinstance(plan, Mapping) or not plan:
+        raise ValueError(
+            f"tensor parallel needs a plan for {_name(model)}: give MeshParallel(plan={{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}}) "
+            f"or define parallelize(self, mesh) that returns one (got {plan!r:.80})"
+        )
+    if sequence_parallel and not any(isinstance(s, SequenceParallel) or s == "sequence_parallel" for s in plan.values()):
+        raise ValueError(f"sequence_parallel=True, but {whose} has no SequenceParallel style: give one to each norm and dropout between the blocks")
+    return plan
+
+
+def _asked(owner: Any, mesh: DeviceMesh, sequence_parallel: bool) -> Any:
+    parallelize = owner.parallelize
+    if "sequence_parallel" in inspect.signature(parallelize).parameters:
+        return parallelize(mesh, sequence_parallel=sequence_parallel)
+    return parallelize(mesh)
+
+
+def _hugging_face(model: nn.Module) -> Plan | None:
+    """The plan that a Hugging Face model anywhere in ``model`` brings, with names as seen from ``model``."""
+    for prefix, module in model.named_modules():
+        plan = getattr(module, "_tp_plan", None)
+        if isinstance(plan, Mapping) and plan:
+            return {f"{prefix}.{name}" if prefix else name: style for name, style in plan.items()}
+    return None
+
+
+def fitting(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module, ParallelStyle]]:
+    """The modules of a plan, in the model's order; the last entry that fits a module's name holds.
+
+    Raises:
+        ValueError: an entry that fits no module, or an unknown style.
+    """
+    # Fit's wrapper calls the module "module".
+    named = [(name.removeprefix("module."), m) for name, m in model.named_modules() if m is not model]
+    chosen: dict[str, ParallelStyle] = {}
+    for pattern, style in plan.items():
+        found = [name for name, _ in named if fnmatchcase(name, pattern.removeprefix("module."))]
+        if not found:
+            names = [name for name, _ in named]
+            raise ValueError(
+                f"the tensor parallel plan has {pattern!r}, but {_name(model)} has no such module{nearest(pattern, names)}; "
+                f"there are {', '.join(names[:8])}, ..."
+            )
+        chosen.update(dict.fromkeys(found, _style(pattern, style)))
+    return [(name, m, chosen[name]) for name, m in named if name in chosen]
+
+
+def _style(pattern: str, style: ParallelStyle | str) -> ParallelStyle:
+    if isinstance(style, ParallelStyle):
+        return style
+    if style not in _STYLES:
+        raise ValueError(
+            f"the tensor parallel plan gives {pattern!r} the style {style!r}, which is unknown{nearest(str(style), _STYLES)}; "
+            f"possible: {', '.join(_STYLES)}, or a style of torch.distributed.tensor.parallel"
+        )
+    return _STYLES[style]()
+
+
+def cut(
+    model: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    settle: Callable[[nn.Module], None],
+    note: Callable[[nn.Module, dict[str, Any]], None],
+) -> None:
+    """Cut the modules of ``plan`` over ``mesh`` (one axis), in place; those on the meta device are on other ranks, and left alone.
+
+    Args:
+        settle: called with each module before it is cut: whole, on the device, the same on all ranks.
+        note: called with each module and its parameters before it was cut.
+
+    Raises:
+        ValueError: see :func:`fitting`; or modules that share a parameter are cut in different ways.
+    """
+    for name, module, style in fitting(model, plan):
+        _check_even(name, module, style, mesh.size())
+        if any(p.is_meta for p in module.parameters()):
+            continue
+        settle(module)
+        before = dict(module.named_parameters(remove_duplicate=False))
+        try:
+            parallelize_module(module, mesh, style, src_data_rank=None)
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            raise ValueError(f"tensor parallel: {name!r} ({type(module).__name__}) cannot be cut by {type(style).__name__}: {error}") from error
+        after = dict(module.named_parameters(remove_duplicate=False))
+        replaced = {id(old): after[key] for key, old in before.items() if after[key] is not old}
+        for other in model.modules():  # tied parameters stay one
+            for key, parameter in other._parameters.items():
+                if parameter is not None and id(parameter) in replaced:
+                    other._parameters[key] = replaced[id(parameter)]
+        note(module, before)
+    _check_tied(model, plan)
+
+
+def _check_even(name: str, module: nn.Module, style: ParallelStyle, ranks: int) -> None:
+    """A linear layer whose neighbour reads its part as a plain tensor must be cut evenly: torch takes all parts for equally large."""
+    if not isinstance(module, nn.Linear):
+        return
+    if isinstance(style, ColwiseParallel) and style.use_local_output and all(p.is_shard() for p in style.output_layouts):
+        size, what = module.out_features, "outputs"
+    elif isinstance(style, RowwiseParallel) and all(p.is_shard() for p in style.input_layouts):
+        size, what = module.in_features, "inputs"
+    else:
+        return
+    if size % ranks:
+        raise ValueError(f"tensor parallel: {name!r} has {size} {what}, which do not divide by tp={ranks}: change the layer's size, tp, or the plan")
+
+
+def _check_tied(model: nn.Module, plan: Plan) -> None:
+    entries = fitting(model, plan)
+    planned = {id(inner) for _, m, _ in entries for inner in m.modules()}
+    for name, module in model.named_modules():
+        if id(module) not in planned and any(hasattr(p, "placements") for p in module._parameters.values()):
+            own = list(module._parameters.values())
+            shared = next(n for n, m, _ in entries if any(p is q for p in m.parameters() for q in own))
+            raise ValueError(
+                f"tensor parallel: {name.removeprefix('module.')!r} shares a parameter with {shared!r}, which the plan cuts: give it a style of its "
+                "own ('embedding_rowwise' and 'colwise' cut an embedding and its output layer alike)"
+            )
+
+
+def _name(model: nn.Module) -> str:
+    inner = model._modules.get("module")
+    return type(model if inner is None else inner).__name__
