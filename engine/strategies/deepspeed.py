@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,7 +22,7 @@ from engine.log import warn_once
 from engine.strategies import deepspeed_config, deepspeed_state
 from engine.strategies.base import Strategy, spread, sum_over_ranks
 from engine.strategies.deepspeed_config import Asked
-from engine.strategies.deepspeed_model import ELEMENTWISE, Driven, LossScale, check_optimizer, import_deepspeed, surroundings
+from engine.strategies.deepspeed_model import ELEMENTWISE, Driven, LossScale, check_optimizer, import_deepspeed, surroundings, use_process_group
 from engine.strategies.deepspeed_state import Spread
 
 _IN_ZERO = {  # field of DeepSpeed -> its name in "zero_optimization"
@@ -145,9 +144,6 @@ class DeepSpeed(Strategy):
         if self._half == "bf16" and stage:
             # Summed in the half format, micro-batches of a window would round each other away.
             deepspeed_config.default(self._config, "data_types.grad_accum_dtype", "fp32")
-        if not dist.is_initialized():
-            # DeepSpeed wants one for a single process too. Without an address: nothing else can come in.
-            dist.init_process_group("gloo" if group.device.type == "cpu" else "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
         import_deepspeed(group.device)
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -187,6 +183,7 @@ class DeepSpeed(Strategy):
             return nullcontext()
         import deepspeed
 
+        use_process_group(self.group.device)
         with surroundings(self.group.device, self.group.local_rank):
             # Without a dtype: one that is given explicitly is bf16 on a CPU, whatever it says.
             context: AbstractContextManager[Any] = deepspeed.zero.Init(config_dict_or_path=self._complete(None))
@@ -275,6 +272,7 @@ class DeepSpeed(Strategy):
         """Make DeepSpeed's engine for a model, with its optimizer, the configuration's, or none (evaluation)."""
         import deepspeed
 
+        use_process_group(self.group.device)
         model.end()
         config = self._complete(model)
         config.pop("scheduler", None)  # ours to step

@@ -264,7 +264,7 @@ def variables(**values: str) -> Iterator[None]:
 
 
 def import_deepspeed(device: torch.device) -> None:
-    """Import it for a kind of device, whatever else this machine has, and give it the process group that there is.
+    """Import it for a kind of device, whatever else this machine has.
 
     Raises:
         ValueError: it was imported for another kind before.
@@ -274,11 +274,21 @@ def import_deepspeed(device: torch.device) -> None:
         from deepspeed.accelerator import get_accelerator
 
         found = get_accelerator().device_name()
-        deepspeed.comm.init_distributed(get_accelerator().communication_backend_name(), auto_mpi_discovery=False, dist_init_required=False)
-        # torch 2.13 warns of the old names at each call.
-        backend: Any = deepspeed.comm.comm.cdb
-        backend.all_gather_function = getattr(dist, "all_gather_single", backend.all_gather_function)
-        backend.reduce_scatter_function = getattr(dist, "reduce_scatter_single", backend.reduce_scatter_function)
     logging.getLogger(deepspeed.utils.logger.name).setLevel(logging.WARNING)
     if found.split(":")[0] != device.type:
         raise ValueError(f"DeepSpeed runs on {found!r} in this process (DS_ACCELERATOR, or an earlier engine), now {device.type!r} is asked for")
+
+
+def use_process_group(device: torch.device) -> None:
+    """Give DeepSpeed the process group that there is; a process that is alone gets one."""
+    import deepspeed
+
+    backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
+    if not dist.is_initialized():
+        # Without an address: nothing else can come in.
+        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    deepspeed.comm.init_distributed(backend, auto_mpi_discovery=False, dist_init_required=False)
+    # torch 2.13 warns of the old names at each call.
+    made: Any = deepspeed.comm.comm.cdb
+    made.all_gather_function = getattr(dist, "all_gather_single", made.all_gather_function)
+    made.reduce_scatter_function = getattr(dist, "reduce_scatter_single", made.reduce_scatter_function)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import warnings
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from engine import FSDP, Callback, Fit, Loss, TrainModule
+from engine import FSDP, Callback, DeepSpeed, Fit, Loss, TrainModule
 
 SAMPLES, TOKENS, VOCAB, WIDTH, HEADS = 43, 6, 13, 16, 2
 GLOBAL, WINDOW, EPOCHS, STEPS = 12, 3, 2, 8  # an epoch: 12 + 12 + 12 + 7 samples
@@ -208,6 +209,30 @@ def two_resumed() -> Any:
     return {f"{there} to {here}": train(here, 2, resume=there) for there, here in (("fsdp", "ddp"), ("ddp", "fsdp"), ("single", "fsdp"))}
 
 
+STAGES = ("deepspeed 0", "deepspeed 1", "deepspeed 2", "deepspeed 3") if importlib.util.find_spec("deepspeed") else ()
+
+
+BY_DEEPSPEED = (
+    [f"deepspeed_stage_{n} to ddp" for n in (2, 3)] + ["deepspeed_stage_2 to deepspeed_stage_3", "deepspeed_stage_3 to fsdp"]
+    + [f"ddp to deepspeed_stage_{n}" for n in (1, 2, 3)]
+) if STAGES else []  # fmt: skip
+
+
+def two_deepspeed() -> Any:
+    # Without a threshold every parameter here is too small to be sharded at stage 3.
+    def stage(name: str) -> Any:
+        return DeepSpeed(stage=int(name[-1]), param_persistence_threshold=0 if name[-1] == "3" else None)
+
+    return {f"{name} {weighted}": train(stage(name), 2, weighted) for name in STAGES for weighted in (False, True)}
+
+
+def two_deepspeed_resumed() -> Any:  # after two_resumed, whose checkpoint of ddp it reads
+    for there in ("deepspeed_stage_2", "deepspeed_stage_3") if STAGES else ():
+        train(there, 2, root=there, max_steps=3)
+    pairs = [pair.split(" to ") for pair in BY_DEEPSPEED]
+    return {f"{there} to {here}": train(here, 2, resume=there) for there, here in pairs}
+
+
 def four_runs() -> Any:
     found = {f"hybrid {weighted}": train(FSDP(dp_replicate=2, dp_shard=2), 4, weighted) for weighted in (False, True)}
     found["hybrid, each time"] = train(FSDP(dp_replicate=2, reduce_each_micro_batch=True), 4)
@@ -224,8 +249,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
         four = on_ranks(__file__, 4, "four_", timeout=240)
         alone = train("single", 1, resume="fsdp")
         yield {
-            "runs": [{**two["runs"][r], **two["settings"][r], **{f"four {k}": v for k, v in four["runs"][r].items()}} for r in range(2)],
-            "resumed": {**two["resumed"][0], "fsdp to single": alone, "fsdp of 2 to hybrid of 4": four["runs"][0]["from two"]},
+            "runs": [{**two["runs"][r], **two["settings"][r], **two["deepspeed"][r], **{f"four {k}": v for k, v in four["runs"][r].items()}} for r in range(2)],
+            "resumed": {**two["resumed"][0], **two["deepspeed_resumed"][0], "fsdp to single": alone, "fsdp of 2 to hybrid of 4": four["runs"][0]["from two"]},
         }
 
 
@@ -247,7 +272,7 @@ def test_the_bare_loop_clips_and_learns() -> None:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "four hybrid"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "four hybrid", *STAGES])
 def test_a_strategy_trains_as_one_process(found: Any, name: str, weighted: bool) -> None:
     for rank in found["runs"]:
         close(rank[f"{name} {weighted}"], bare(weighted))
@@ -265,7 +290,7 @@ def test_hybrid_reducing_each_time(found: Any) -> None:
     close(found["runs"][0]["four hybrid, each time"], bare(False))
 
 
-@pytest.mark.parametrize("name", ["fsdp to ddp", "ddp to fsdp", "single to fsdp", "fsdp to single", "fsdp of 2 to hybrid of 4"])
+@pytest.mark.parametrize("name", ["fsdp to ddp", "ddp to fsdp", "single to fsdp", "fsdp to single", "fsdp of 2 to hybrid of 4", *BY_DEEPSPEED])
 def test_resuming_under_another_strategy(found: Any, name: str) -> None:
     close(found["resumed"][name], bare(False), last=STEPS - 3)
 
