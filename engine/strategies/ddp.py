@@ -45,10 +45,10 @@ class DDP(Strategy):
             raise ValueError(f"DDP(bucket_cap_mb={self.bucket_cap_mb!r}) must be positive")
 
     def setup(self, model: nn.Module) -> nn.Module:
-        if any(hasattr(p, "placements") for p in model.parameters()):
+        if any(hasattr(p, "placements") or hasattr(p, "ds_id") for p in model.parameters()):
             raise ValueError(
-                f"strategy='ddp' with {type(model).__name__}, whose parameters are sharded already (by an earlier run under 'fsdp'): "
-                "use strategy='fsdp' again, or load a checkpoint into a new module"
+                f"strategy='ddp' with {type(model).__name__}, whose parameters are sharded already (by an earlier run under 'fsdp' or "
+                "'deepspeed_stage_3'): use that strategy again, or load a checkpoint into a new module"
             )
         # A job of one process, or a model that nothing trains, has no gradients to reduce.
         if self.group.world_size == 1 or not any(True for _ in trained(model)):

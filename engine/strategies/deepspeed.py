@@ -203,6 +203,11 @@ class DeepSpeed(Strategy):
                     "load a checkpoint into a new module"
                 )
             model.release()
+        elif self.zero_stage < 3 and any(hasattr(p, "ds_id") for p in model.parameters()):
+            raise ValueError(
+                f"{type(model).__name__} has parameters that ZeRO stage 3 has sharded, now stage {self.zero_stage} is asked for: "
+                "use stage=3 again, or load a checkpoint into a new module"
+            )
         else:
             self.share_parameters(model)
             model = Driven(model, made, partial(self._start, optimizer=None, trains=False))

@@ -54,6 +54,7 @@ class Driven(nn.Module):
         """For the coming step."""
         self._fed = self._inside = False
         self._tree: Any = None
+        self._hooks: list[Any] = []
         if made[0] == 3:  # before DeepSpeed's own hooks
             module.register_forward_hook(self._flatten)
         self._engine: list[Any] = []  # in a list: the engine is a module that holds this one's, and is no part of it
@@ -68,6 +69,9 @@ class Driven(nn.Module):
         if optimizer is not None:
             # The optimizer has flat parts now; their gradients are buffers of DeepSpeed's that must stay.
             optimizer.zero_grad = self._zero_grad
+        if self.made[0] and "16" in self.made[2] and engine.device.type == "cpu":
+            norms = [m for m in self.module.modules() if isinstance(m, _NORMS)]
+            self._hooks = [m.register_forward_pre_hook(_as_parameters) for m in norms]
 
     def release(self) -> None:
         """Let go of the optimizer; the model can still be run."""
@@ -79,6 +83,8 @@ class Driven(nn.Module):
         """Take the engine's hooks off the model."""
         self.release()
         if self._engine:
+            for hook in self._hooks:
+                hook.remove()
             engine = self._engine.pop()
             engine.module_forward_pre_hook.remove()
             engine.module_forward_post_hook.remove()
@@ -181,6 +187,17 @@ class Driven(nn.Module):
             _forget(engine.optimizer, stage)
 
 
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def _as_parameters(module: nn.Module, args: Any) -> Any:
+    """Autocast on a CPU leaves these alone, and they refuse an fp32 input with half-precision parameters."""
+    weight: Any = module.weight
+    if weight is None or weight.dtype == args[0].dtype:
+        return None
+    return (args[0].to(weight.dtype), *args[1:])
+
+
 def _forget(wrapper: Any, stage: int) -> None:
     """What DeepSpeed does with the gradients of a step that overflowed."""
     if stage == 3:
@@ -263,6 +280,14 @@ def variables(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
+_OURS_TO_SAY = ("You are using ZeRO with an untested optimizer", "OVERFLOW! Skipping step", "learning rate from scheduler before it has started")
+
+
+def _heard(record: logging.LogRecord) -> bool:
+    """Whether one of DeepSpeed's log lines is not said by us already."""
+    return not any(text in str(record.msg) for text in _OURS_TO_SAY)
+
+
 def import_deepspeed(device: torch.device) -> None:
     """Import it for a kind of device, whatever else this machine has.
 
@@ -274,7 +299,9 @@ def import_deepspeed(device: torch.device) -> None:
         from deepspeed.accelerator import get_accelerator
 
         found = get_accelerator().device_name()
-    logging.getLogger(deepspeed.utils.logger.name).setLevel(logging.WARNING)
+    log = logging.getLogger(deepspeed.utils.logger.name)
+    log.setLevel(max(log.level, logging.WARNING))
+    log.addFilter(_heard)
     if found.split(":")[0] != device.type:
         raise ValueError(f"DeepSpeed runs on {found!r} in this process (DS_ACCELERATOR, or an earlier engine), now {device.type!r} is asked for")
 
@@ -287,7 +314,14 @@ def use_process_group(device: torch.device) -> None:
     if not dist.is_initialized():
         # Without an address: nothing else can come in.
         dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    deepspeed.comm.init_distributed(backend, auto_mpi_discovery=False, dist_init_required=False)
+    # On CPUs it would compile a collective of its own now, which only inference uses.
+    possible = deepspeed.ops.__compatible_ops__
+    before = possible.pop("deepspeed_shm_comm", None)
+    try:
+        deepspeed.comm.init_distributed(backend, auto_mpi_discovery=False, dist_init_required=False)
+    finally:
+        if before is not None:
+            possible["deepspeed_shm_comm"] = before
     # torch 2.13 warns of the old names at each call.
     made: Any = deepspeed.comm.comm.cdb
     made.all_gather_function = getattr(dist, "all_gather_single", made.all_gather_function)
