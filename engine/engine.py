@@ -101,8 +101,7 @@ class Engine(Processes):
         self.strategy.window = self.window
         self.scaler = self.strategy.scaler()
         self.seed: int = collectives.broadcast_object(group, torch.initial_seed() if seed is None else seed)
-        stepper = OwnedStepper if self.strategy.owns_step else Stepper
-        self._stepper = stepper(self.window, self.strategy, self.scaler, on_nonfinite)
+        self._stepper = (OwnedStepper if self.strategy.owns_step else Stepper)(self.window, self.strategy, self.scaler, on_nonfinite)
         self._stepper.describe = self._describe_gradients
         self._models: list[nn.Module] = []
         self._agree = self._largest if self.scaler is not None else None
@@ -340,14 +339,14 @@ class Engine(Processes):
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Scale the gradients down to a global norm of at most ``max_norm``; the norm before, shape ``()``; ``None`` inside a window.
 
-        Under DeepSpeed they are scaled within the step: the result is ``None``, and :attr:`grad_norm` has the norm after it.
+        Under DeepSpeed that happens within the step: ``None`` too, and :attr:`grad_norm` afterwards.
         """
-        return self._stepper.clip_norm(_listed(parameters), max_norm, norm_type) if self.sync_gradients else None
+        return self._stepper.clip_norm(gradients.listed(parameters), max_norm, norm_type) if self.sync_gradients else None
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp each gradient element to [-clip_value, clip_value]."""
         if self.sync_gradients:
-            self._stepper.clip_values(_listed(parameters), clip_value)
+            self._stepper.clip_values(gradients.listed(parameters), clip_value)
 
     def average_gradients(self, optimizer: Any) -> None:
         """Average this optimizer's gradients over the ranks now, for models whose backward passes do not (manual optimization)."""
@@ -394,10 +393,6 @@ class Engine(Processes):
         named = ((name, p) for model in self._models for name, p in self.unwrap_model(model).named_parameters())
         names = gradients.where_nonfinite(named, self.strategy.local)
         return f"; first in: {', '.join(names[:5])}" if names else ""
-
-
-def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
-    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
 def raw(optimizer: Any) -> Any:

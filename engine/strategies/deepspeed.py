@@ -22,7 +22,15 @@ from engine.log import warn_once
 from engine.strategies import deepspeed_config, deepspeed_state
 from engine.strategies.base import Strategy, spread, sum_over_ranks
 from engine.strategies.deepspeed_config import Asked
-from engine.strategies.deepspeed_model import ELEMENTWISE, Driven, LossScale, check_optimizer, import_deepspeed, surroundings, use_process_group
+from engine.strategies.deepspeed_model import (
+    ELEMENTWISE,
+    Driven,
+    LossScale,
+    check_optimizer,
+    import_deepspeed,
+    surroundings,
+    use_process_group,
+)
 from engine.strategies.deepspeed_state import Spread
 
 _IN_ZERO = {  # field of DeepSpeed -> its name in "zero_optimization"
@@ -32,7 +40,6 @@ _IN_ZERO = {  # field of DeepSpeed -> its name in "zero_optimization"
     "allgather_bucket_size": "allgather_bucket_size",
     "param_persistence_threshold": "stage3_param_persistence_threshold",
 }
-_OFFLOAD = {"offload_optimizer": "offload_optimizer", "offload_parameters": "offload_param"}
 
 
 @dataclass(kw_only=True)
@@ -74,6 +81,7 @@ class DeepSpeed(Strategy):
     """Parameters with fewer elements stay gathered on every rank (stage 3)."""
 
     _config: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    _given: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     _where: str = field(default="", init=False, repr=False)
     _asked: dict[str, Asked] | None = field(default=None, init=False, repr=False)
     _models: list[Driven] = field(default_factory=list, init=False, repr=False)
@@ -83,48 +91,24 @@ class DeepSpeed(Strategy):
         zero = self._config.setdefault("zero_optimization", {})
         for name, inside in _IN_ZERO.items():
             if getattr(self, name) is not None:
-                self._settle(f"zero_optimization.{inside}", name)
-        for name, inside in _OFFLOAD.items():
+                asked = Asked(getattr(self, name), f"DeepSpeed({name}={getattr(self, name)!r})")
+                deepspeed_config.settle(self._config, f"zero_optimization.{inside}", asked, self._where)
+        for name, inside in deepspeed_config.OFFLOAD.items():
             if getattr(self, name):
-                self._offload(name, f"zero_optimization.{inside}")
+                deepspeed_config.offload(self._config, self._where, f"zero_optimization.{inside}", name, getattr(self, name), self.nvme_path)
         deepspeed_config.default(self._config, "zero_optimization.stage", 2)
         if zero["stage"] not in (0, 1, 2, 3) or isinstance(zero["stage"], bool):
             raise ValueError(f"stage={zero['stage']!r} in {self._where} is no stage of ZeRO; possible: 0, 1, 2, 3")
         self.zero_stage: int = zero["stage"]
-        self._check_offload()
+        deepspeed_config.check_offload(self._config, self._where, self.zero_stage)
+        self._given = self._config
         self.owns_step, self.matched_backward = True, self.zero_stage > 0
-
-    def _settle(self, path: str, name: str, value: Any = None) -> None:
-        value = getattr(self, name) if value is None else value
-        deepspeed_config.settle(self._config, path, Asked(value, f"DeepSpeed({name}={getattr(self, name)!r})"), self._where)
-
-    def _offload(self, name: str, path: str) -> None:
-        device = "cpu" if getattr(self, name) is True else getattr(self, name)
-        if device not in ("cpu", "nvme"):
-            raise ValueError(f"DeepSpeed({name}={device!r}) is unknown; possible: True, 'cpu', 'nvme', False")
-        self._settle(f"{path}.device", name, device)
-        if device == "nvme":
-            if self.nvme_path is None and not deepspeed_config.says(self._config, f"{path}.nvme_path"):
-                raise ValueError(f"DeepSpeed({name}='nvme') needs nvme_path=, a directory on the disk")
-            if self.nvme_path is not None:
-                self._settle(f"{path}.nvme_path", "nvme_path", str(self.nvme_path))
-
-    def _check_offload(self) -> None:
-        for name, inside in _OFFLOAD.items():
-            device = deepspeed_config.get(self._config, f"zero_optimization.{inside}.device", "none")
-            least = 3 if name == "offload_parameters" else 1
-            if device != "none" and self.zero_stage < least:
-                what = "parameters are sharded from stage 3" if least == 3 else "stage 0 shards nothing that could be offloaded"
-                raise ValueError(
-                    f"{name}={device!r} with stage {self.zero_stage} ({self._where}): {what}; use stage={max(least, 2)}, or leave it out"
-                )
-        if self.zero_stage < 2 and deepspeed_config.get(self._config, "zero_optimization.overlap_comm") is True:
-            raise ValueError(f"overlap_comm=True with stage {self.zero_stage} ({self._where}): stages 0 and 1 reduce within the step; leave it out")
 
     # -- where it runs ----------------------------------------------------------------------------------------------------------
 
     def connect(self, group: Group) -> None:
         super().connect(group)
+        self._config, self._asked = copy.deepcopy(self._given), None  # the same object may serve several runs
         name, stage = self.precision.name, self.zero_stage
         if importlib.util.find_spec("deepspeed") is None:
             raise ImportError('strategy="deepspeed" needs DeepSpeed, which is not installed: pip install "fit-trainer[deepspeed]"')
@@ -330,8 +314,7 @@ class DeepSpeed(Strategy):
 
     def release(self) -> None:
         for model in self._models:
-            if self.zero_stage < 3:  # at stage 3 only the engine has the parameters
-                model.end()
+            model.end()
         self._models.clear()
 
     # -- gradients --------------------------------------------------------------------------------------------------------------

@@ -41,6 +41,10 @@ _INSTEAD = {
 _AUTO_ELSEWHERE = ("data_types.keep_in_fp32_modules",)  # DeepSpeed's own word there
 
 
+OFFLOAD = {"offload_optimizer": "offload_optimizer", "offload_parameters": "offload_param"}
+"""Field of ``DeepSpeed`` -> its section in ``"zero_optimization"``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What a value has to be, and who says so."""
@@ -155,6 +159,38 @@ def default(config: dict[str, Any], path: str, value: Any) -> None:
         put(config, path, value)
 
 
+def offload(config: dict[str, Any], where: str, path: str, name: str, value: bool | str, nvme_path: str | Path | None) -> None:
+    """Settle where a field of ``DeepSpeed`` sends something.
+
+    Raises:
+        ValueError: to no device that exists, to a disk whose place nobody says, or elsewhere than the configuration does.
+    """
+    device = "cpu" if value is True else value
+    if device not in ("cpu", "nvme"):
+        raise ValueError(f"DeepSpeed({name}={device!r}) is unknown; possible: True, 'cpu', 'nvme', False")
+    settle(config, f"{path}.device", Asked(device, f"DeepSpeed({name}={value!r})"), where)
+    if device == "nvme" and nvme_path is None and not says(config, f"{path}.nvme_path"):
+        raise ValueError(f"DeepSpeed({name}='nvme') needs nvme_path=, a directory on the disk")
+    if device == "nvme" and nvme_path is not None:
+        settle(config, f"{path}.nvme_path", Asked(str(nvme_path), f"DeepSpeed(nvme_path={str(nvme_path)!r})"), where)
+
+
+def check_offload(config: dict[str, Any], where: str, stage: int) -> None:
+    """Nothing that this stage does not shard can be offloaded.
+
+    Raises:
+        ValueError: it would be; or ``overlap_comm`` where nothing is reduced during backward.
+    """
+    for name, inside in OFFLOAD.items():
+        device = get(config, f"zero_optimization.{inside}.device", "none")
+        least = 3 if name == "offload_parameters" else 1
+        if device != "none" and stage < least:
+            what = "parameters are sharded from stage 3" if least == 3 else "stage 0 shards nothing that could be offloaded"
+            raise ValueError(f"{name}={device!r} with stage {stage} ({where}): {what}; use stage={max(least, 2)}, or leave it out")
+    if stage < 2 and get(config, "zero_optimization.overlap_comm") is True:
+        raise ValueError(f"overlap_comm=True with stage {stage} ({where}): stages 0 and 1 reduce within the step; leave it out")
+
+
 def batch_sizes(config: dict[str, Any], where: str, micro: Asked | None, window: Asked | None, world_size: int) -> None:
     """Settle the three numbers of which each follows from the other two.
 
@@ -193,7 +229,7 @@ def complete(config: dict[str, Any], clip: float, numel: int, pinned: bool) -> N
     zero = config["zero_optimization"]
     for name in [name for name, value in zero.items() if value == "auto"]:
         del zero[name]
-    for inside in ("offload_optimizer", "offload_param"):
+    for inside in OFFLOAD.values():
         if get(config, f"zero_optimization.{inside}.device", "none") != "none":
             default(config, f"zero_optimization.{inside}.pin_memory", pinned)
 

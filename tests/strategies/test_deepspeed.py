@@ -521,7 +521,7 @@ def rank_refused() -> Any:
 
     def part() -> Any:
         engine, model = of(2), Net()
-        prepared, _ = engine.prepare(model, torch.optim.Adam(model.parameters()))
+        engine.prepare(model, torch.optim.Adam(model.parameters()))
         engine.clip_grad_norm_([model.head.weight], 1.0)
 
     def value() -> Any:
@@ -531,8 +531,7 @@ def rank_refused() -> Any:
 
     def closure() -> Any:
         engine, model = of(2), Net()
-        prepared, optimizer = engine.prepare(model, torch.optim.Adam(model.parameters()))
-        optimizer.step(lambda: 0.0)
+        engine.prepare(model, torch.optim.Adam(model.parameters()))[1].step(lambda: 0.0)
 
     def sharded(**settings: Any) -> Any:
         module = Net()
@@ -673,8 +672,8 @@ CONTRADICTIONS = {
     "window": "ValueError: gradient_accumulation_steps=4 in DeepSpeed(config={...}) contradicts accumulate_grad_batches=2 (code)",
     "precision": "ValueError: bf16.enabled=True in DeepSpeed(config={...}) contradicts precision='32-true'",
     "micro": "ValueError: train_micro_batch_size_per_gpu=8 in DeepSpeed(config={...}) contradicts the training loader's batch_size=2",
-    "batch": "ValueError: train_batch_size=10 in DeepSpeed(config={...}) contradicts train_micro_batch_size_per_gpu=2 * gradient_accumulation_steps=1 "
-    "* 2 rank(s) = 4",
+    "batch": "ValueError: train_batch_size=10 in DeepSpeed(config={...}) contradicts train_micro_batch_size_per_gpu=2 * "
+    "gradient_accumulation_steps=1 * 2 rank(s) = 4",
     "global": "ValueError: train_batch_size=32 in DeepSpeed(config={...}) contradicts global_batch_size=8 (code)",
     "value": "ValueError: gradient_clip_algorithm='value' (code) under DeepSpeed, which clips by norm only",
     "optimizer": "ValueError: SGD was given, and \"optimizer\" in DeepSpeed(config={...}) is 'AdamW': keep one of them",
