@@ -24,10 +24,10 @@ from engine.distributed.environment import Environment, detect
 from engine.distributed.group import Group, join
 from engine.gradients import Loss, Window
 from engine.metrics import Recorder
-from engine.precision import Precision, Scaler
+from engine.precision import Precision
 from engine.prepared import AutocastForward, PreparedOptimizer, PreparedScheduler
 from engine.processes import Processes
-from engine.stepper import Stepper, Then
+from engine.stepper import OwnedStepper, Stepper, Then
 from engine.strategies.base import Strategy
 from engine.tree import batch_size, map_tensors
 
@@ -98,9 +98,10 @@ class Engine(Processes):
         self.data_group = self.strategy.data_group
         self.window = Window()
         self.accumulate_grad_batches = accumulate_grad_batches
-        self.scaler = Scaler(group.device) if self.precision.scaled else None
+        self.strategy.window = self.window
+        self.scaler = self.strategy.scaler()
         self.seed: int = collectives.broadcast_object(group, torch.initial_seed() if seed is None else seed)
-        self._stepper = Stepper(self.window, self.strategy, self.scaler, on_nonfinite)
+        self._stepper = (OwnedStepper if self.strategy.owns_step else Stepper)(self.window, self.strategy, self.scaler, on_nonfinite)
         self._stepper.describe = self._describe_gradients
         self._models: list[nn.Module] = []
         self._agree = self._largest if self.scaler is not None else None
@@ -327,7 +328,7 @@ class Engine(Processes):
         """This micro-batch has no loss. Alone, its samples do not count; among several ranks they count with a zero gradient."""
         window = self.window
         window.drop(self.data_group.world_size, self._agree)
-        if self.group.world_size > 1 and (self.sync_gradients or self.strategy.matched_forward):
+        if self.group.world_size > 1 and (self.sync_gradients or self.strategy.matched_forward or self.strategy.matched_backward):
             self.strategy.backward_nothing(self._models)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -336,22 +337,16 @@ class Engine(Processes):
         self._stepper.prepare([raw(o) for o in chosen])
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
-        """Scale the gradients down to a global norm of at most ``max_norm``; the norm before, shape ``()``; ``None`` inside a window."""
-        if not self.sync_gradients:
-            return None
-        grads = self._readable(parameters)
-        return gradients.clip_norm(self.strategy.local(grads), self.strategy.norm(grads, norm_type), max_norm, None)
+        """Scale the gradients down to a global norm of at most ``max_norm``; the norm before, shape ``()``; ``None`` inside a window.
+
+        Under DeepSpeed that happens within the step: ``None`` too, and :attr:`grad_norm` afterwards.
+        """
+        return self._stepper.clip_norm(gradients.listed(parameters), max_norm, norm_type) if self.sync_gradients else None
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp each gradient element to [-clip_value, clip_value]."""
         if self.sync_gradients:
-            gradients.clip_values(self.strategy.local(self._readable(parameters)), clip_value)
-
-    def _readable(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
-        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        ids = {id(p) for p in chosen}
-        self._stepper.prepare([o for o in self._stepper.known if any(id(p) in ids for p in gradients.parameters_of([o]))])
-        return gradients.gradients(chosen)
+            self._stepper.clip_values(gradients.listed(parameters), clip_value)
 
     def average_gradients(self, optimizer: Any) -> None:
         """Average this optimizer's gradients over the ranks now, for models whose backward passes do not (manual optimization)."""

@@ -45,7 +45,7 @@ class DDP(Strategy):
             raise ValueError(f"DDP(bucket_cap_mb={self.bucket_cap_mb!r}) must be positive")
 
     def setup(self, model: nn.Module) -> nn.Module:
-        if any(hasattr(p, "placements") for p in model.parameters()):
+        if any(hasattr(p, "placements") or hasattr(p, "ds_id") for p in model.parameters()):
             raise ValueError(
                 f"strategy='ddp' with {class_name(model)}, whose parameters are sharded already, by an earlier run: "
                 "use that run's strategy again, or load a checkpoint into a new module"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import warnings
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from engine import FSDP, Callback, Fit, Loss, MeshParallel, TrainModule
+from engine import FSDP, Callback, DeepSpeed, Fit, Loss, MeshParallel, TrainModule
 
 SAMPLES, TOKENS, VOCAB, WIDTH, HEADS = 43, 6, 13, 16, 2
 GLOBAL, WINDOW, EPOCHS, STEPS = 12, 3, 2, 8  # an epoch: 12 + 12 + 12 + 7 samples
@@ -242,6 +243,30 @@ def two_meshes() -> Any:
     return found
 
 
+STAGES = ("deepspeed 0", "deepspeed 1", "deepspeed 2", "deepspeed 3") if importlib.util.find_spec("deepspeed") else ()
+
+
+BY_DEEPSPEED = (
+    [f"deepspeed_stage_{n} to ddp" for n in (2, 3)] + ["deepspeed_stage_2 to deepspeed_stage_3", "deepspeed_stage_3 to fsdp"]
+    + [f"ddp to deepspeed_stage_{n}" for n in (1, 2, 3)]
+) if STAGES else []  # fmt: skip
+
+
+def two_deepspeed() -> Any:
+    # Without a threshold every parameter here is too small to be sharded at stage 3.
+    def stage(name: str) -> Any:
+        return DeepSpeed(stage=int(name[-1]), param_persistence_threshold=0 if name[-1] == "3" else None)
+
+    return {f"{name} {weighted}": train(stage(name), 2, weighted) for name in STAGES for weighted in (False, True)}
+
+
+def two_deepspeed_resumed() -> Any:  # after two_resumed, whose checkpoint of ddp it reads
+    for there in ("deepspeed_stage_2", "deepspeed_stage_3") if STAGES else ():
+        train(there, 2, root=there, max_steps=3)
+    pairs = [pair.split(" to ") for pair in BY_DEEPSPEED]
+    return {f"{there} to {here}": train(here, 2, resume=there) for there, here in pairs}
+
+
 def four_runs() -> Any:
     found = {f"hybrid {weighted}": train(FSDP(dp_replicate=2, dp_shard=2), 4, weighted) for weighted in (False, True)}
     found["hybrid, each time"] = train(FSDP(dp_replicate=2, reduce_each_micro_batch=True), 4)
@@ -274,12 +299,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
         alone = train("single", 1, resume="fsdp")
         yield {
             "runs": [
-                two["runs"][r] | two["meshes"][r] | two["settings"][r]
+                two["runs"][r] | two["meshes"][r] | two["settings"][r] | two["deepspeed"][r]
                 | {f"four {name}": row for name, row in (four["runs"][r] | four["meshes"][r]).items()}
                 for r in range(2)
             ],
             "resumed": {
                 **two["resumed"][0],
+                **two["deepspeed_resumed"][0],
                 **{name: row for name, row in (two["meshes"][0] | four["meshes"][0]).items() if " to " in name},
                 "fsdp to single": alone,
                 "fsdp of 2 to hybrid of 4": four["runs"][0]["from two"],
@@ -309,7 +335,7 @@ def test_the_bare_loop_clips_and_learns() -> None:
     "name",
     [
         "ddp", "fsdp", "four hybrid", "tp", "tp, sequence", "four tp x fsdp", "four tp x ddp", "pp", "gpipe", "interleaved", "zero_bubble", "zbv",
-        "dualpipev", "four pp x ddp", "four pp x fsdp", "four pp x tp",
+        "dualpipev", "four pp x ddp", "four pp x fsdp", "four pp x tp", *STAGES,
     ],
 )  # fmt: skip
 def test_a_strategy_trains_as_one_process(found: Any, name: str, weighted: bool) -> None:
@@ -333,7 +359,7 @@ def test_hybrid_reducing_each_time(found: Any) -> None:
     "name",
     [
         "fsdp to ddp", "ddp to fsdp", "single to fsdp", "fsdp to single", "fsdp of 2 to hybrid of 4", "fsdp to tp", "tp to pp", "pp to ddp",
-        "fsdp to tp x fsdp", "tp x fsdp to pp x fsdp",
+        "fsdp to tp x fsdp", "tp x fsdp to pp x fsdp", *BY_DEEPSPEED,
     ],
 )  # fmt: skip
 def test_resuming_under_another_strategy(found: Any, name: str) -> None:
