@@ -18,7 +18,8 @@ _BUILT_IN = {
     "deepspeed_stage_3": ("engine.strategies.deepspeed", "stage_3"),
     "deepspeed_stage_2_offload": ("engine.strategies.deepspeed", "stage_2_offload"),
     "deepspeed_stage_3_offload": ("engine.strategies.deepspeed", "stage_3_offload"),
-    "mesh": ("engine.strategies.mesh_parallel", "MeshParallel"),
+    "tp": ("engine.strategies.mesh_parallel", "tensor_parallel_only"),
+    "pp": ("engine.strategies.mesh_parallel", "pipeline_parallel_only"),
 }
 
 
