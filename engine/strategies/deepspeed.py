@@ -125,7 +125,7 @@ class DeepSpeed(Strategy):
                 said = deepspeed_config.settle(self._config, f"{kind}.enabled", asked, self._where)
                 put = said and stage > 0
                 deepspeed_config.put(self._config, f"{kind}.enabled", put)
-        if self._half == "bf16" and stage:
+        if self._half and stage:
             # Summed in the half format, micro-batches of a window would round each other away.
             deepspeed_config.default(self._config, "data_types.grad_accum_dtype", "fp32")
         import_deepspeed(group.device)
