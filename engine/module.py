@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from engine.gradients import Loss
 from engine.hparams import HParams, init_arguments
 from engine.log import warn_once
+from engine.strategies.deferred import reset
 
 
 class Context(Protocol):
@@ -78,7 +79,20 @@ class TrainModule(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define configure_optimizers(self)")
 
     def configure_model(self) -> None:
-        """Build parts of the model here when their construction depends on the run; called once on every rank before anything else."""
+        """Build parts of the model here when their construction depends on the run; called once on every rank before anything else.
+
+        Under strategies that cut a model up, its parameters have no memory until they are cut; see :meth:`init_weights`.
+        """
+
+    def init_weights(self, module: nn.Module) -> None:
+        """Give one module (no submodules of it) its first values, where :meth:`configure_model` has built it without memory.
+
+        Called for each module with parameters of its own, on rank 0.
+
+        Raises:
+            ValueError: by default ``module.reset_parameters()`` is called, and it has none.
+        """
+        reset(module)
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         """One validation batch, without gradients; takes ``dataloader_idx`` as well when there are several loaders."""

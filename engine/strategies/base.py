@@ -17,6 +17,7 @@ from engine.distributed.collectives import all_reduce
 from engine.distributed.group import Group
 from engine.gradients import Window, joins
 from engine.precision import Precision, Scaler
+from engine.strategies import deferred
 
 
 @dataclass(kw_only=True)
@@ -80,7 +81,9 @@ class Strategy:
         return None
 
     def place(self, model: nn.Module) -> None:
-        """Called before ``setup``: the model on its device and in its dtype, in place."""
+        """Called before ``setup``: the model on its device and in its dtype, in place. What has no values yet gets them."""
+        if deferred.is_deferred(model):
+            deferred.materialise(model, self.group.device, deferred.initialiser(model))
         model.to(self.group.device, self.precision.parameters)
 
     def setup(self, model: nn.Module) -> nn.Module:
@@ -197,6 +200,12 @@ class Single(Strategy):
 def trained(model: nn.Module) -> Iterable[Any]:
     """The parameters that receive gradients."""
     return (p for p in model.parameters() if p.requires_grad)
+
+
+def class_name(model: nn.Module) -> str:
+    """The name of the user's class; Fit gives strategies a wrapper around its module."""
+    inner = model._modules.get("module")
+    return type(model if inner is None else inner).__name__
 
 
 def spread(group: Group, tensors: Iterable[Tensor]) -> None:

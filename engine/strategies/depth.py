@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,24 +25,26 @@ class Depth:
         self.pipeline = pipeline
         self.tied: list[tuple[Tensor, Any, int]] = []
         """Parameters of this rank that stages on several ranks use: with those ranks' process group, and their number."""
-        self._away: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._joined: dict[int, tuple[Any, int]] = {}
+        self.away: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """Parameters of other ranks' stages, on the meta device."""
         self._groups: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def cut(self, model: nn.Module, parts: list[list[nn.Module]], group: Group, settle: Callable[[nn.Module], None], replaced: Any) -> None:
+    def cut(self, model: nn.Module, parts: list[list[nn.Module]], group: Group, settle: Callable[[nn.Module], None], now: Any, replaced: Any) -> None:
         """Keep this rank's stages of ``parts``; the other parameters go to the meta device, one part after another.
 
         Raises:
             ValueError: a parameter that is to be trained is in no part.
         """
         pipeline = self.pipeline
-        owners: dict[Tensor, set[int]] = {}
+        owners: dict[nn.Parameter, set[int]] = {}
         for index, stage in enumerate(parts):
             for part in stage:
                 for parameter in part.parameters():
                     owners.setdefault(parameter, set()).add(pipeline.owner(index))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter not in owners:
-                raise ValueError(f"pipeline parallel: {name!r} is in none of the model's parts and would not be trained; add its module, or freeze it")
+                raise ValueError(f"pipeline parallel: {name!r} is in none of the model's parts, and nothing trains it: add its module, or freeze it")
         for parameter, ranks in owners.items():
             if len(ranks) > 1:
                 found = _column(group, pipeline.size, sorted(ranks))
@@ -51,7 +54,7 @@ class Depth:
         for stage in parts:
             for part in stage:
                 settle(part)
-                self._send_away(part, {p for p, ranks in owners.items() if pipeline.rank not in ranks}, replaced)
+                self._send_away(part, {now(p) for p, ranks in owners.items() if pipeline.rank not in ranks}, replaced)
         settle(model)
 
     def _send_away(self, part: nn.Module, away: set[Tensor], replaced: Any) -> None:
@@ -61,7 +64,7 @@ class Depth:
                     continue
                 if parameter not in replaced:
                     replaced[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-                    self._away[replaced[parameter]] = True
+                    self.away[replaced[parameter]] = True
                     parameter.data = parameter.data.new_empty(0)
                 module._parameters[key] = replaced[parameter]
 
@@ -74,14 +77,31 @@ class Depth:
         Raises:
             TypeError: the loss is of another kind than before.
         """
+        kept = [self._set_aside(index, parameter) for index, (parameter, _, _) in enumerate(self.tied)]
         found = self.pipeline.train(step, root, batch)
         if self.pipeline.weighted is None:
             self.pipeline.weighted = bool(found[0])
-        if last:
-            for parameter, group, _ in self.tied:
-                if parameter.grad is not None:
-                    dist.all_reduce(shards.local([parameter.grad])[0], group=group)
+        for stage in self.pipeline.modules.values():
+            for own in stage.parameters():
+                if last and shards.is_sharded(own):
+                    shards.align(own)  # schedules that split backward call no hooks
+        for index, (parameter, group, _) in enumerate(self.tied):
+            if last and parameter.grad is not None:
+                dist.all_reduce(shards.local([parameter.grad])[0], group=group)
+            before = kept[index]
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else before + parameter.grad
+            if last and parameter.grad is not None:
+                self._joined[index] = (weakref.ref(parameter.grad), parameter.grad._version)
         return Loss(found[1], found[2]) if self.pipeline.weighted else found[1].float()
+
+    def _set_aside(self, index: int, parameter: Tensor) -> Tensor | None:
+        """A gradient that is summed over the stages already and that no step has used: it must not be summed again."""
+        grad, known = parameter.grad, self._joined.get(index)
+        if grad is None or known is None or known[0]() is not grad or known[1] != grad._version:
+            return None
+        parameter.grad = None
+        return grad
 
     def keep_own(self, optimizer: Optimizer) -> None:
         """Take the parameters of other ranks out of an optimizer."""
@@ -89,7 +109,7 @@ class Depth:
             return
         self._groups[optimizer] = [list(group["params"]) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if p not in self._away]
+            group["params"] = [p for p in group["params"] if p not in self.away]
 
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
 
@@ -125,10 +145,10 @@ class Depth:
         if [set(n) for n in names] != [set(n) for n in saved]:
             here, there = {n for g in names for n in g}, {n for g in saved for n in g}
             raise ValueError(
-                f"the saved state of {type(optimizer).__name__} is of other parameters: only in the checkpoint: {sorted(map(str, there - here))[:5]}, "
-                f"only in the optimizer: {sorted(map(str, here - there))[:5]}"
+                f"the saved state of {type(optimizer).__name__} is of other parameters: only in the checkpoint: "
+                f"{sorted(map(str, there - here))[:5]}, only in the optimizer: {sorted(map(str, here - there))[:5]}"
             )
-        own = [[n for p, n in zip(g, ns, strict=True) if p not in self._away] for g, ns in zip(self._groups[optimizer], names, strict=True)]
+        own = [[n for p, n in zip(g, ns, strict=True) if p not in self.away] for g, ns in zip(self._groups[optimizer], names, strict=True)]
         groups = [{**g, "params": n} for g, n in zip(state["param_groups"], own, strict=True)]
         kept = {n for ns in own for n in ns}
         return {**state, "state": {n: entry for n, entry in state["state"].items() if n in kept}, "param_groups": groups}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,8 +21,8 @@ from engine.distributed.collectives import all_reduce
 from engine.distributed.group import Group
 from engine.distributed.mesh import degrees, make_mesh
 from engine.log import warn_once
-from engine.strategies import policy, shards
-from engine.strategies.base import Strategy, named_state, numbered_state, spread, sum_over_ranks
+from engine.strategies import deferred, policy, shards
+from engine.strategies.base import Strategy, class_name, named_state, numbered_state, spread, sum_over_ranks
 
 
 @dataclass(kw_only=True)
@@ -36,8 +37,10 @@ class FSDP(Strategy):
     enters a block is cast to the half format; the inputs of the whole model (targets among them) are not.
 
     After ``Fit.run`` the module stays sharded on all ranks: ``fit.test(module)`` and further runs under the same strategy work, a
-    direct call of the module does not. To export it, save a checkpoint (it holds whole tensors, under any strategy) and load that
-    into a new module.
+    direct call of the module does not. What ``configure_model`` builds has no memory for its parameters until it is sharded, block by
+    block: the whole is never on one rank. Its modules get their first values from the module's ``init_weights(module)``, else from their
+    own ``reset_parameters()``; a checkpoint's take their place. To export it, save a checkpoint (it holds whole tensors, under any
+    strategy) and load that into a new module.
 
     ``training_step`` must return a loss on every rank: ``Loss(out.sum() * 0, 0)`` leaves a micro-batch out, ``None`` is an error.
     """
@@ -63,6 +66,8 @@ class FSDP(Strategy):
     """Parameters, by name (``"head.*"``), that stay whole on every rank; their gradients are averaged as under DDP."""
     reduce_each_micro_batch: bool = False
     """Reduce gradients after every micro-batch of a window rather than in its last one: a rank then never holds whole gradients."""
+    _away: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False, repr=False)
+    _initialise: Callable[[nn.Module], None] | None = field(default=None, init=False, repr=False)
     _sizes: dict[str, int] = field(default_factory=dict, init=False, repr=False)
     _mesh: DeviceMesh | None = field(default=None, init=False, repr=False)
     _replaced: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False, repr=False)
@@ -93,6 +98,9 @@ class FSDP(Strategy):
 
     # -- the model --------------------------------------------------------------------------------------------------------------
 
+    def building(self) -> AbstractContextManager[Any]:
+        return super().building() if self.group.world_size == 1 else deferred.parameters_deferred()
+
     def place(self, model: nn.Module) -> None:
         if self.group.world_size == 1:
             super().place(model)
@@ -108,7 +116,7 @@ class FSDP(Strategy):
         if before is not None:
             if before != made:
                 raise ValueError(
-                    f"{type(model).__name__} was sharded with {before}, now {made} is asked for: load a checkpoint into a new module"
+                    f"{class_name(model)} was sharded with {before}, now {made} is asked for: load a checkpoint into a new module"
                 )
             self.sync([model], True)
             return model
@@ -119,10 +127,8 @@ class FSDP(Strategy):
 
     def _check(self, model: nn.Module) -> None:
         if any(shards.is_sharded(p) for p in model.parameters()):
-            raise ValueError(f"parts of {type(model).__name__} are sharded already, but not the whole: give a new module, or the one prepared before")
-        meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
-        if meta is not None:
-            raise ValueError(f"{meta!r} is on the meta device and has no values: build the model on the CPU before it is sharded")
+            raise ValueError(f"parts of {class_name(model)} are sharded already, but not the whole: give a new module, or the one prepared before")
+        self._initialise = deferred.initialiser(model) if self.group.is_main else None
 
     def _shard(self, model: nn.Module) -> None:
         self._shard_parts(model, [model])
@@ -162,7 +168,10 @@ class FSDP(Strategy):
         self._note(module, before)
 
     def _settle(self, module: nn.Module) -> None:
-        """What of the module is not sharded yet, on the device, with rank 0's values."""
+        """What of the module is not sharded yet, on the device, with rank 0's values; what has none yet gets them there."""
+        if deferred.is_deferred(module, self._away):
+            deferred.return_freed_memory()
+            deferred.materialise(module, self.group.device, self._initialise, self._replaced.__setitem__, self._away)
         tensors = (*module.parameters(), *module.buffers())
         own = [t for t in tensors if not shards.is_sharded(t) and not t.is_meta and t not in self._settled]
         for tensor in own:

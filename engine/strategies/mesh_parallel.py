@@ -53,7 +53,7 @@ class MeshParallel(FSDP):
     """Compute the cross entropy on logits that are cut over the vocabulary: the output layer's style is
     ``ColwiseParallel(use_local_output=False)``, and nothing gathers them."""
     schedule: str = "1f1b"
-    """Of the pipeline: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zero_bubble"``, ``"zbv"``, ``"dualpipev"`` (the last four: two stages a rank)."""
+    """Of the pipeline: ``"gpipe"``, ``"1f1b"``; with two stages a rank ``"interleaved"``, ``"zero_bubble"``, ``"zbv"``, ``"dualpipev"``."""
     num_microbatches: int | None = None
     """Parts that the pipeline cuts each micro-batch into (its samples); by default as many as it has stages."""
     split: Sequence[str] = ()
@@ -118,7 +118,7 @@ class MeshParallel(FSDP):
             mesh = self.mesh()
             plan = tensor_parallel.plan_for(model, self.plan, mesh, self.sequence_parallel)
             if plan is not None:
-                tensor_parallel.cut(model, plan, mesh["tp"], self._settle, self._note)
+                tensor_parallel.cut(model, plan, mesh["tp"], self._settle, self._note, self._away)
         if self.loss_parallel and self._losses is None:
             self._losses = loss_parallel()
             self._losses.__enter__()
@@ -126,8 +126,15 @@ class MeshParallel(FSDP):
             self._shard_parts(model, roots)
         else:
             self._settle(model)
+            for own in model.parameters():
+                if shards.is_sharded(own) and own.requires_grad:
+                    own.register_post_accumulate_grad_hook(shards.align)
         if self.pipelined:
             depth.tied = [(self._now(p), group, count) for p, group, count in depth.tied]
+            for module in model.modules():  # a tied parameter has other modules on other stages
+                for key, parameter in module._parameters.items():
+                    if parameter is not None and parameter in self._replaced:
+                        module._parameters[key] = self._now(parameter)  # type: ignore[assignment]
 
     def release(self) -> None:
         if self._losses is not None:
@@ -152,7 +159,8 @@ class MeshParallel(FSDP):
         )
         parts = stages_of(model, pipeline.num_stages, self.split)
         depth = Depth(pipeline)
-        depth.cut(model, parts, self.group, self._settle, self._replaced)
+        self._away = depth.away
+        depth.cut(model, parts, self.group, self._settle, self._now, self._replaced)
         model._depth = depth  # type: ignore[assignment]
         return depth
 
@@ -192,4 +200,5 @@ class MeshParallel(FSDP):
 
 def _inner(model: nn.Module) -> nn.Module:
     """The user's model inside of Fit's wrapper around its steps."""
-    return next((m for m in (model, model._modules.get("module")) if m is not None and (has_parts(m) or "_depth" in vars(m))), model)
+    candidates = [m for m in (model, model._modules.get("module")) if m is not None]
+    return next((m for m in candidates if has_parts(m) or "_depth" in vars(m)), candidates[-1])

@@ -20,6 +20,15 @@ def local(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
 
+@torch.no_grad()
+def align(parameter: Any) -> None:
+    """Bring a gradient into its parameter's layout. Autograd leaves it as backward made it: summed over no rank yet, or whole where the
+    parameter is cut."""
+    grad = parameter.grad
+    if grad is not None and grad.placements != parameter.placements:
+        parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
 def pieces(tensor: Tensor) -> int:
     """How many ranks a tensor is cut over."""
     if not isinstance(tensor, DTensor):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel, parallelize_module
 
 from engine.errors import nearest
+from engine.strategies.base import class_name
 
 Plan = Mapping[str, ParallelStyle | str]
 
@@ -50,7 +51,7 @@ def plan_for(model: nn.Module, given: Plan | None, mesh: DeviceMesh, sequence_pa
             plan, whose = _hugging_face(model), "the model's own plan"
     if not isinstance(plan, Mapping) or not plan:
         raise ValueError(
-            f"tensor parallel needs a plan for {_name(model)}: give MeshParallel(plan={{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}}) "
+            f"tensor parallel needs a plan for {class_name(model)}: give MeshParallel(plan={{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}}) "
             f"or define parallelize(self, mesh) that returns one (got {plan!r:.80})"
         )
     if sequence_parallel and not any(isinstance(s, SequenceParallel) or s == "sequence_parallel" for s in plan.values()):
@@ -88,7 +89,7 @@ def fitting(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module, Parallel
         if not found:
             names = [name for name, _ in named]
             raise ValueError(
-                f"the tensor parallel plan has {pattern!r}, but {_name(model)} has no such module{nearest(pattern, names)}; "
+                f"the tensor parallel plan has {pattern!r}, but {class_name(model)} has no such module{nearest(pattern, names)}; "
                 f"there are {', '.join(names[:8])}, ..."
             )
         chosen.update(dict.fromkeys(found, _style(pattern, style)))
@@ -112,19 +113,21 @@ def cut(
     mesh: DeviceMesh,
     settle: Callable[[nn.Module], None],
     note: Callable[[nn.Module, dict[str, Any]], None],
+    away: Container[Tensor],
 ) -> None:
-    """Cut the modules of ``plan`` over ``mesh`` (one axis), in place; those on the meta device are on other ranks, and left alone.
+    """Cut the modules of ``plan`` over ``mesh`` (one axis), in place.
 
     Args:
         settle: called with each module before it is cut: whole, on the device, the same on all ranks.
         note: called with each module and its parameters before it was cut.
+        away: parameters that are on other ranks; modules with such ones are left alone.
 
     Raises:
         ValueError: see :func:`fitting`; or modules that share a parameter are cut in different ways.
     """
     for name, module, style in fitting(model, plan):
         _check_even(name, module, style, mesh.size())
-        if any(p.is_meta for p in module.parameters()):
+        if any(p in away for p in module.parameters()):
             continue
         settle(module)
         before = dict(module.named_parameters(remove_duplicate=False))
@@ -132,14 +135,31 @@ def cut(
             parallelize_module(module, mesh, style, src_data_rank=None)
         except (RuntimeError, ValueError, NotImplementedError) as error:
             raise ValueError(f"tensor parallel: {name!r} ({type(module).__name__}) cannot be cut by {type(style).__name__}: {error}") from error
+        _let_go(module)
         after = dict(module.named_parameters(remove_duplicate=False))
         replaced = {id(old): after[key] for key, old in before.items() if after[key] is not old}
+        for key, old in before.items():
+            after[key].requires_grad_(old.requires_grad)  # torch's styles make every parameter a trained one
         for other in model.modules():  # tied parameters stay one
             for key, parameter in other._parameters.items():
                 if parameter is not None and id(parameter) in replaced:
                     other._parameters[key] = replaced[id(parameter)]
         note(module, before)
     _check_tied(model, plan)
+
+
+def _let_go(module: nn.Module) -> None:
+    """Make parts that are views of whole tensors tensors of their own."""
+    for inner in module.modules():
+        for key, parameter in inner._parameters.items():
+            if not isinstance(parameter, DTensor):
+                continue
+            local = parameter.detach().to_local()
+            if local.untyped_storage().nbytes() > local.numel() * local.element_size():
+                own = DTensor.from_local(
+                    local.clone(), parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+                )
+                inner._parameters[key] = nn.Parameter(own, parameter.requires_grad)
 
 
 def _check_even(name: str, module: nn.Module, style: ParallelStyle, ranks: int) -> None:
@@ -167,8 +187,3 @@ def _check_tied(model: nn.Module, plan: Plan) -> None:
                 f"tensor parallel: {name.removeprefix('module.')!r} shares a parameter with {shared!r}, which the plan cuts: give it a style of its "
                 "own ('embedding_rowwise' and 'colwise' cut an embedding and its output layer alike)"
             )
-
-
-def _name(model: nn.Module) -> str:
-    inner = model._modules.get("module")
-    return type(model if inner is None else inner).__name__

@@ -12,10 +12,12 @@ import pytest
 import torch
 from ranked import on_ranks
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from engine import FSDP, Callback, DeepSpeed, Fit, Loss, TrainModule
+from engine import FSDP, Callback, DeepSpeed, Fit, Loss, MeshParallel, TrainModule
 
 SAMPLES, TOKENS, VOCAB, WIDTH, HEADS = 43, 6, 13, 16, 2
 GLOBAL, WINDOW, EPOCHS, STEPS = 12, 3, 2, 8  # an epoch: 12 + 12 + 12 + 7 samples
@@ -31,12 +33,24 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH + 2), nn.GELU(), nn.Linear(3 * WIDTH + 2, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, tokens, _ = x.shape
-        # Head by head, so that a cut of the rows gives each rank whole heads.
-        q, k, v = self.qkv(self.norm(x)).view(batch, tokens, -1, 3, WIDTH // HEADS).unbind(3)
+        qkv = self.qkv(self.norm(x))  # [batch, tokens, 3 * width]; head by head, so that a cut gives each rank whole heads
+        q, k, v = qkv.view(*qkv.shape[:2], -1, 3, WIDTH // HEADS).unbind(3)
         attended = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(x)
+
+
+TOKENWISE = {
+    "start.embed": RowwiseParallel(input_layouts=Replicate()),
+    "layers.0": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True),
+    "layers.*.norm": SequenceParallel(use_local_output=True),
+    "layers.*.qkv": ColwiseParallel(input_layouts=Shard(1)),
+    "layers.*.out": RowwiseParallel(output_layouts=Shard(1)),
+    "layers.*.mlp.0": ColwiseParallel(input_layouts=Shard(1)),
+    "layers.*.mlp.2": RowwiseParallel(output_layouts=Shard(1)),
+    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
+"""Styles under which what is between the cut layers is cut over the tokens."""
 
 
 class Start(nn.Module):
@@ -70,7 +84,7 @@ class Transformer(TrainModule):
         ends = {"start.embed": "embedding_rowwise", "head": "colwise_gather_output"}
         if not sequence_parallel:
             return {**blocks, **ends, "layers.*.out": "rowwise", "layers.*.mlp.2": "rowwise"}
-        return {**blocks, **ends, **TOKENWISE}
+        return TOKENWISE
 
     def pipeline_stages(self) -> list[nn.Module]:
         return [self.start, *self.layers, self.head]
@@ -161,15 +175,15 @@ class Watch(Callback):
             run.save_checkpoint()
 
 
-def train(strategy: Any, world: int, weighted: bool = False, root: str = "", resume: str | None = None, **more: Any) -> dict[str, Any]:
-    """A run of Fit, and a validation of the trained module after it."""
+def train(strategy: Any, ranks: int, weighted: bool = False, root: str = "", resume: str | None = None, **more: Any) -> dict[str, Any]:
+    """A run of Fit, and a validation of the trained module after it. ``ranks``: those that see different data."""
     watch, module = Watch(save="max_steps" in more), Transformer(weighted)
-    place = Path(os.environ["PARITY_ROOT"]) / root if root else Path(os.environ["PARITY_ROOT"]) / f"of {world}"
+    place = Path(os.environ["PARITY_ROOT"]) / root if root else Path(os.environ["PARITY_ROOT"]) / f"of {os.environ.get('WORLD_SIZE')}"
     fit = Fit(
         accelerator="cpu", strategy=strategy, callbacks=watch, accumulate_grad_batches=WINDOW, gradient_clip_val=CLIP, log_every_n_steps=1,
         seed=1, num_sanity_val_steps=0, root_dir=place, **{"max_epochs": EPOCHS, **more},
     )  # fmt: skip
-    batches = DataLoader(data(), batch_size=GLOBAL // WINDOW // world)
+    batches = DataLoader(data(), batch_size=GLOBAL // WINDOW // ranks)
     result = fit.run(module, batches, resume=None if resume is None else str(Path(os.environ["PARITY_ROOT"]) / resume / CHECKPOINT))
     found = fit.validate(module, batches)[0]
     return {
@@ -209,9 +223,27 @@ def two_resumed() -> Any:
     return {f"{there} to {here}": train(here, 2, resume=there) for there, here in (("fsdp", "ddp"), ("ddp", "fsdp"), ("single", "fsdp"))}
 
 
+def two_meshes() -> Any:
+    chosen = {
+        "tp": MeshParallel(tp=2),
+        "tp, sequence": MeshParallel(tp=2, sequence_parallel=True),
+        "pp": MeshParallel(pp=2),
+        "gpipe": MeshParallel(pp=2, schedule="gpipe", num_microbatches=3),  # of 4 samples, and of 1 and 2 at an epoch's end
+        "interleaved": MeshParallel(pp=2, schedule="interleaved", num_microbatches=4),
+        "zero_bubble": MeshParallel(pp=2, schedule="zero_bubble", num_microbatches=4),
+        "zbv": MeshParallel(pp=2, schedule="zbv", num_microbatches=4),
+        "dualpipev": MeshParallel(pp=2, schedule="dualpipev", num_microbatches=4),
+    }
+    found = {f"{name} {weighted}": train(chosen[name], 1, weighted) for name in chosen for weighted in (False, True)}
+    train(chosen["pp"], 1, root="pp", max_steps=3)
+    train(chosen["tp"], 1, root="tp", max_steps=3)
+    found["fsdp to tp"] = train(chosen["tp"], 1, resume="fsdp")
+    found["tp to pp"] = train(chosen["pp"], 1, resume="tp")
+    found["pp to ddp"] = train("ddp", 2, resume="pp")
+    return found
+
+
 STAGES = ("deepspeed 0", "deepspeed 1", "deepspeed 2", "deepspeed 3") if importlib.util.find_spec("deepspeed") else ()
-
-
 BY_DEEPSPEED = (
     [f"deepspeed_stage_{n} to ddp" for n in (2, 3)] + ["deepspeed_stage_2 to deepspeed_stage_3", "deepspeed_stage_3 to fsdp"]
     + [f"ddp to deepspeed_stage_{n}" for n in (1, 2, 3)]
@@ -240,17 +272,42 @@ def four_runs() -> Any:
     return found
 
 
+def four_meshes() -> Any:
+    chosen = {
+        "tp x fsdp": (MeshParallel(tp=2), 2),
+        "tp x ddp": (MeshParallel(tp=2, dp_replicate=2, dp_shard=1), 2),
+        "pp x ddp": (MeshParallel.from_megatron(pp_degree=2, num_micro_batches=2), 2),
+        "pp x fsdp": (MeshParallel(pp=2, num_microbatches=2), 2),
+        "pp x tp": (MeshParallel(pp=2, tp=2), 1),
+    }
+    found = {f"{name} {weighted}": train(*chosen[name], weighted) for name in chosen for weighted in (False, True)}
+    train(*chosen["tp x fsdp"], root="tp x fsdp", max_steps=3)
+    found["fsdp to tp x fsdp"] = train(*chosen["tp x fsdp"], resume="fsdp")
+    found["tp x fsdp to pp x fsdp"] = train(*chosen["pp x fsdp"], resume="tp x fsdp")
+    return found
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PARITY_ROOT", str(tmp_path_factory.mktemp("parity")))
         train("single", 1, root="single", max_steps=3)
-        two = on_ranks(__file__, 2, "two_", timeout=240)
-        four = on_ranks(__file__, 4, "four_", timeout=240)
+        two = on_ranks(__file__, 2, "two_", timeout=300)
+        four = on_ranks(__file__, 4, "four_", timeout=300)
         alone = train("single", 1, resume="fsdp")
         yield {
-            "runs": [{**two["runs"][r], **two["settings"][r], **two["deepspeed"][r], **{f"four {k}": v for k, v in four["runs"][r].items()}} for r in range(2)],
-            "resumed": {**two["resumed"][0], **two["deepspeed_resumed"][0], "fsdp to single": alone, "fsdp of 2 to hybrid of 4": four["runs"][0]["from two"]},
+            "runs": [
+                two["runs"][r] | two["meshes"][r] | two["settings"][r] | two["deepspeed"][r]
+                | {f"four {name}": row for name, row in (four["runs"][r] | four["meshes"][r]).items()}
+                for r in range(2)
+            ],
+            "resumed": {
+                **two["resumed"][0],
+                **two["deepspeed_resumed"][0],
+                **{name: row for name, row in (two["meshes"][0] | four["meshes"][0]).items() if " to " in name},
+                "fsdp to single": alone,
+                "fsdp of 2 to hybrid of 4": four["runs"][0]["from two"],
+            },
         }
 
 
@@ -272,7 +329,13 @@ def test_the_bare_loop_clips_and_learns() -> None:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "four hybrid", *STAGES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ddp", "fsdp", "four hybrid", "tp", "tp, sequence", "four tp x fsdp", "four tp x ddp", "pp", "gpipe", "interleaved", "zero_bubble", "zbv",
+        "dualpipev", "four pp x ddp", "four pp x fsdp", "four pp x tp", *STAGES,
+    ],
+)  # fmt: skip
 def test_a_strategy_trains_as_one_process(found: Any, name: str, weighted: bool) -> None:
     for rank in found["runs"]:
         close(rank[f"{name} {weighted}"], bare(weighted))
@@ -290,7 +353,13 @@ def test_hybrid_reducing_each_time(found: Any) -> None:
     close(found["runs"][0]["four hybrid, each time"], bare(False))
 
 
-@pytest.mark.parametrize("name", ["fsdp to ddp", "ddp to fsdp", "single to fsdp", "fsdp to single", "fsdp of 2 to hybrid of 4", *BY_DEEPSPEED])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fsdp to ddp", "ddp to fsdp", "single to fsdp", "fsdp to single", "fsdp of 2 to hybrid of 4", "fsdp to tp", "tp to pp", "pp to ddp",
+        "fsdp to tp x fsdp", "tp x fsdp to pp x fsdp", *BY_DEEPSPEED,
+    ],
+)  # fmt: skip
 def test_resuming_under_another_strategy(found: Any, name: str) -> None:
     close(found["resumed"][name], bare(False), last=STEPS - 3)
 

@@ -1,0 +1,120 @@
+"""Models that are built without memory for their parameters, and get values module by module, while they are cut up."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+@contextmanager
+def parameters_deferred() -> Iterator[None]:
+    """Within it, a parameter that a module registers goes to the meta device; shared ones stay shared, buffers keep their values."""
+    register = nn.Module.register_parameter
+    known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def register_deferred(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        kept = self._parameters[name]
+        if kept is None or kept.is_meta or type(kept) is not nn.Parameter:
+            return
+        if kept not in known:
+            known[kept] = nn.Parameter(torch.empty_like(kept, device="meta"), kept.requires_grad)
+        self._parameters[name] = known[kept]
+
+    nn.Module.register_parameter = register_deferred  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def is_deferred(module: nn.Module, away: Container[Tensor] = ()) -> bool:
+    """Whether something of the module has no values, and is not ``away``, on other ranks."""
+    return any(t.is_meta and t not in away for t in (*module.parameters(), *module.buffers()))
+
+
+def materialise(
+    module: nn.Module,
+    device: torch.device,
+    initialise: Callable[[nn.Module], None] | None,
+    replaced: Callable[[Tensor, Tensor], None] | None = None,
+    away: Container[Tensor] = (),
+) -> None:
+    """Give what has no values memory on ``device``, and values.
+
+    Args:
+        initialise: called with each submodule that has been given memory; ``None``: the memory is left as it is.
+        replaced: told of each parameter and the one that is in its place from now on.
+        away: parameters that are on other ranks, and stay as they are.
+
+    Raises:
+        ValueError: a module with parameters or buffers of its own that ``initialise`` cannot give values to.
+    """
+    done: dict[Tensor, Tensor] = {}
+    for inner in module.modules():
+        kept: dict[Tensor, Tensor] = {}
+        fresh = False
+        for store in (inner._parameters, inner._buffers):
+            for key, tensor in store.items():
+                if tensor is None or not tensor.is_meta or tensor in away:
+                    if tensor is not None and not tensor.is_meta:
+                        kept[tensor] = tensor.detach().clone() if initialise else tensor
+                    continue
+                if tensor in done:
+                    kept[done[tensor]] = done[tensor].detach().clone()
+                else:
+                    done[tensor], fresh = _with_memory(tensor, device), True
+                    if replaced is not None and isinstance(tensor, nn.Parameter):
+                        replaced(tensor, done[tensor])
+                store[key] = done[tensor]  # type: ignore[assignment]
+        if fresh and initialise is not None:
+            initialise(inner)
+            with torch.no_grad():
+                for tensor, value in kept.items():  # shared with a module that has set it already
+                    tensor.copy_(value)
+
+
+def return_freed_memory() -> None:
+    """Give the C library's free memory back to the system: it keeps the holes that whole tensors leave between the parts cut out of them."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def initialiser(model: nn.Module) -> Callable[[nn.Module], None]:
+    """How a model's modules get their first values: its method ``init_weights(module)``, else each module's ``reset_parameters()``."""
+    candidates: list[Any] = [model, model._modules.get("module")]
+    for owner in candidates:
+        own: Any = getattr(type(owner), "init_weights", None)
+        if owner is not None and own is not None and len(inspect.signature(own).parameters) == 2:
+            found: Callable[[nn.Module], None] = owner.init_weights
+            return found
+    return reset
+
+
+def reset(module: nn.Module) -> None:
+    """``module.reset_parameters()``.
+
+    Raises:
+        ValueError: it has none.
+    """
+    own: Any = getattr(module, "reset_parameters", None)
+    if own is None:
+        names = [name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
+        raise ValueError(
+            f"{type(module).__name__} was built without memory and has no reset_parameters() to give {', '.join(names)} values: define it, or "
+            "init_weights(self, module) in the TrainModule, which is called for each module that needs values"
+        )
+    own()
+
+
+def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
+    made = torch.empty_like(tensor, device=device)
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
