@@ -29,6 +29,7 @@ from engine.prepared import AutocastForward, PreparedOptimizer, PreparedSchedule
 from engine.processes import Processes
 from engine.stepper import Stepper, Then
 from engine.strategies.base import Strategy
+from engine.transforms.float8 import FP8, Layers
 from engine.tree import batch_size, map_tensors
 
 
@@ -52,7 +53,8 @@ class Engine(Processes):
     Args:
         strategy: a name or a :class:`engine.Strategy`; ``"auto"`` is ``single`` for one process and ``ddp`` for several.
         accelerator: ``"auto"`` (CUDA when present), ``"cpu"``, ``"cuda"``.
-        precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true``, ``64-true`` (or ``no``, ``bf16``, ``fp16``).
+        precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true``, ``64-true``,
+            ``fp8-mixed`` or :class:`engine.FP8` (or ``no``, ``bf16``, ``fp16``, ``fp8``).
         accumulate_grad_batches: micro-batches in a window; may be changed between epochs.
         on_nonfinite: ``"raise"`` or ``"skip"`` a step whose gradient norm is not finite; ``None``: not checked (fp16 always skips).
         seed: of the data order; by default torch's initial seed on rank 0.
@@ -70,7 +72,7 @@ class Engine(Processes):
         *,
         strategy: str | Strategy = "auto",
         accelerator: str = "auto",
-        precision: str | Precision = "32-true",
+        precision: str | Precision | FP8 = "32-true",
         accumulate_grad_batches: int = 1,
         on_nonfinite: str | None = None,
         seed: int | None = None,
@@ -100,6 +102,7 @@ class Engine(Processes):
         self.accumulate_grad_batches = accumulate_grad_batches
         self.scaler = Scaler(group.device) if self.precision.scaled else None
         self.seed: int = collectives.broadcast_object(group, torch.initial_seed() if seed is None else seed)
+        self._low = Layers(self.precision.fp8, group.device)
         self._stepper = Stepper(self.window, self.strategy, self.scaler, on_nonfinite)
         self._stepper.describe = self._describe_gradients
         self._models: list[nn.Module] = []
@@ -150,6 +153,7 @@ class Engine(Processes):
         """
         if any(model is known or model is self.unwrap_model(known) for known in self._models):
             return next(known for known in self._models if model is known or model is self.unwrap_model(known))
+        self._low.convert(model)
         self.strategy.place(model)
         if autocast and self.precision.autocast is not None:
             AutocastForward(self.precision, self.device).attach(model)
@@ -161,6 +165,7 @@ class Engine(Processes):
 
     def place_model(self, model: nn.Module) -> nn.Module:
         """The model on its device and in its dtype, the same on every rank, but not wrapped: for evaluation and manual optimization."""
+        self._low.convert(model)
         model.to(self.device, self.precision.parameters)
         self.strategy.share_parameters(model)
         return model
@@ -205,6 +210,7 @@ class Engine(Processes):
     def release(self) -> None:
         """Forget every prepared model and optimizer."""
         self.strategy.release()
+        self._low.restore()
         self._models.clear()
         self._stepper.known.clear()
 
