@@ -44,11 +44,14 @@ class Precision:
 
         Raises:
             ValueError: for a name that does not exist, with the names that do.
+            TypeError: something else.
         """
         if isinstance(name, Precision):
             return name
         if isinstance(name, FP8):
             return cls("fp8-mixed", autocast=torch.bfloat16, fp8=name)
+        if not isinstance(name, (str, int)):
+            raise TypeError(f"precision={name!r} must be a name, an FP8 or a Precision object")
         key = _ALIASES.get(str(name), str(name))
         if key not in _PRECISIONS:
             known = [*_PRECISIONS, *_ALIASES]

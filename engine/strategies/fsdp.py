@@ -150,7 +150,7 @@ class FSDP(Strategy):
             self._fully_shard(root, apart, inputs=False)
             root._reduces = True  # type: ignore[assignment]
             if self.precision.fp8 is not None and self.precision.fp8.gathers:
-                float8.Scales(root)
+                float8.Scales(root, self.precision.fp8)
             for parameter in apart & set(root.parameters()):
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(partial(self._average, root))

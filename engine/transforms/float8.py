@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from engine.errors import nearest
 from engine.log import logger, warn_once
@@ -143,23 +144,37 @@ def gather_low(module: nn.Module, ignored: Collection[Tensor]) -> None:
 class Scales:
     """The scales of all weights that are gathered in fp8, from one reduction, in the first forward pass after they have changed.
 
-    As a hook of the sharded root it comes before the first gathering. It looks at the weights' version counters rather than waits for
-    an optimizer's step, so that a loaded checkpoint or averaged weights never meet old scales, which would cut off what has grown.
+    As a hook of the sharded root it comes before the first gathering. Beside optimizers' steps (fused ones leave the version counters
+    alone) it sees what else writes into weights, so that a loaded checkpoint never meets old scales, which would cut off what has grown.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    steps = 0
+    """Of all optimizers of this process."""
+
+    def __init__(self, root: nn.Module, fp8: FP8) -> None:
         low = _layer_class()
         found = [m.weight for m in root.modules() if isinstance(m, low) and _sharded(m.weight)]
         self.weights = [w for w in found if hasattr(w.to_local(), "fsdp_pre_all_gather")]
-        self.seen = -1
+        if fp8.all_gather and len(self.weights) < len(found):
+            raise ValueError("FP8(all_gather=True): weights that tensor parallel has cut are gathered in bf16; leave all_gather out")
+        self.seen = (-1, -1)
         if self.weights:
+            _count_steps()
             root.register_forward_pre_hook(self.renew, prepend=True)
 
     def renew(self, root: nn.Module, args: Any) -> None:
-        seen = sum(weight._version for weight in self.weights)
+        seen = (Scales.steps, sum(weight._version for weight in self.weights))
         if seen != self.seen:
             _torchao().precompute_float8_dynamic_scale_for_fsdp(root)
             self.seen = seen
+
+
+@cache
+def _count_steps() -> None:
+    def count(optimizer: Any, args: Any, kwargs: Any) -> None:
+        Scales.steps += 1
+
+    register_optimizer_step_post_hook(count)
 
 
 class TransformerEngine:
