@@ -125,12 +125,13 @@ def gather_low(module: nn.Module, ignored: Collection[Tensor]) -> None:
 
     Those in ``ignored``, those that are sharded already and those that tensor parallel has cut are left alone.
     """
-    torchao, low = _torchao(), _layer_class()
+    torchao, apart = _torchao(), {id(p) for p in ignored}
+    parameters = {id(p) for p in module.parameters() if not _sharded(p)} - apart
+    layers = [m for m in module.modules() if isinstance(m, _layer_class()) and id(m.weight) in parameters]
     wrapped: dict[int, Any] = {}
-    apart = {id(p) for p in ignored}
-    for layer in module.modules():
-        if not isinstance(layer, low) or _sharded(layer.weight) or id(layer.weight) in apart:
-            continue
+    if parameters == {id(layer.weight) for layer in layers} and any(layer.weight.device.type == "cpu" for layer in layers):
+        return  # nothing else is gathered with them: they would travel as fp8 rather than as bytes, which gloo does not know
+    for layer in layers:
         weight = layer.weight
         if id(weight) not in wrapped:
             with torch.device("meta"):
@@ -156,7 +157,10 @@ class Scales:
         found = [m.weight for m in root.modules() if isinstance(m, low) and _sharded(m.weight)]
         self.weights = [w for w in found if hasattr(w.to_local(), "fsdp_pre_all_gather")]
         if fp8.all_gather and len(self.weights) < len(found):
-            raise ValueError("FP8(all_gather=True): weights that tensor parallel has cut are gathered in bf16; leave all_gather out")
+            raise ValueError(
+                "FP8(all_gather=True): weights that tensor parallel has cut, and on the CPU those that are alone in a block of FSDP, are gathered in "
+                "bf16; leave all_gather out"
+            )
         self.seen = (-1, -1)
         if self.weights:
             _count_steps()
