@@ -24,10 +24,10 @@ from engine.distributed.environment import Environment, detect
 from engine.distributed.group import Group, join
 from engine.gradients import Loss, Window
 from engine.metrics import Recorder
-from engine.precision import Precision, Scaler
+from engine.precision import Precision
 from engine.prepared import AutocastForward, PreparedOptimizer, PreparedScheduler
 from engine.processes import Processes
-from engine.stepper import Stepper, Then
+from engine.stepper import OwnedStepper, Stepper, Then
 from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8, Layers
 from engine.tree import batch_size, map_tensors
@@ -53,8 +53,7 @@ class Engine(Processes):
     Args:
         strategy: a name or a :class:`engine.Strategy`; ``"auto"`` is ``single`` for one process and ``ddp`` for several.
         accelerator: ``"auto"`` (CUDA when present), ``"cpu"``, ``"cuda"``.
-        precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true``, ``64-true``,
-            ``fp8-mixed`` or :class:`engine.FP8` (or ``no``, ``bf16``, ``fp16``, ``fp8``).
+        precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``fp8-mixed``, ``bf16-true``, ``16-true``, ``64-true``, or :class:`engine.FP8`.
         accumulate_grad_batches: micro-batches in a window; may be changed between epochs.
         on_nonfinite: ``"raise"`` or ``"skip"`` a step whose gradient norm is not finite; ``None``: not checked (fp16 always skips).
         seed: of the data order; by default torch's initial seed on rank 0.
@@ -100,10 +99,11 @@ class Engine(Processes):
         self.data_group = self.strategy.data_group
         self.window = Window()
         self.accumulate_grad_batches = accumulate_grad_batches
-        self.scaler = Scaler(group.device) if self.precision.scaled else None
+        self.strategy.window = self.window
+        self.scaler = self.strategy.scaler()
         self.seed: int = collectives.broadcast_object(group, torch.initial_seed() if seed is None else seed)
         self._low = Layers(self.precision.fp8, group.device)
-        self._stepper = Stepper(self.window, self.strategy, self.scaler, on_nonfinite)
+        self._stepper = (OwnedStepper if self.strategy.owns_step else Stepper)(self.window, self.strategy, self.scaler, on_nonfinite)
         self._stepper.describe = self._describe_gradients
         self._models: list[nn.Module] = []
         self._agree = self._largest if self.scaler is not None else None
@@ -153,8 +153,7 @@ class Engine(Processes):
         """
         if any(model is known or model is self.unwrap_model(known) for known in self._models):
             return next(known for known in self._models if model is known or model is self.unwrap_model(known))
-        self._low.convert(model)
-        self.strategy.place(model)
+        self.strategy.place(self._low.convert(model))
         if autocast and self.precision.autocast is not None:
             AutocastForward(self.precision, self.device).attach(model)
         prepared = self.strategy.setup(model)
@@ -165,8 +164,7 @@ class Engine(Processes):
 
     def place_model(self, model: nn.Module) -> nn.Module:
         """The model on its device and in its dtype, the same on every rank, but not wrapped: for evaluation and manual optimization."""
-        self._low.convert(model)
-        model.to(self.device, self.precision.parameters)
+        self._low.convert(model).to(self.device, self.precision.parameters)
         self.strategy.share_parameters(model)
         return model
 
@@ -190,8 +188,7 @@ class Engine(Processes):
         Args:
             place: move the batches to the device (and floating point inputs to a ``*-true`` precision's dtype).
         """
-        dtype = self.precision.parameters
-        return PreparedLoader(loader, group=self.data_group, window=self.window, seed=self.seed, dtype=dtype, place=place)
+        return PreparedLoader(loader, group=self.data_group, window=self.window, seed=self.seed, dtype=self.precision.parameters, place=place)
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The module that the user gave to :meth:`prepare`."""
@@ -221,9 +218,7 @@ class Engine(Processes):
 
     def recorder(self, *, on_step: bool, on_epoch: bool, suffix: str = "") -> Recorder:
         """What collects logged values of this engine's ranks."""
-        return Recorder(
-            self.group, on_step=on_step, on_epoch=on_epoch, suffix=suffix, data_group=self.data_group, speaks=self.strategy.speaks
-        )
+        return Recorder(self.group, on_step=on_step, on_epoch=on_epoch, suffix=suffix, data_group=self.data_group, speaks=self.strategy.speaks)
 
     # -- a step -----------------------------------------------------------------------------------------------------------------
 
@@ -333,7 +328,7 @@ class Engine(Processes):
         """This micro-batch has no loss. Alone, its samples do not count; among several ranks they count with a zero gradient."""
         window = self.window
         window.drop(self.data_group.world_size, self._agree)
-        if self.group.world_size > 1 and (self.sync_gradients or self.strategy.matched_forward):
+        if self.group.world_size > 1 and (self.sync_gradients or self.strategy.matched_forward or self.strategy.matched_backward):
             self.strategy.backward_nothing(self._models)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -342,22 +337,16 @@ class Engine(Processes):
         self._stepper.prepare([raw(o) for o in chosen])
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
-        """Scale the gradients down to a global norm of at most ``max_norm``; the norm before, shape ``()``; ``None`` inside a window."""
-        if not self.sync_gradients:
-            return None
-        grads = self._readable(parameters)
-        return gradients.clip_norm(self.strategy.local(grads), self.strategy.norm(grads, norm_type), max_norm, None)
+        """Scale the gradients down to a global norm of at most ``max_norm``; the norm before, shape ``()``; ``None`` inside a window.
+
+        Under DeepSpeed that happens within the step: ``None`` too, and :attr:`grad_norm` afterwards.
+        """
+        return self._stepper.clip_norm(gradients.listed(parameters), max_norm, norm_type) if self.sync_gradients else None
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp each gradient element to [-clip_value, clip_value]."""
         if self.sync_gradients:
-            gradients.clip_values(self.strategy.local(self._readable(parameters)), clip_value)
-
-    def _readable(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
-        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        ids = {id(p) for p in chosen}
-        self._stepper.prepare([o for o in self._stepper.known if any(id(p) in ids for p in gradients.parameters_of([o]))])
-        return gradients.gradients(chosen)
+            self._stepper.clip_values(gradients.listed(parameters), clip_value)
 
     def average_gradients(self, optimizer: Any) -> None:
         """Average this optimizer's gradients over the ranks now, for models whose backward passes do not (manual optimization)."""

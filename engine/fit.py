@@ -38,7 +38,7 @@ class Fit:
     defaults are documented at :class:`engine.config.schema.Settings`.
 
     Args:
-        strategy: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, a :class:`engine.Strategy` object.
+        strategy: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, a :class:`engine.Strategy` object.
         accelerator: ``"auto"`` (CUDA when present), ``"cpu"``, ``"cuda"``.
         devices: processes on this machine, one device each; started by ``run`` unless torchrun has. Default: every GPU, or one process.
         num_nodes: machines.
@@ -210,6 +210,7 @@ class Fit:
             engine = Engine(
                 strategy=settings.strategy, precision=settings.precision, on_nonfinite=settings.on_nonfinite, seed=settings.seed, group=group
             )
+            settings = engine.strategy.configure(settings, self.origins)
             callbacks = tuple(c for c in settings.callbacks if not (settings.fast_dev_run and c.runs_last))
             yield Run(settings, engine, module, callbacks, Hooks(callbacks, module, Callback, TrainModule), stage)
 

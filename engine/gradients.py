@@ -222,6 +222,11 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
+def listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+    """One tensor or several, as torch's clipping functions take them."""
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
 def parameters_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     """The optimizers' parameters, each once."""
     if len(optimizers) == 1 and len(optimizers[0].param_groups) == 1:

@@ -78,7 +78,10 @@ _PRECISIONS = {
         Precision("fp8-mixed", autocast=torch.bfloat16, fp8=FP8()),
     )
 }
-_ALIASES = {"no": "32-true", "32": "32-true", "fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "16": "16-mixed", "64": "64-true", "fp8": "fp8-mixed"}
+_ALIASES = {
+    **{"no": "32-true", "32": "32-true", "fp32": "32-true", "16": "16-mixed", "64": "64-true"},
+    **{"bf16": "bf16-mixed", "fp16": "16-mixed", "fp8": "fp8-mixed"},
+}
 
 
 class Scaler(torch.amp.GradScaler):

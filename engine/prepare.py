@@ -89,6 +89,7 @@ def training(run: Run, train_loader: Any, val_loaders: Any, datamodule: DataModu
     if not found:
         raise ValueError("no training data: give run(module, train_loader), a datamodule or a module with train_dataloader")
     run.train_loader = found[0]
+    run.engine.strategy.micro_batch_size = getattr(found[0].loader, "batch_size", None)
     limit(run.train_loader, "limit_train_batches", settings.limit_train_batches)
     run.num_train_batches = run.train_loader.length
     if run.num_train_batches == 0 and settings.limit_train_batches != 0:
@@ -158,7 +159,7 @@ def place(run: Run) -> None:
     if run.settings.compile:
         compile_module(module)
     if not module.automatic_optimization:
-        if engine.strategy.matched_forward:
+        if engine.strategy.matched_forward or engine.strategy.owns_step:
             raise ValueError(
                 f"automatic_optimization=False under {type(engine.strategy).__name__}: the backward pass would run inside of the sharded model's "
                 "forward pass; use strategy='ddp', or a loop of your own with Engine"
@@ -200,9 +201,13 @@ def pipelined(run: Run, batch: Any, index: int) -> Any:
 def optimizers(run: Run) -> None:
     """What ``configure_optimizers`` gives, prepared."""
     module, engine = run.module, run.engine
-    if type(module).configure_optimizers is TrainModule.configure_optimizers:
+    overridden = type(module).configure_optimizers is not TrainModule.configure_optimizers
+    given = module.configure_optimizers() if overridden else None
+    if given is None and engine.models:
+        given = engine.strategy.own_optimizers(engine.models[0])
+    if given is None and not overridden:
         raise TypeError(f"{type(module).__name__} must define configure_optimizers(self); return None to train nothing")
-    found, schedules = configured(module.configure_optimizers())
+    found, schedules = configured(given)
     prepared = [engine.prepare_optimizer(o) for o in found]
     # The loop steps whole windows with engine.step and needs no wrapper; a module that steps by itself does.
     chosen: list[Any] = list(found) if module.automatic_optimization else [ManualOptimizer(o, run) for o in prepared]

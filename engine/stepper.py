@@ -58,6 +58,21 @@ class Stepper:
                     gradients.divide(parts, divisor)
             self._ready[id(optimizer)] = found
 
+    def readable(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of these parameters, divided and unscaled."""
+        ids = {id(p) for p in parameters}
+        self.prepare([o for o in self.known if any(id(p) in ids for p in gradients.parameters_of([o]))])
+        return gradients.gradients(parameters)
+
+    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
+        """Scale the gradients of these parameters down; their norm before, if it is known now. Shape ``()``."""
+        grads = self.readable(parameters)
+        return gradients.clip_norm(self.strategy.local(grads), self.strategy.norm(grads, norm_type), max_norm, None)
+
+    def clip_values(self, parameters: Sequence[Tensor], limit: float) -> None:
+        """Clamp each element of the gradients of these parameters to [-limit, limit]."""
+        gradients.clip_values(self.strategy.local(self.readable(parameters)), limit)
+
     def forget(self, optimizers: Sequence[Optimizer]) -> None:
         """New gradients will come: what :meth:`prepare` did no longer holds."""
         for optimizer in optimizers:
@@ -189,6 +204,35 @@ class Stepper:
             f"a gradient is not finite (on_nonfinite='raise'){self.describe()}; the parameters are those from before this step. "
             "Lower the learning rate, set gradient_clip_val, look at the batch, or go on with on_nonfinite='skip'"
         )
+
+
+class OwnedStepper(Stepper):
+    """For strategies that own the step: gradients are divided, clipped, checked and applied in one call of theirs."""
+
+    def prepare(self, optimizers: Sequence[Optimizer]) -> None:
+        """Nothing: gradients become readable inside of the step only."""
+
+    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
+        """Tell the strategy; the norm is known after the step."""
+        self.strategy.clip_at_step(parameters, max_norm, norm_type)
+        return None
+
+    def clip_values(self, parameters: Sequence[Tensor], limit: float) -> None:
+        raise ValueError(f"clip_grad_value_ under {type(self.strategy).__name__}, which clips by norm only: use clip_grad_norm_")
+
+    def step(
+        self,
+        optimizers: Sequence[Optimizer],
+        *,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        then: Then | None = None,
+    ) -> None:
+        """As :meth:`Stepper.step`."""
+        self.norm, applied = self.strategy.step(optimizers, self._divisor(), max_norm, max_value, self.on_nonfinite is not None)
+        if not applied and self.on_nonfinite == "raise" and self.scaler is None:
+            self._fail()
+        self._decide(applied, [] if then is None else [then])
 
 
 def _skips_itself(optimizer: Optimizer) -> bool:

@@ -12,6 +12,12 @@ _BUILT_IN = {
     "single": ("engine.strategies.base", "Single"),
     "ddp": ("engine.strategies.ddp", "DDP"),
     "fsdp": ("engine.strategies.fsdp", "FSDP"),
+    "deepspeed": ("engine.strategies.deepspeed", "DeepSpeed"),
+    "deepspeed_stage_1": ("engine.strategies.deepspeed", "stage_1"),
+    "deepspeed_stage_2": ("engine.strategies.deepspeed", "stage_2"),
+    "deepspeed_stage_3": ("engine.strategies.deepspeed", "stage_3"),
+    "deepspeed_stage_2_offload": ("engine.strategies.deepspeed", "stage_2_offload"),
+    "deepspeed_stage_3_offload": ("engine.strategies.deepspeed", "stage_3_offload"),
     "mesh": ("engine.strategies.mesh_parallel", "MeshParallel"),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from engine.config.schema import Settings
 from engine.distributed.collectives import all_reduce
 from engine.distributed.group import Group
-from engine.gradients import joins
-from engine.precision import Precision
+from engine.gradients import Window, joins
+from engine.precision import Precision, Scaler
 from engine.strategies import deferred
 
 
@@ -25,6 +26,10 @@ class Strategy:
 
     matched_forward: bool = field(default=False, init=False, repr=False)
     """Whether a forward pass holds collectives, so that all ranks must run equally many, in evaluation too."""
+    matched_backward: bool = field(default=False, init=False, repr=False)
+    """Whether every backward pass holds collectives, not only a window's last one."""
+    owns_step: bool = field(default=False, init=False, repr=False)
+    """Whether gradients are the strategy's own until its :meth:`step`: nobody else reads, divides, clips or clears them."""
     group: Group = field(init=False, repr=False)
     data_group: Group = field(init=False, repr=False)
     """The ranks that see different data, this one among them: all of them, but for ranks that hold parts of one model."""
@@ -38,6 +43,10 @@ class Strategy:
     """Ranks with the same number draw the same random numbers (of dropout, for example)."""
     precision: Precision = field(default=Precision.parse("32-true"), init=False, repr=False)
     """Set by the engine before ``connect``."""
+    window: Window = field(default_factory=Window, init=False, repr=False)
+    """The engine's; set by it."""
+    micro_batch_size: int | None = field(default=None, init=False, repr=False)
+    """Samples of one rank's micro-batch, where the training loader says so; set by ``Fit`` before ``place``."""
 
     def connect(self, group: Group) -> None:
         """Called once, before ``setup``, with the processes of this job.
@@ -48,9 +57,28 @@ class Strategy:
         self.group = self.data_group = group
         self.random_stream = group.rank
 
+    def configure(self, settings: Settings, origins: Mapping[str, str]) -> Settings:
+        """The settings of a run that begins: as they are, or with what the strategy's own configuration says where nobody else did.
+
+        Args:
+            origins: where each setting comes from (``"default"``: from nobody).
+
+        Raises:
+            ValueError: the strategy's own configuration contradicts a setting.
+        """
+        return settings
+
     def building(self) -> AbstractContextManager[Any]:
-        """What the module's ``configure_model`` is called in."""
+        """What ``TrainModule.configure_model`` runs in: a context that may change how modules built in it get their parameters."""
         return nullcontext()
+
+    def scaler(self) -> Any:
+        """What scales losses under fp16; ``None`` under other precisions."""
+        return Scaler(self.group.device) if self.precision.scaled else None
+
+    def own_optimizers(self, model: nn.Module) -> Any:
+        """What the strategy's own configuration names for ``model`` (as ``setup`` returned it), in a form of ``configure_optimizers``."""
+        return None
 
     def place(self, model: nn.Module) -> None:
         """Called before ``setup``: the model on its device and in its dtype, in place. What has no values yet gets them."""
@@ -121,6 +149,21 @@ class Strategy:
         """The largest over all ranks of a flag (1.0: a gradient is not finite)."""
         return found
 
+    # -- only of a strategy that owns the step --------------------------------------------------------------------------------------------
+
+    def step(
+        self, optimizers: Sequence[Any], divisor: Tensor | float | None, max_norm: float | None, max_value: float | None, checked: bool
+    ) -> tuple[Tensor | None, bool]:
+        """Divide the gradients, clip and apply them; their norm before clipping (if known) and whether the step was applied.
+
+        ``checked``: a step whose norm is not finite must not be applied.
+        """
+        raise NotImplementedError
+
+    def clip_at_step(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> None:
+        """Clip the norm of these gradients in the coming step."""
+        raise NotImplementedError
+
     # -- checkpoints: the same whatever the strategy, so that each reads what another wrote. All ranks call these together ---------------
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
@@ -157,6 +200,12 @@ class Single(Strategy):
 def trained(model: nn.Module) -> Iterable[Any]:
     """The parameters that receive gradients."""
     return (p for p in model.parameters() if p.requires_grad)
+
+
+def class_name(model: nn.Module) -> str:
+    """The name of the user's class; Fit gives strategies a wrapper around its module."""
+    inner = model._modules.get("module")
+    return type(model if inner is None else inner).__name__
 
 
 def spread(group: Group, tensors: Iterable[Tensor]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.errors import nearest
-from engine.strategies.base import Strategy, spread, sum_over_ranks, trained
+from engine.strategies.base import Strategy, class_name, spread, sum_over_ranks, trained
 
 HOOKS = ("fp16", "bf16", "powersgd")
 
@@ -45,10 +45,10 @@ class DDP(Strategy):
             raise ValueError(f"DDP(bucket_cap_mb={self.bucket_cap_mb!r}) must be positive")
 
     def setup(self, model: nn.Module) -> nn.Module:
-        if any(hasattr(p, "placements") for p in model.parameters()):
+        if any(hasattr(p, "placements") or hasattr(p, "ds_id") for p in model.parameters()):
             raise ValueError(
-                f"strategy='ddp' with {type(model).__name__}, whose parameters are sharded already (by an earlier run under 'fsdp'): "
-                "use strategy='fsdp' again, or load a checkpoint into a new module"
+                f"strategy='ddp' with {class_name(model)}, whose parameters are sharded already, by an earlier run: "
+                "use that run's strategy again, or load a checkpoint into a new module"
             )
         # A job of one process, or a model that nothing trains, has no gradients to reduce.
         if self.group.world_size == 1 or not any(True for _ in trained(model)):

@@ -22,7 +22,7 @@ from engine.distributed.group import Group
 from engine.distributed.mesh import degrees, make_mesh
 from engine.log import warn_once
 from engine.strategies import deferred, policy, shards
-from engine.strategies.base import Strategy, named_state, numbered_state, spread, sum_over_ranks
+from engine.strategies.base import Strategy, class_name, named_state, numbered_state, spread, sum_over_ranks
 from engine.transforms import float8
 
 
@@ -117,7 +117,7 @@ class FSDP(Strategy):
         if before is not None:
             if before != made:
                 raise ValueError(
-                    f"{type(model).__name__} was sharded with {before}, now {made} is asked for: load a checkpoint into a new module"
+                    f"{class_name(model)} was sharded with {before}, now {made} is asked for: load a checkpoint into a new module"
                 )
             self.sync([model], True)
             return model
@@ -128,7 +128,7 @@ class FSDP(Strategy):
 
     def _check(self, model: nn.Module) -> None:
         if any(shards.is_sharded(p) for p in model.parameters()):
-            raise ValueError(f"parts of {type(model).__name__} are sharded already, but not the whole: give a new module, or the one prepared before")
+            raise ValueError(f"parts of {class_name(model)} are sharded already, but not the whole: give a new module, or the one prepared before")
         self._initialise = deferred.initialiser(model) if self.group.is_main else None
 
     def _shard(self, model: nn.Module) -> None:

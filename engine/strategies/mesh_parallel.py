@@ -200,4 +200,5 @@ class MeshParallel(FSDP):
 
 def _inner(model: nn.Module) -> nn.Module:
     """The user's model inside of Fit's wrapper around its steps."""
-    return next((m for m in (model, model._modules.get("module")) if m is not None and (has_parts(m) or "_depth" in vars(m))), model)
+    candidates = [m for m in (model, model._modules.get("module")) if m is not None]
+    return next((m for m in candidates if has_parts(m) or "_depth" in vars(m)), candidates[-1])

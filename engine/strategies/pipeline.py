@@ -62,6 +62,10 @@ class Pipeline:
         """This rank's stages, by their index."""
         self.weighted: bool | None = None
         """Whether the loss is a ``Loss``; known after the first step."""
+        self._uncalled = (
+            f"pipeline parallel: the step of {type(model).__name__} ended before it called the model itself: compute the loss from self(...), whose "
+            "stages are on several ranks, not from submodules"
+        )
         self._schedules: dict[Any, Any] = {}
         self._specs: dict[Any, list[Spec]] = {}
         self._inputs: list[Any] | None = None
@@ -147,11 +151,10 @@ class Pipeline:
                 step(batch, 0)
         except _Called:
             pass
+        except Exception as error:
+            raise ValueError(f"{self._uncalled} ({type(error).__name__}: {error})") from error
         else:
-            raise ValueError(
-                f"pipeline parallel: {type(self.model).__name__}'s step ended without a call of the model itself: compute the loss from self(...), "
-                "whose stages run on several ranks, not from submodules"
-            )
+            raise ValueError(self._uncalled)
         finally:
             inputs, self._inputs = self._inputs, None
         if not torch.equal(before, torch.get_rng_state()):

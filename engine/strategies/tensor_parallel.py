@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel, parallelize_module
 
 from engine.errors import nearest
+from engine.strategies.base import class_name
 
 Plan = Mapping[str, ParallelStyle | str]
 
@@ -50,7 +51,7 @@ def plan_for(model: nn.Module, given: Plan | None, mesh: DeviceMesh, sequence_pa
             plan, whose = _hugging_face(model), "the model's own plan"
     if not isinstance(plan, Mapping) or not plan:
         raise ValueError(
-            f"tensor parallel needs a plan for {_name(model)}: give MeshParallel(plan={{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}}) "
+            f"tensor parallel needs a plan for {class_name(model)}: give MeshParallel(plan={{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}}) "
             f"or define parallelize(self, mesh) that returns one (got {plan!r:.80})"
         )
     if sequence_parallel and not any(isinstance(s, SequenceParallel) or s == "sequence_parallel" for s in plan.values()):
@@ -88,7 +89,7 @@ def fitting(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module, Parallel
         if not found:
             names = [name for name, _ in named]
             raise ValueError(
-                f"the tensor parallel plan has {pattern!r}, but {_name(model)} has no such module{nearest(pattern, names)}; "
+                f"the tensor parallel plan has {pattern!r}, but {class_name(model)} has no such module{nearest(pattern, names)}; "
                 f"there are {', '.join(names[:8])}, ..."
             )
         chosen.update(dict.fromkeys(found, _style(pattern, style)))
@@ -186,8 +187,3 @@ def _check_tied(model: nn.Module, plan: Plan) -> None:
                 f"tensor parallel: {name.removeprefix('module.')!r} shares a parameter with {shared!r}, which the plan cuts: give it a style of its "
                 "own ('embedding_rowwise' and 'colwise' cut an embedding and its output layer alike)"
             )
-
-
-def _name(model: nn.Module) -> str:
-    inner = model._modules.get("module")
-    return type(model if inner is None else inner).__name__

@@ -85,8 +85,8 @@ class Layers:
         self.fp8, self.device = fp8, device
         self._changed: list[tuple[nn.Linear, list[str]]] = []
 
-    def convert(self, model: nn.Module) -> None:
-        """Compute the linear layers of ``model`` in fp8 from now on. In place: names, parameters, hooks and references stay.
+    def convert(self, model: nn.Module) -> nn.Module:
+        """``model``, whose linear layers compute in fp8 from now on. In place: names, parameters, hooks and references stay.
 
         Raises:
             ImportError: the backend is not installed.
@@ -94,10 +94,10 @@ class Layers:
         """
         fp8 = self.fp8
         if fp8 is None:
-            return
+            return model
         if fp8.backend == "te":
             _check_te(model)
-            return
+            return model
         torchao = _torchao()
         emulate, chosen = _emulated(fp8, self.device), _chosen(model, fp8)
         config = dataclasses.replace(torchao.Float8LinearConfig.from_recipe_name(fp8.recipe), emulate=emulate)
@@ -109,6 +109,7 @@ class Layers:
             self._changed.append((linear, added))
         if chosen and emulate:
             logger.warning("fp8 is emulated on %s: this shows its numbers, not its speed", self.device.type)
+        return model
 
     def restore(self) -> None:
         """Make the layers plain again, but for those of sharded models."""
@@ -137,7 +138,7 @@ def gather_low(module: nn.Module, ignored: Collection[Tensor]) -> None:
             with torch.device("meta"):
                 shell = nn.Linear(layer.in_features, layer.out_features, bias=False)
             shell.weight = weight
-            config: Any = dataclasses.replace(layer.config, enable_fsdp_float8_all_gather=True)  # type: ignore[arg-type]
+            config: Any = dataclasses.replace(layer.config, enable_fsdp_float8_all_gather=True)
             wrapped[id(weight)] = torchao.convert_to_float8_training(shell, config=config).weight
         layer.weight = wrapped[id(weight)]
 
@@ -238,7 +239,7 @@ def _layer_class() -> Any:
     """A class of its own for two things that torchao's leaves to its user. Made at its first use, because its base is imported then."""
     base: Any = _torchao().float8_linear.Float8Linear
 
-    class Float8Layer(base):  # type: ignore[misc]
+    class Float8Layer(base):
         def forward(self, input: Tensor) -> Tensor:
             kind = input.device.type
             if not torch.is_autocast_enabled(kind):

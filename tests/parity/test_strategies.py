@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import warnings
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from engine import FSDP, Callback, Fit, Loss, MeshParallel, TrainModule
+from engine import FSDP, Callback, DeepSpeed, Fit, Loss, MeshParallel, TrainModule
 
 SAMPLES, TOKENS, VOCAB, WIDTH, HEADS = 43, 6, 13, 16, 2
 GLOBAL, WINDOW, EPOCHS, STEPS = 12, 3, 2, 8  # an epoch: 12 + 12 + 12 + 7 samples
@@ -131,22 +132,32 @@ def data() -> TensorDataset:
     return TensorDataset(ids, (torch.arange(TOKENS) < lengths).float())
 
 
-def bare(weighted: bool) -> dict[str, Any]:
-    """What a user would write for one process whose memory holds the whole global batch."""
+def bare(weighted: bool, bf16: bool = False, micro: int = GLOBAL, dropped: int = -1) -> dict[str, Any]:
+    """What a user would write for one process whose memory holds the whole global batch.
+
+    Args:
+        bf16: under autocast.
+        micro: samples in a forward pass.
+        dropped: the sample at which a micro-batch begins that is forgotten in each window.
+    """
     model, dataset = Transformer(weighted), data()
     optimizer, scheduler = steps(model)
     losses, norms = [], []
     for _ in range(EPOCHS):
         for low in range(0, SAMPLES, GLOBAL):
-            found = model.loss(dataset[low : low + GLOBAL])
-            loss = found.sum / found.count
-            loss.backward()
-            losses.append(loss.item())
+            parts = [dataset[i : min(i + micro, low + GLOBAL)] for i in range(low, min(low + GLOBAL, SAMPLES), micro) if i - low != dropped]
+            count, total = sum(float(mask.sum()) if weighted else mask.numel() for _, mask in parts), 0.0
+            for part in parts:
+                with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                    loss = model.loss(part).sum / count
+                loss.backward()
+                total += loss.item()
+            losses.append(total)
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         found = model.loss(dataset[:])
     return {"losses": losses, "norms": norms, "weights": flat(model.state_dict()), "val": (found.sum / found.count).item()}
 
@@ -200,6 +211,12 @@ def two_runs() -> Any:
     return {f"{name} {weighted}": train(name, 2, weighted) for name in ("ddp", "fsdp") for weighted in (False, True)}
 
 
+def two_bf16() -> Any:
+    chosen: dict[str, Any] = {"ddp": ("ddp", 2), "fsdp": ("fsdp", 2), "tp": (MeshParallel(tp=2), 1), "pp": (MeshParallel(pp=2), 1)}
+    chosen |= {name: (DeepSpeed(stage=int(name[-1])), 2) for name in STAGES}
+    return {name: train(*chosen[name], weighted=True, precision="bf16-mixed") for name in chosen}
+
+
 def two_settings() -> Any:
     chosen = {
         "reduced each time": FSDP(reduce_each_micro_batch=True),
@@ -242,11 +259,44 @@ def two_meshes() -> Any:
     return found
 
 
+STAGES = ("deepspeed 0", "deepspeed 1", "deepspeed 2", "deepspeed 3") if importlib.util.find_spec("deepspeed") else ()
+
+
+BY_DEEPSPEED = (
+    [f"deepspeed_stage_{n} to ddp" for n in (2, 3)] + ["deepspeed_stage_2 to deepspeed_stage_3", "deepspeed_stage_3 to fsdp"]
+    + [f"ddp to deepspeed_stage_{n}" for n in (1, 2, 3)]
+) if STAGES else []  # fmt: skip
+
+
+def two_deepspeed() -> Any:
+    # Without a threshold every parameter here is too small to be sharded at stage 3.
+    def stage(name: str) -> Any:
+        return DeepSpeed(stage=int(name[-1]), param_persistence_threshold=0 if name[-1] == "3" else None)
+
+    return {f"{name} {weighted}": train(stage(name), 2, weighted) for name in STAGES for weighted in (False, True)}
+
+
+def two_deepspeed_resumed() -> Any:  # after two_resumed, whose checkpoint of ddp it reads
+    for there in ("deepspeed_stage_2", "deepspeed_stage_3") if STAGES else ():
+        train(there, 2, root=there, max_steps=3)
+    pairs = [pair.split(" to ") for pair in BY_DEEPSPEED]
+    return {f"{there} to {here}": train(here, 2, resume=there) for there, here in pairs}
+
+
 def four_runs() -> Any:
     found = {f"hybrid {weighted}": train(FSDP(dp_replicate=2, dp_shard=2), 4, weighted) for weighted in (False, True)}
     found["hybrid, each time"] = train(FSDP(dp_replicate=2, reduce_each_micro_batch=True), 4)
     found["from two"] = train(FSDP(dp_replicate=2), 4, resume="fsdp")
     return found
+
+
+def four_bf16() -> Any:
+    chosen = {
+        "hybrid": (FSDP(dp_replicate=2, dp_shard=2), 4),
+        "tp x fsdp": (MeshParallel(tp=2), 2),
+        "pp x ddp": (MeshParallel(pp=2, dp_replicate=2, dp_shard=1), 2),
+    }
+    return {name: train(*chosen[name], weighted=True, precision="bf16-mixed") for name in chosen}
 
 
 def four_meshes() -> Any:
@@ -274,12 +324,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
         alone = train("single", 1, resume="fsdp")
         yield {
             "runs": [
-                two["runs"][r] | two["meshes"][r] | two["settings"][r]
+                two["runs"][r] | two["meshes"][r] | two["settings"][r] | two["deepspeed"][r]
                 | {f"four {name}": row for name, row in (four["runs"][r] | four["meshes"][r]).items()}
                 for r in range(2)
             ],
+            "bf16": [two["bf16"][r] | {f"four {name}": row for name, row in four["bf16"][r].items()} for r in range(2)],
             "resumed": {
                 **two["resumed"][0],
+                **two["deepspeed_resumed"][0],
                 **{name: row for name, row in (two["meshes"][0] | four["meshes"][0]).items() if " to " in name},
                 "fsdp to single": alone,
                 "fsdp of 2 to hybrid of 4": four["runs"][0]["from two"],
@@ -309,7 +361,7 @@ def test_the_bare_loop_clips_and_learns() -> None:
     "name",
     [
         "ddp", "fsdp", "four hybrid", "tp", "tp, sequence", "four tp x fsdp", "four tp x ddp", "pp", "gpipe", "interleaved", "zero_bubble", "zbv",
-        "dualpipev", "four pp x ddp", "four pp x fsdp", "four pp x tp",
+        "dualpipev", "four pp x ddp", "four pp x fsdp", "four pp x tp", *STAGES,
     ],
 )  # fmt: skip
 def test_a_strategy_trains_as_one_process(found: Any, name: str, weighted: bool) -> None:
@@ -325,6 +377,46 @@ def test_no_setting_of_fsdp_changes_the_training(found: Any, name: str) -> None:
     close(found["runs"][0][name], bare(True))
 
 
+QUANTITIES = ("losses", "norms", "weights")
+
+
+def apart(one: dict[str, Any], other: dict[str, Any], quantity: str) -> float:
+    return max((abs(a - b) for a, b in zip(one[quantity], other[quantity], strict=True)), default=0.0)
+
+
+@pytest.fixture(scope="module")
+def bounds() -> dict[str, float]:
+    """How far from fp32 a right computation in bf16 may be: derived from how far bf16 itself takes this training.
+
+    A sum in another order, or in other parts, rounds differently. The bare loop under autocast, with its windows cut in six ways, gives
+    six such roundings of one and the same computation; the largest distance of one of them to fp32 is the size of rounding's effect
+    (1/256 a rounding, through 3 blocks, 8 steps and Adam, which normalises small gradients up). Two roundings are at most
+    twice that apart; a third is for the roundings that strategies add (norms in bf16 inside of sharded blocks, sums over ranks).
+    """
+    exact = bare(True)
+    rounded = [bare(True, bf16=True, micro=micro) for micro in (12, 6, 4, 3, 2, 1)] + [bare(False, bf16=True, micro=2)]
+    exacts = [exact] * 6 + [bare(False)]
+    return {q: 3 * max(apart(r, e, q) for r, e in zip(rounded, exacts, strict=True)) for q in QUANTITIES}
+
+
+def test_the_bound_of_bf16_finds_a_forgotten_micro_batch(bounds: dict[str, float]) -> None:
+    exact = bare(True)
+    assert apart(bare(True, micro=4), exact, "losses") < 1e-5
+    for dropped in (0, 4, 8):
+        wrong = bare(True, bf16=True, micro=4, dropped=dropped)
+        assert all(apart(wrong, exact, quantity) > 4 * bounds[quantity] for quantity in ("losses", "norms"))
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "tp", "pp", "four hybrid", "four tp x fsdp", "four pp x ddp", *STAGES])
+def test_a_strategy_trains_in_bf16_as_one_process(found: Any, bounds: dict[str, float], name: str) -> None:
+    exact = bare(True)
+    for rank in found["bf16"]:
+        run = rank[name]
+        assert run["step"] == STEPS
+        for quantity in QUANTITIES if run["weights"] else QUANTITIES[:2]:
+            assert apart(run, exact, quantity) < bounds[quantity]
+
+
 def test_hybrid_reducing_each_time(found: Any) -> None:
     close(found["runs"][0]["four hybrid, each time"], bare(False))
 
@@ -333,7 +425,7 @@ def test_hybrid_reducing_each_time(found: Any) -> None:
     "name",
     [
         "fsdp to ddp", "ddp to fsdp", "single to fsdp", "fsdp to single", "fsdp of 2 to hybrid of 4", "fsdp to tp", "tp to pp", "pp to ddp",
-        "fsdp to tp x fsdp", "tp x fsdp to pp x fsdp",
+        "fsdp to tp x fsdp", "tp x fsdp to pp x fsdp", *BY_DEEPSPEED,
     ],
 )  # fmt: skip
 def test_resuming_under_another_strategy(found: Any, name: str) -> None:

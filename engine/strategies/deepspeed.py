@@ -1,0 +1,389 @@
+"""DeepSpeed: ZeRO stages 0 to 3 with offload, its engine inside of our loop."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from engine import gradients
+from engine.config.schema import Settings
+from engine.distributed.group import Group
+from engine.log import warn_once
+from engine.strategies import deepspeed_config, deepspeed_state
+from engine.strategies.base import Strategy, spread, sum_over_ranks
+from engine.strategies.deepspeed_config import Asked
+from engine.strategies.deepspeed_model import (
+    ELEMENTWISE,
+    Driven,
+    LossScale,
+    check_optimizer,
+    import_deepspeed,
+    surroundings,
+    use_process_group,
+)
+from engine.strategies.deepspeed_state import Spread
+
+_IN_ZERO = {  # field of DeepSpeed -> its name in "zero_optimization"
+    "stage": "stage",
+    "overlap_comm": "overlap_comm",
+    "reduce_bucket_size": "reduce_bucket_size",
+    "allgather_bucket_size": "allgather_bucket_size",
+    "param_persistence_threshold": "stage3_param_persistence_threshold",
+}
+
+
+@dataclass(kw_only=True)
+class DeepSpeed(Strategy):
+    """``deepspeed.initialize`` with its settings as fields, a configuration (file or dict), or both.
+
+    The engine is made when a model and its optimizer have both been prepared, and steps that optimizer. It reduces and accumulates
+    gradients, clips them and skips steps whose norm is not finite (always; ``on_nonfinite="raise"`` makes that an error). Windows,
+    their weights, schedulers and checkpoints are as under every other strategy, and checkpoints are read by every other strategy.
+
+    A value that the configuration leaves out or calls ``"auto"`` comes from ``Fit``'s arguments (precision, ``gradient_clip_val``,
+    ``accumulate_grad_batches``, the loader's batch size); a value that contradicts an argument is an error. What neither says is
+    DeepSpeed's default.
+
+    From stage 1 on, ``bf16-*`` and ``16-*`` precision are DeepSpeed's own: parameters in the half format, fp32 master copies spread over
+    the ranks (which start from the rounded parameters), gradients summed in fp32. fp16 needs CUDA. At stage 0 nothing is sharded and
+    mixed precision is autocast's.
+    """
+
+    config: str | Path | Mapping[str, Any] | None = None
+    """DeepSpeed's own configuration: a JSON file or a dict."""
+    stage: int | None = None
+    """0: replicated; 1: optimizer states are sharded; 2 (the default): gradients too; 3: parameters too."""
+    offload_optimizer: bool | str = False
+    """Keep optimizer states and master copies in the host's memory (``True`` or ``"cpu"``) or on disk (``"nvme"``). From stage 1 on."""
+    offload_parameters: bool | str = False
+    """The same for parameters. Stage 3 only."""
+    nvme_path: str | Path | None = None
+    """Where ``"nvme"`` is."""
+    pin_memory: bool | None = None
+    """Whether offloaded memory is page-locked; ``None``: on CUDA."""
+    overlap_comm: bool | None = None
+    """Reduce gradients while backward runs (stages 2 and 3)."""
+    reduce_bucket_size: int | None = None
+    """Elements that are reduced at a time. Default: the model's size, at most 500 million."""
+    allgather_bucket_size: int | None = None
+    """Elements of updated parameters that are gathered at a time (stages 1 and 2)."""
+    param_persistence_threshold: int | None = None
+    """Parameters with fewer elements stay gathered on every rank (stage 3)."""
+
+    _config: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    _given: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    _where: str = field(default="", init=False, repr=False)
+    _asked: dict[str, Asked] | None = field(default=None, init=False, repr=False)
+    _models: list[Driven] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._config, self._where = deepspeed_config.read(self.config)
+        zero = self._config.setdefault("zero_optimization", {})
+        for name, inside in _IN_ZERO.items():
+            if getattr(self, name) is not None:
+                asked = Asked(getattr(self, name), f"DeepSpeed({name}={getattr(self, name)!r})")
+                deepspeed_config.settle(self._config, f"zero_optimization.{inside}", asked, self._where)
+        for name, inside in deepspeed_config.OFFLOAD.items():
+            if getattr(self, name):
+                deepspeed_config.offload(self._config, self._where, f"zero_optimization.{inside}", name, getattr(self, name), self.nvme_path)
+        deepspeed_config.default(self._config, "zero_optimization.stage", 2)
+        if zero["stage"] not in (0, 1, 2, 3) or isinstance(zero["stage"], bool):
+            raise ValueError(f"stage={zero['stage']!r} in {self._where} is no stage of ZeRO; possible: 0, 1, 2, 3")
+        self.zero_stage: int = zero["stage"]
+        deepspeed_config.check_offload(self._config, self._where, self.zero_stage)
+        self._given = self._config
+        self.owns_step, self.matched_backward = True, self.zero_stage > 0
+
+    # -- where it runs ----------------------------------------------------------------------------------------------------------
+
+    def connect(self, group: Group) -> None:
+        super().connect(group)
+        self._config, self._asked = copy.deepcopy(self._given), None  # the same object may serve several runs
+        name, stage = self.precision.name, self.zero_stage
+        if importlib.util.find_spec("deepspeed") is None:
+            raise ImportError('strategy="deepspeed" needs DeepSpeed, which is not installed: pip install "fit-trainer[deepspeed]"')
+        if name == "64-true":
+            raise ValueError("precision='64-true' under DeepSpeed, whose master copies are fp32: use strategy='ddp' or 'fsdp'")
+        if name.startswith("16-") and group.device.type == "cpu":
+            raise ValueError(f"precision={name!r} under DeepSpeed on the CPU: its fp16 needs CUDA; use 'bf16-mixed' or '32-true'")
+        if name.startswith("16-") and not stage:
+            raise ValueError(f"precision={name!r} with stage 0 under DeepSpeed: use stage=1 or higher, or strategy='ddp'")
+        for kind in ("bf16", "fp16"):
+            wanted = self._half == kind
+            asked = Asked(wanted, f"precision={name!r}")
+            if stage or deepspeed_config.says(self._config, f"{kind}.enabled"):
+                said = deepspeed_config.settle(self._config, f"{kind}.enabled", asked, self._where)
+                put = said and stage > 0
+                deepspeed_config.put(self._config, f"{kind}.enabled", put)
+        if self._half == "bf16" and stage:
+            # Summed in the half format, micro-batches of a window would round each other away.
+            deepspeed_config.default(self._config, "data_types.grad_accum_dtype", "fp32")
+        import_deepspeed(group.device)
+        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+        deepspeed_config.check_names("zero_optimization", self._config["zero_optimization"], DeepSpeedZeroConfig.model_fields, self._where)
+        self.matched_forward = self.zero_stage == 3
+
+    @property
+    def _half(self) -> str:
+        return {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}.get(self.precision.name, "")
+
+    def configure(self, settings: Settings, origins: Mapping[str, str]) -> Settings:
+        def asked(name: str) -> Asked:
+            value = getattr(settings, name)
+            return Asked(value, f"{name}={value!r} ({origins.get(name, 'code')})")
+
+        if settings.gradient_clip_val is not None and settings.gradient_clip_algorithm == "value":
+            raise ValueError(
+                f"gradient_clip_algorithm='value' ({origins.get('gradient_clip_algorithm', 'code')}) under DeepSpeed, which clips by norm only: "
+                "use 'norm', or strategy='fsdp'"
+            )
+        names = {"gradient_clip_val": "gradient_clipping", "accumulate_grad_batches": "gradient_accumulation_steps"}
+        if settings.global_batch_size is not None:
+            names = {"gradient_clip_val": "gradient_clipping", "global_batch_size": "train_batch_size"}
+        changes, config = {}, self._config
+        for name, path in names.items():
+            if deepspeed_config.says(config, path) and origins.get(name) == "default":
+                changes[name] = deepspeed_config.get(config, path)
+            elif deepspeed_config.says(config, path):
+                found = asked(name)
+                deepspeed_config.settle(config, path, replace(found, value=found.value or 0), self._where)
+        settings = replace(settings, **changes)
+        self._asked = {name: asked(name) for name in ("gradient_clip_val", "accumulate_grad_batches", "global_batch_size")}
+        return settings
+
+    def building(self) -> AbstractContextManager[Any]:
+        if self.zero_stage < 3:
+            return nullcontext()
+        import deepspeed
+
+        use_process_group(self.group.device)
+        with surroundings(self.group.device, self.group.local_rank):
+            # Without a dtype: one that is given explicitly is bf16 on a CPU, whatever it says.
+            context: AbstractContextManager[Any] = deepspeed.zero.Init(config_dict_or_path=self._complete(None))
+        return context
+
+    # -- the model and its optimizer ----------------------------------------------------------------------------------------------
+
+    def scaler(self) -> Any:
+        return LossScale(self._models) if self._half == "fp16" else None
+
+    def setup(self, model: nn.Module) -> nn.Module:
+        made = (self.zero_stage, self.group.world_size, self.precision.name)
+        if isinstance(model, Driven):
+            if model.made != made:
+                raise ValueError(
+                    f"the model was sharded with (stage, world size, precision) = {model.made}, now {made} is asked for: "
+                    "load a checkpoint into a new module"
+                )
+            model.release()
+        elif self.zero_stage < 3 and any(hasattr(p, "ds_id") for p in model.parameters()):
+            raise ValueError(
+                f"{type(model).__name__} has parameters that ZeRO stage 3 has sharded, now stage {self.zero_stage} is asked for: "
+                "use stage=3 again, or load a checkpoint into a new module"
+            )
+        else:
+            self.share_parameters(model)
+            model = Driven(model, made, partial(self._start, optimizer=None, trains=False))
+        self._models.append(model)
+        return model
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model.module if isinstance(model, Driven) else model
+
+    def share_parameters(self, model: nn.Module) -> None:
+        spread(self.group, [t.detach() for t in (*model.parameters(), *model.buffers()) if not hasattr(t, "ds_id")])
+
+    def repoint(self, optimizer: Optimizer) -> None:
+        parameters = {id(p) for p in gradients.parameters_of([optimizer])}
+        if any(model.optimizer is optimizer for model in self._models):
+            return
+        owners = [model for model in self._models if any(id(p) in parameters for p in model.parameters())]
+        if not owners:
+            return  # its model comes later
+        owner, name = owners[0], type(optimizer).__name__
+        if len(owners) > 1 or not parameters <= {id(p) for p in owner.parameters()}:
+            raise ValueError(f"{name} has parameters of several models, or of none that was prepared: under DeepSpeed each model has its own")
+        if owner.optimizer is not None:
+            raise ValueError(
+                f"{name} is a second optimizer of {type(owner.module).__name__}: DeepSpeed trains a model with one; give one optimizer "
+                "several parameter groups"
+            )
+        if deepspeed_config.says(self._config, "optimizer"):
+            raise ValueError(
+                f'{name} was given, and "optimizer" in {self._where} is {self._config["optimizer"].get("type")!r}: keep one of them'
+            )
+        if deepspeed_config.says(self._config, "scheduler"):
+            raise ValueError(f'"scheduler" in {self._where} goes with "optimizer" there: return yours from configure_optimizers')
+        if self.zero_stage:
+            check_optimizer(optimizer, self.zero_stage, bool(self._config.get("zero_allow_untested_optimizer")))
+        warm = self._state_before(optimizer, owner) if optimizer.state else None
+        self._start(owner, optimizer, trains=True)
+        if warm is not None:
+            self.load_optimizer_state(optimizer, owner, warm)
+
+    def _state_before(self, optimizer: Optimizer, model: Driven) -> dict[str, Any]:
+        state = Strategy.optimizer_state(self, optimizer, model)
+        optimizer.state.clear()
+        return state
+
+    def own_optimizers(self, model: nn.Module) -> Any:
+        """What ``"optimizer"`` and ``"scheduler"`` in the configuration name, as ``configure_optimizers`` would return it.
+
+        In a loop of your own: ``model = engine.prepare(model)``, then ``engine.strategy.own_optimizers(model)``.
+
+        Raises:
+            ValueError: ``lr`` is ``"auto"`` and the module has no ``hparams.lr`` or ``hparams.learning_rate``.
+        """
+        if not deepspeed_config.says(self._config, "optimizer"):
+            return None
+        assert isinstance(model, Driven)
+        hparams = getattr(getattr(model.module, "module", model.module), "hparams", {})
+        deepspeed_config.fill_optimizer(self._config, self._where, hparams.get("lr", hparams.get("learning_rate")))
+        self._start(model, None, trains=True)
+        scheduler = self._config.get("scheduler")
+        if scheduler is None:
+            return model.optimizer
+        made = deepspeed_config.scheduler(scheduler, self._where)(model.optimizer, **scheduler.get("params", {}))
+        return {"optimizer": model.optimizer, "lr_scheduler": {"scheduler": made, "interval": "step"}}
+
+    def _start(self, model: Driven, optimizer: Optimizer | None, trains: bool) -> None:
+        """Make DeepSpeed's engine for a model, with its optimizer, the configuration's, or none (evaluation)."""
+        import deepspeed
+
+        use_process_group(self.group.device)
+        model.end()
+        config = self._complete(model)
+        config.pop("scheduler", None)  # ours to step
+        if not trains:
+            config.pop("optimizer", None)
+        elif optimizer is not None or config["optimizer"].get("type") in ELEMENTWISE:
+            config["zero_allow_untested_optimizer"] = True
+        trained = [p for p in model.module.parameters() if p.requires_grad]
+        groups = [trained] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
+        if any(hasattr(p, "ds_id") for p in model.module.parameters()):
+            # Of a model that was built in part under zero.Init, DeepSpeed does not convert the rest.
+            for parameter in model.module.parameters():
+                if not hasattr(parameter, "ds_id") and parameter.is_floating_point():
+                    parameter.data = parameter.data.to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._half, parameter.dtype))
+        with surroundings(self.group.device, self.group.local_rank):
+            engine, wrapper, _, _ = deepspeed.initialize(
+                model=model.module,
+                optimizer=optimizer,
+                model_parameters=trained if trains and optimizer is None else None,
+                config=config,
+                dist_init_required=False,
+            )
+        inner = engine.basic_optimizer if trains else None
+        model.begin(engine, inner, Spread(wrapper, inner, groups) if trains and self.zero_stage else None)
+
+    def _complete(self, model: Driven | None) -> dict[str, Any]:
+        """The configuration that DeepSpeed is given."""
+        asked, size = self._asked or {}, self.micro_batch_size
+        config = copy.deepcopy(self._config)
+        micro = Asked(size, f"the training loader's batch_size={size}") if isinstance(size, int) else None
+        deepspeed_config.batch_sizes(config, self._where, micro, self._window(asked, size), self.group.world_size)
+        clip = asked.get("gradient_clip_val")
+        pinned = self.group.device.type == "cuda" if self.pin_memory is None else self.pin_memory
+        numel = 0 if model is None else sum(getattr(p, "ds_numel", p.numel()) for p in model.module.parameters())
+        deepspeed_config.complete(config, (clip.value or 0.0) if clip else 0.0, numel, pinned)
+        deepspeed_config.no_auto_left(config, self._where)
+        return config
+
+    def _window(self, asked: Mapping[str, Asked], size: int | None) -> Asked | None:
+        whole, window = asked.get("global_batch_size"), asked.get("accumulate_grad_batches")
+        if whole is not None and whole.value is not None:
+            if not isinstance(size, int):
+                return None
+            return Asked(whole.value // (size * self.group.world_size), whole.by)
+        if window is None:
+            return Asked(self.window.size, f"Engine(accumulate_grad_batches={self.window.size})")
+        if isinstance(window.value, dict):
+            return replace(window, value=window.value.get(0, 1))
+        return window
+
+    def release(self) -> None:
+        for model in self._models:
+            model.end()
+        self._models.clear()
+
+    # -- gradients --------------------------------------------------------------------------------------------------------------
+
+    def backward_nothing(self, models: Sequence[nn.Module]) -> None:
+        if self.zero_stage:
+            raise ValueError(
+                f"training_step returned None on rank {self.group.rank} under DeepSpeed, whose backward passes all ranks run together: "
+                "return Loss(out.sum() * 0, 0) to leave this micro-batch out"
+            )
+
+    def average_gradients(self, parameters: Sequence[Tensor]) -> None:
+        raise RuntimeError("DeepSpeed averages gradients by itself; manual averaging needs strategy='ddp'")
+
+    def sum(self, value: Tensor | float) -> Tensor | float:
+        return sum_over_ranks(self.group, value)
+
+    def _of(self, optimizer: Any) -> Driven:
+        for model in self._models:
+            if model.optimizer is optimizer:
+                return model
+        raise RuntimeError(f"{type(optimizer).__name__} steps, but no model with its parameters was prepared: prepare both")
+
+    def step(
+        self, optimizers: Sequence[Any], divisor: Tensor | float | None, max_norm: float | None, max_value: float | None, checked: bool
+    ) -> tuple[Tensor | None, bool]:
+        if len(optimizers) != 1 or max_value is not None:
+            what = "clips by norm only" if max_value is not None else f"steps {len(optimizers)} optimizers one by one, not as one"
+            raise ValueError(f"DeepSpeed {what}")
+        model = self._of(optimizers[0])
+        norm, applied = model.step(None if divisor is None else float(divisor), max_norm, checked)
+        if not applied and not checked and self._half != "fp16":
+            warn_once("a gradient was not finite, and DeepSpeed skipped the step; on_nonfinite='skip' or 'raise' says what shall happen")
+        return norm, applied
+
+    def clip_at_step(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> None:
+        ids = {id(p) for p in parameters if p.requires_grad}
+        for model in self._models:
+            if ids == {id(p) for p in model.module.parameters() if p.requires_grad}:
+                if norm_type != 2.0:
+                    raise ValueError(f"clip_grad_norm_(norm_type={norm_type}) under DeepSpeed, which clips the 2-norm")
+                model.max_norm = max_norm
+                return
+        raise ValueError("clip_grad_norm_ under DeepSpeed takes all parameters of one prepared model: it clips their global norm in the step")
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------------------
+
+    def _spread(self, module: nn.Module) -> Spread | None:
+        first = {id(p) for p in module.parameters()}
+        return next((m.spread for m in self._models if m.spread is not None and not first.isdisjoint(m.spread.managed)), None)
+
+    def model_state(self, module: nn.Module) -> dict[str, Any]:
+        return deepspeed_state.model_state(module, self._spread(module), self.group.is_main)
+
+    def load_model_state(self, module: nn.Module, state: dict[str, Any]) -> None:
+        deepspeed_state.load_model_state(module, self._spread(module), state)
+
+    def optimizer_state(self, optimizer: Any, module: nn.Module) -> dict[str, Any]:
+        found = self._of(optimizer).spread
+        return super().optimizer_state(optimizer, module) if found is None else deepspeed_state.optimizer_state(found, module)
+
+    def load_optimizer_state(self, optimizer: Any, module: nn.Module, state: dict[str, Any]) -> None:
+        found = self._of(optimizer).spread
+        if found is None:
+            super().load_optimizer_state(optimizer, module, state)
+        else:
+            deepspeed_state.load_optimizer_state(found, module, state)
+
+
+stage_1, stage_2, stage_3 = (partial(DeepSpeed, stage=stage) for stage in (1, 2, 3))
+stage_2_offload = partial(DeepSpeed, stage=2, offload_optimizer=True)
+stage_3_offload = partial(DeepSpeed, stage=3, offload_optimizer=True, offload_parameters=True)

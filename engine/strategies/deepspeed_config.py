@@ -1,0 +1,287 @@
+"""DeepSpeed's configuration: read, checked, and completed with what the run was asked for."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import nearest
+
+KNOWN = frozenset(
+    (
+        *("activation_checkpointing", "aio", "amp", "autotuning", "bf16", "bfloat16", "checkpoint", "comet", "comms_logger"),
+        *("communication_data_type", "compile", "compression_training", "csv_monitor", "curriculum_learning", "data_efficiency"),
+        *("data_parallel_size", "data_types", "dataloader_drop_last", "datastates_ckpt", "disable_allgather", "disable_python_gc"),
+        *("dump_state", "elasticity", "expert_parallel", "flops_profiler", "fp16", "gradient_accumulation_steps", "gradient_allreduce_op"),
+        *("gradient_clipping", "gradient_predivide_factor", "hybrid_engine", "log_level", "managed_gradient_accumulation"),
+        *("memory_breakdown", "optimizer", "pipeline", "prescale_gradients", "scheduler", "seq_parallel_communication_data_type"),
+        *("sequence_parallel_size", "steps_per_print", "tensor_parallel", "tensorboard", "timers", "torch_autocast", "train_batch_size"),
+        *("train_micro_batch_size_per_gpu", "use_data_before_expert_parallelism", "vocabulary_size", "wall_clock_breakdown", "wandb"),
+        *("weight_quantization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization"),
+    )
+)
+"""Sections and values at the top of a configuration."""
+
+_INSTEAD = {
+    "amp": "give precision= instead",
+    "torch_autocast": "give precision= instead",
+    "data_efficiency": "it needs DeepSpeed's own data loader; sample in your Dataset",
+    "curriculum_learning": "it needs DeepSpeed's own data loader; sample in your Dataset",
+    "elasticity": "it needs DeepSpeed's own launcher; resume a checkpoint at another world size instead",
+    "hybrid_engine": "it is for generation inside of training loops with DeepSpeed's own engine",
+    "tensor_parallel": "the ranks would not all see different data",
+    "autotuning": "it starts programs of its own",
+    "compression_training": "it changes the model behind the trainer",
+}
+"""What would take the training out of our hands, and what to do instead."""
+_AUTO_ELSEWHERE = ("data_types.keep_in_fp32_modules",)  # DeepSpeed's own word there
+
+
+OFFLOAD = {"offload_optimizer": "offload_optimizer", "offload_parameters": "offload_param"}
+"""Field of ``DeepSpeed`` -> its section in ``"zero_optimization"``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a value has to be, and who says so."""
+
+    value: Any
+    by: str
+    """For messages, for example ``"accumulate_grad_batches=4 (code)"``."""
+
+
+def read(config: Any) -> tuple[dict[str, Any], str]:
+    """A copy of the configuration, and how to call it in messages.
+
+    Raises:
+        FileNotFoundError: no file is there.
+        ValueError: no JSON, or no object; a name that DeepSpeed does not know; a section that cannot be used here.
+        TypeError: neither a path nor a mapping.
+    """
+    if config is None:
+        return {}, "DeepSpeed(...)"
+    if isinstance(config, Mapping):
+        found, where = copy.deepcopy(dict(config)), "DeepSpeed(config={...})"
+    elif isinstance(config, (str, Path)):
+        where = str(config)
+        found = _file(Path(config).expanduser())
+    else:
+        raise TypeError(f"DeepSpeed(config={config!r:.80}) is of type {type(config).__name__}: give a path to a JSON file, or a dict")
+    _check(found, where)
+    return found, where
+
+
+def _file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"DeepSpeed(config={str(path)!r}): there is no such file (from {Path.cwd()})")
+    try:
+        found = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"DeepSpeed(config={str(path)!r}) is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"DeepSpeed(config={str(path)!r}) has a {type(found).__name__} at its top: it must be an object, {{...}}")
+    return found
+
+
+def _check(config: dict[str, Any], where: str) -> None:
+    for key, value in config.items():
+        if key not in KNOWN:
+            raise ValueError(f"{where}: {key!r} is no setting of DeepSpeed{nearest(key, KNOWN)}")
+        on = value.get("enabled", True) if isinstance(value, Mapping) else bool(value)
+        if key in _INSTEAD and on:
+            raise ValueError(f"{where}: {key!r} cannot be used with Fit or Engine: {_INSTEAD[key]}")
+    for key in ("zero_optimization", "optimizer", "scheduler", "bf16", "fp16"):
+        if key in config and not isinstance(config[key], dict):
+            raise ValueError(f"{where}: {key}={config[key]!r} must be an object, {{...}}")
+    for path, only in (("gradient_allreduce_op", "mean"), ("sequence_parallel_size", 1), ("managed_gradient_accumulation", False)):
+        if get(config, path, only) != only:
+            raise ValueError(f"{where}: {path}={get(config, path)!r} is not possible: gradients are {only!r} here; leave it out")
+    if "bfloat16" in config:
+        config["bf16"] = config.pop("bfloat16")
+
+
+def check_names(section: str, names: Mapping[str, Any], fields: Mapping[str, Any], where: str) -> None:
+    """Every name in a section must be one of DeepSpeed's ``fields`` (pydantic's), or an alias of one.
+
+    Raises:
+        ValueError: it is not; names the nearest.
+    """
+    known = {*fields, *(field.alias for field in fields.values() if field.alias)}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{where}: {section}.{name} is no setting of DeepSpeed{nearest(name, known)}")
+
+
+def get(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    """The value at ``"section.name"``."""
+    for name in path.split("."):
+        if not isinstance(config, Mapping) or name not in config:
+            return default
+        config = config[name]
+    return config
+
+
+def put(config: dict[str, Any], path: str, value: Any) -> None:
+    """Set the value at ``"section.name"``."""
+    *sections, name = path.split(".")
+    for section in sections:
+        config = config.setdefault(section, {})
+    config[name] = value
+
+
+def says(config: Mapping[str, Any], path: str) -> bool:
+    """Whether the configuration has a value of its own there."""
+    return get(config, path) not in (None, "auto")
+
+
+def settle(config: dict[str, Any], path: str, asked: Asked, where: str) -> Any:
+    """Fill a missing or ``"auto"`` value with what was asked for; the value that holds.
+
+    Raises:
+        ValueError: the configuration says something else; names both.
+    """
+    if not says(config, path):
+        put(config, path, asked.value)
+    elif get(config, path) != asked.value:
+        raise ValueError(
+            f"{path}={get(config, path)!r} in {where} contradicts {asked.by}: keep one of them, or write \"auto\" into the configuration"
+        )
+    return get(config, path)
+
+
+def default(config: dict[str, Any], path: str, value: Any) -> None:
+    """Fill a missing or ``"auto"`` value that nobody has asked for."""
+    if not says(config, path):
+        put(config, path, value)
+
+
+def offload(config: dict[str, Any], where: str, path: str, name: str, value: bool | str, nvme_path: str | Path | None) -> None:
+    """Settle where a field of ``DeepSpeed`` sends something.
+
+    Raises:
+        ValueError: to no device that exists, to a disk whose place nobody says, or elsewhere than the configuration does.
+    """
+    device = "cpu" if value is True else value
+    if device not in ("cpu", "nvme"):
+        raise ValueError(f"DeepSpeed({name}={device!r}) is unknown; possible: True, 'cpu', 'nvme', False")
+    settle(config, f"{path}.device", Asked(device, f"DeepSpeed({name}={value!r})"), where)
+    if device == "nvme" and nvme_path is None and not says(config, f"{path}.nvme_path"):
+        raise ValueError(f"DeepSpeed({name}='nvme') needs nvme_path=, a directory on the disk")
+    if device == "nvme" and nvme_path is not None:
+        settle(config, f"{path}.nvme_path", Asked(str(nvme_path), f"DeepSpeed(nvme_path={str(nvme_path)!r})"), where)
+
+
+def check_offload(config: dict[str, Any], where: str, stage: int) -> None:
+    """Nothing that this stage does not shard can be offloaded.
+
+    Raises:
+        ValueError: it would be; or ``overlap_comm`` where nothing is reduced during backward.
+    """
+    for name, inside in OFFLOAD.items():
+        device = get(config, f"zero_optimization.{inside}.device", "none")
+        least = 3 if name == "offload_parameters" else 1
+        if device != "none" and stage < least:
+            what = "parameters are sharded from stage 3" if least == 3 else "stage 0 shards nothing that could be offloaded"
+            raise ValueError(f"{name}={device!r} with stage {stage} ({where}): {what}; use stage={max(least, 2)}, or leave it out")
+    if stage < 2 and get(config, "zero_optimization.overlap_comm") is True:
+        raise ValueError(f"overlap_comm=True with stage {stage} ({where}): stages 0 and 1 reduce within the step; leave it out")
+
+
+def batch_sizes(config: dict[str, Any], where: str, micro: Asked | None, window: Asked | None, world_size: int) -> None:
+    """Settle the three numbers of which each follows from the other two.
+
+    Raises:
+        ValueError: they contradict each other, the loader or the run.
+    """
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    for name, asked in zip(names, (micro, window), strict=True):
+        if asked is not None:
+            settle(config, name, asked, where)
+        elif not says(config, name):
+            put(config, name, 1)
+    product = config[names[0]] * config[names[1]] * world_size
+    by = f"{names[0]}={config[names[0]]} * {names[1]}={config[names[1]]} * {world_size} rank(s) = {product}"
+    if micro is None and says(config, "train_batch_size") and not window:
+        put(config, "train_batch_size", product)  # without a loader nobody knows
+    settle(config, "train_batch_size", Asked(product, by), where)
+
+
+def complete(config: dict[str, Any], clip: float, numel: int, pinned: bool) -> None:
+    """Fill what DeepSpeed's own defaults would make slow, loud or different from what our loop does.
+
+    Args:
+        clip: what gradients are clipped to; 0: not.
+        numel: elements of the model.
+        pinned: whether offloaded memory is page-locked.
+    """
+    default(config, "gradient_clipping", clip)
+    config["managed_gradient_accumulation"] = False  # the window is ours
+    # One line every ten steps, and a clock that waits for the device, unless asked for.
+    config.setdefault("steps_per_print", None)
+    default(config, "timers.throughput.enabled", False)
+    default(config, "zero_force_ds_cpu_optimizer", False)  # offload with the optimizer that the user chose
+    # Its default of 500 million elements is allocated whatever the model's size.
+    default(config, "zero_optimization.reduce_bucket_size", min(500_000_000, max(numel, 1)))
+    zero = config["zero_optimization"]
+    for name in [name for name, value in zero.items() if value == "auto"]:
+        del zero[name]
+    for inside in OFFLOAD.values():
+        if get(config, f"zero_optimization.{inside}.device", "none") != "none":
+            default(config, f"zero_optimization.{inside}.pin_memory", pinned)
+
+
+def fill_optimizer(config: dict[str, Any], where: str, lr: float | None) -> None:
+    """Put values for ``"auto"`` in ``"optimizer"`` and ``"scheduler"``; what is not ``lr`` is left to the optimizer's own default.
+
+    Raises:
+        ValueError: there is no ``type``, or ``lr`` is not known.
+    """
+    for section in ("optimizer", "scheduler"):
+        if section in config and not isinstance(config[section].get("type"), str):
+            raise ValueError(f"{where}: {section!r} needs a type, for example {{\"type\": \"AdamW\", \"params\": {{\"lr\": 1e-3}}}}")
+    params = config["optimizer"].setdefault("params", {})
+    schedule = config.get("scheduler", {}).setdefault("params", {})
+    if params.get("lr") == "auto":
+        if lr is None:
+            raise ValueError(f'{where}: optimizer.params.lr="auto", and the module has no hparams.lr: write a number')
+        params["lr"] = lr
+    if schedule.get("warmup_max_lr") == "auto" and "lr" in params:
+        schedule["warmup_max_lr"] = params["lr"]
+    if schedule.get("warmup_min_lr") == "auto":
+        schedule["warmup_min_lr"] = 0.0
+    for name in [name for name, value in params.items() if value == "auto"]:
+        del params[name]
+
+
+def scheduler(section: Mapping[str, Any], where: str) -> Any:
+    """The class that ``"scheduler"`` names: DeepSpeed's, or one of torch.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    for place in (lr_schedules, torch.optim.lr_scheduler):
+        if isinstance(getattr(place, section["type"], None), type):
+            return getattr(place, section["type"])
+    known = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+    raise ValueError(f"{where}: scheduler type {section['type']!r} is unknown{nearest(section['type'], known)}; possible: {', '.join(known)}")
+
+
+def no_auto_left(config: Any, where: str, path: str = "") -> None:
+    """Every ``"auto"`` must have been filled.
+
+    Raises:
+        ValueError: one has not; says where.
+    """
+    for key, value in config.items():
+        place = f"{path}.{key}" if path else key
+        if isinstance(value, Mapping):
+            no_auto_left(value, where, place)
+        elif value == "auto" and place not in _AUTO_ELSEWHERE:
+            raise ValueError(f'{where}: {place}="auto" cannot be filled, because nothing else says it: write a value, or leave it out')

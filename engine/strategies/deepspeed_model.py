@@ -1,0 +1,328 @@
+"""One model under DeepSpeed's engine: forward, backward and step in our order; and DeepSpeed's import without its side effects."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from engine import gradients
+from engine.strategies.deepspeed_state import Spread
+from engine.tree import map_tensors
+
+ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop")
+"""Optimizers of torch that treat each element by itself, so that a flat part of the parameters is stepped as the whole would be."""
+
+
+def check_optimizer(optimizer: Optimizer, stage: int, trusted: bool) -> None:
+    """Whether it can step flat parts of the parameters. ``trusted``: the user says so.
+
+    Raises:
+        ValueError: it cannot, or is not known to.
+    """
+    name, module = type(optimizer).__name__, type(optimizer).__module__
+    for group in optimizer.param_groups:
+        if not any(p.requires_grad for p in group["params"]):
+            raise ValueError(f"{name} has a parameter group in which nothing is trained, which ZeRO cannot flatten: leave the group out")
+    known = (module.startswith("torch.optim") and name in ELEMENTWISE) or module.startswith("deepspeed.ops.")
+    if not known and not trusted:
+        raise ValueError(
+            f"{name} under ZeRO stage {stage}: DeepSpeed steps flat parts of the parameters, which is right only for optimizers that treat "
+            f"each element by itself ({', '.join(ELEMENTWISE)}, deepspeed.ops.*). Use one of them, stage=0 or strategy='fsdp'; if {name} does, "
+            'say so with config={"zero_allow_untested_optimizer": True}'
+        )
+
+
+class Driven(nn.Module):
+    """A model and, once it is known how it is trained, the engine of DeepSpeed that does it. Calling it calls the model."""
+
+    def __init__(self, module: nn.Module, made: tuple[int, int, str], start: Callable[[Driven], None]) -> None:
+        super().__init__()
+        self.module, self.made, self._start = module, made, start
+        self.optimizer: Any = None
+        """The optimizer that the engine steps."""
+        self.spread: Spread | None = None
+        self.max_norm: float | None = None
+        """For the coming step."""
+        self._fed = self._inside = False
+        self._tree: Any = None
+        self._hooks: list[Any] = []
+        if made[0] == 3:  # before DeepSpeed's own hooks
+            module.register_forward_hook(self._flatten)
+        self._engine: list[Any] = []  # in a list: the engine is a module that holds this one's, and is no part of it
+
+    @property
+    def engine(self) -> Any:
+        return self._engine[0] if self._engine else None
+
+    def begin(self, engine: Any, optimizer: Any, spread: Spread | None) -> None:
+        """Train (or only run, without ``optimizer``) by this engine."""
+        self._engine, self.optimizer, self.spread, self._fed = [engine], optimizer, spread, False
+        if optimizer is not None:
+            # The optimizer has flat parts now; their gradients are buffers of DeepSpeed's that must stay.
+            optimizer.zero_grad = self._zero_grad
+        if self.made[0] and "16" in self.made[2] and engine.device.type == "cpu":
+            norms = [m for m in self.module.modules() if isinstance(m, _NORMS)]
+            self._hooks = [m.register_forward_pre_hook(_as_parameters) for m in norms]
+
+    def release(self) -> None:
+        """Let go of the optimizer; the model can still be run."""
+        if self.optimizer is not None:
+            vars(self.optimizer).pop("zero_grad", None)
+        self.optimizer = self.spread = None
+
+    def end(self) -> None:
+        """Take the engine's hooks off the model."""
+        self.release()
+        if self._engine:
+            for hook in self._hooks:
+                hook.remove()
+            engine = self._engine.pop()
+            engine.module_forward_pre_hook.remove()
+            engine.module_forward_post_hook.remove()
+            engine.destroy()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        stage = self.made[0]
+        if not self._engine and stage == 3:
+            self._start(self)
+        self._inside = True
+        try:
+            out = self.module(*args, **kwargs)
+        finally:
+            self._inside, tree, self._tree = False, self._tree, None
+        if tree is not None:
+            tensors = iter(out)
+            out = map_tensors(lambda tensor: next(tensors), tree)
+        if stage and self._engine and torch.is_grad_enabled():
+            map_tensors(self._watch, out)
+        return out
+
+    def _flatten(self, module: nn.Module, args: Any, out: Any) -> Any:
+        """At stage 3, hooks on the model look for tensors in lists and dicts only: give them a list."""
+        if not self._inside or out is None or isinstance(out, Tensor):
+            return out
+        tensors: list[Tensor] = []
+        map_tensors(tensors.append, out)
+        self._tree = out
+        return tensors
+
+    # DeepSpeed's own forward pass looks for tensors in lists and dicts only, divides gradients by a fixed number of micro-batches, and
+    # takes two forward passes for two backward passes. So the model is called directly, and backward begins where an output is reached.
+
+    def _watch(self, tensor: Tensor) -> Tensor:
+        if tensor.grad_fn is not None:
+            tensor.register_hook(self._backward_begins)
+        return tensor
+
+    def _backward_begins(self, gradient: Tensor) -> None:
+        engine = self._engine[0]
+        if engine.optimizer._backward_active_depth == 0:
+            self._fed = True
+            engine.optimizer.clear_backward_seen_flag()
+            engine._backward_prologue()
+
+    def step(self, divisor: float | None, max_norm: float | None, checked: bool) -> tuple[Tensor | None, bool]:
+        """Divide by ``divisor``, clip to ``max_norm``, apply; the norm of the divided gradients, and whether it was applied."""
+        limit, self.max_norm = self.max_norm if max_norm is None else max_norm, None
+        engine = self._engine[0]
+        if not self.made[0]:
+            return self._step_replicated(engine, divisor, limit, checked)
+        if not self._fed:
+            raise RuntimeError("the optimizer steps, but no backward pass has gone through the prepared model since its last step")
+        self._fed = False
+        wrapper = engine.optimizer
+        wrapper.clip_grad = limit or 0.0
+        if not hasattr(wrapper, "loss_scaler"):  # bf16 at stage 1, which never unscales
+            if divisor is not None:
+                gradients.divide(wrapper.fp32_groups_gradients_flat, divisor)
+            engine.step()
+        else:
+            # It divides by the loss scale where it clips, so that one pass does both and the norm is that of the divided gradients.
+            if divisor is not None:
+                wrapper.external_loss_scale, wrapper.custom_loss_scaler = wrapper.loss_scaler.cur_scale * divisor, True
+            try:
+                engine.step()
+            finally:
+                wrapper.custom_loss_scaler = False
+        norm = engine.get_global_grad_norm()
+        return None if norm is None else torch.as_tensor(norm), engine.was_step_applied()
+
+    def _step_replicated(self, engine: Any, divisor: float | None, limit: float | None, checked: bool) -> tuple[Tensor | None, bool]:
+        """Stage 0: DeepSpeed reduces and steps; whole gradients are on every rank in between."""
+        engine.buffered_allreduce_fallback()
+        norm, applied = None, True
+        grads = gradients.gradients(p for group in self.optimizer.param_groups for p in group["params"])
+        if limit is not None or checked:
+            norm = torch.nn.utils.get_total_norm(grads)
+            if limit is not None:
+                norm, divisor = gradients.clip_norm(grads, norm, limit, divisor), None
+            elif divisor is not None:
+                norm = norm / divisor
+            applied = not checked or bool(norm.isfinite())
+        if divisor is not None:
+            gradients.divide(grads, divisor)
+        if applied:
+            engine.enable_backward_allreduce = False
+            engine.step()
+        else:
+            engine.zero_grad()
+        return norm, applied
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients that no step has used."""
+        engine, stage = self._engine[0], self.made[0]
+        if not stage:
+            engine.zero_grad()
+        elif self._fed:
+            self._fed = False
+            _forget(engine.optimizer, stage)
+
+
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def _as_parameters(module: nn.Module, args: Any) -> Any:
+    """Autocast on a CPU leaves these alone, and they refuse an fp32 input with half-precision parameters."""
+    weight: Any = module.weight
+    if weight is None or weight.dtype == args[0].dtype:
+        return None
+    return (args[0].to(weight.dtype), *args[1:])
+
+
+def _forget(wrapper: Any, stage: int) -> None:
+    """What DeepSpeed does with the gradients of a step that overflowed."""
+    if stage == 3:
+        wrapper._pre_step()
+        wrapper._overflow_clean_up(1.0)
+    elif hasattr(wrapper, "clear_hp_grads"):
+        wrapper.clear_hp_grads()
+        wrapper.clear_lp_grads()
+    else:
+        wrapper.micro_step_id = -1
+        wrapper.zero_grad(set_to_none=True)
+        wrapper._release_preflattened_grad_buffers()
+        if wrapper.cpu_offload:
+            wrapper._wait_for_offload_copies()
+            wrapper._offload_accumulated_param_ids = set()
+            wrapper.reset_cpu_buffers()
+        for key in wrapper.averaged_gradients:
+            wrapper.averaged_gradients[key] = None
+        for key in wrapper.all_grad_tensors:
+            wrapper.all_grad_tensors[key] = None
+
+
+class LossScale:
+    """The loss scale of fp16, which DeepSpeed keeps for each model, where the engine looks for it."""
+
+    def __init__(self, models: Sequence[Driven]) -> None:
+        self._models = models
+
+    def _engines(self) -> list[Any]:
+        return [model.engine for model in self._models if model.optimizer is not None]
+
+    def get_scale(self) -> float:
+        """The scale of the first model."""
+        return float(next((engine.optimizer.loss_scaler.cur_scale for engine in self._engines()), 1.0))
+
+    def seed(self, seed: Tensor) -> Tensor:
+        """The scaled gradient of the loss itself, for ``loss.backward(seed)``. Shape ``()``.
+
+        Raises:
+            RuntimeError: models with different scales; they cannot share a loss.
+        """
+        scales = {engine.optimizer.loss_scaler.cur_scale for engine in self._engines()}
+        if len(scales) > 1:
+            raise RuntimeError(f"several models under DeepSpeed in fp16 have different loss scales ({sorted(scales)}): use bf16-mixed")
+        for engine in self._engines():
+            engine._manual_backward_expected = True
+        return seed * scales.pop() if scales else seed
+
+    def state_dict(self) -> dict[str, Any]:
+        scalers = [vars(engine.optimizer.loss_scaler) for engine in self._engines()]
+        plain = (bool, int, float)
+        return {"deepspeed": [{key: value for key, value in scaler.items() if isinstance(value, plain)} for scaler in scalers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for engine, saved in zip(self._engines(), state.get("deepspeed", ()), strict=False):
+            vars(engine.optimizer.loss_scaler).update(saved)
+
+
+@contextmanager
+def surroundings(device: torch.device, local_rank: int) -> Iterator[None]:
+    """What DeepSpeed wants around it while it sets up."""
+    # It chooses its device by LOCAL_RANK, and imports torch parts that warn of their own deprecation.
+    with variables(LOCAL_RANK=str(local_rank if device.index is None else device.index)), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", DeprecationWarning)
+        yield
+
+
+@contextmanager
+def variables(**values: str) -> Iterator[None]:
+    """Environment variables that are read inside, and afterwards are as they were."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+_OURS_TO_SAY = ("You are using ZeRO with an untested optimizer", "OVERFLOW! Skipping step", "learning rate from scheduler before it has started")
+
+
+def _heard(record: logging.LogRecord) -> bool:
+    """Whether one of DeepSpeed's log lines is not said by us already."""
+    return not any(text in str(record.msg) for text in _OURS_TO_SAY)
+
+
+def import_deepspeed(device: torch.device) -> None:
+    """Import it for a kind of device, whatever else this machine has.
+
+    Raises:
+        ValueError: it was imported for another kind before.
+    """
+    with variables(DS_ACCELERATOR=os.environ.get("DS_ACCELERATOR", device.type)):
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator
+
+        found = get_accelerator().device_name()
+    log = logging.getLogger(deepspeed.utils.logger.name)
+    log.setLevel(max(log.level, logging.WARNING))
+    log.addFilter(_heard)
+    if found.split(":")[0] != device.type:
+        raise ValueError(f"DeepSpeed runs on {found!r} in this process (DS_ACCELERATOR, or an earlier engine), now {device.type!r} is asked for")
+
+
+def use_process_group(device: torch.device) -> None:
+    """Give DeepSpeed the process group that there is; a process that is alone gets one."""
+    import deepspeed
+
+    backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
+    if not dist.is_initialized():
+        # Without an address: nothing else can come in.
+        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    # On CPUs it would compile a collective of its own now, which only inference uses.
+    possible = deepspeed.ops.__compatible_ops__
+    before = possible.pop("deepspeed_shm_comm", None)
+    try:
+        deepspeed.comm.init_distributed(backend, auto_mpi_discovery=False, dist_init_required=False)
+    finally:
+        if before is not None:
+            possible["deepspeed_shm_comm"] = before
+    # torch 2.13 warns of the old names at each call.
+    made: Any = deepspeed.comm.comm.cdb
+    made.all_gather_function = getattr(dist, "all_gather_single", made.all_gather_function)
+    made.reduce_scatter_function = getattr(dist, "reduce_scatter_single", made.reduce_scatter_function)

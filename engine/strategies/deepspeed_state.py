@@ -1,0 +1,203 @@
+"""Whole tensors from what DeepSpeed has spread over the ranks, by parameter names, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engine.strategies.base import named_state, numbered_state
+
+
+class Spread:
+    """One of DeepSpeed's optimizers, whatever its stage: where each parameter's master copy and optimizer state are.
+
+    Args:
+        wrapper: DeepSpeed's optimizer of stage 1, 2 or 3.
+        optimizer: the one inside of it, which the user or the configuration gave.
+        groups: the parameters of each of its groups, before DeepSpeed put flat parts in their place.
+    """
+
+    def __init__(self, wrapper: Any, optimizer: Any, groups: Sequence[Sequence[Tensor]]) -> None:
+        self.wrapper, self.optimizer, self.groups = wrapper, optimizer, groups
+        self.managed = {id(p) for group in groups for p in group if p.requires_grad}
+
+    def flat(self, group: int, parameter: Any) -> Tensor:
+        """The part that this rank's optimizer steps, in which ``parameter`` lies."""
+        found: Tensor
+        if hasattr(parameter, "ds_id"):
+            found = self.wrapper.fp32_partitioned_groups_flat[self.wrapper.grad_position[self.wrapper.get_param_id(parameter)][0]]
+        elif hasattr(self.wrapper, "single_partition_of_fp32_groups"):
+            found = self.wrapper.single_partition_of_fp32_groups[group]
+        else:  # bf16 at stage 1
+            found = self.wrapper.fp32_groups_flat_partition[group]
+        return found
+
+    def numbered(self) -> Iterator[tuple[int, int, Any]]:
+        """Number (as torch's ``state_dict`` counts), group and parameter of all that are trained."""
+        number = 0
+        for index, group in enumerate(self.groups):
+            for parameter in group:
+                if id(parameter) in self.managed:
+                    yield number, index, parameter
+                number += 1
+
+    def read(self, parameter: Any, key: str | None = None) -> Tensor:
+        """The whole master copy of a parameter, or of its state ``key``, in fp32; a collective."""
+        if hasattr(parameter, "ds_id"):
+            found: Tensor = self.wrapper.get_full_hp_param(parameter, key)
+        else:
+            found = parameter.get_full_hp_param(key)
+        return found.detach()
+
+    def write(self, parameter: Any, value: Tensor, key: str | None = None) -> None:
+        """Set this rank's part of it."""
+        value = value.detach().to(torch.float32)
+        if hasattr(parameter, "ds_id"):
+            # DeepSpeed's own setter fails where the last rank's part is padded.
+            size, rank = parameter.ds_tensor.numel(), self.wrapper._get_param_partition_rank(parameter)
+            part = value.flatten()[rank * size : (rank + 1) * size]
+            self.wrapper.set_local_hp_param(F.pad(part, (0, size - part.numel())), parameter, key)
+        else:
+            parameter.set_full_hp_param(value, key)
+
+    def _link(self) -> None:
+        """Let parameters find their states. DeepSpeed does it when its first group has stepped, and the others have no state yet."""
+        if hasattr(self.wrapper, "_lazy_init_hp_params_optimizer_state"):
+            self.wrapper._hp_optimizer_states_linked = False
+            self.wrapper._lazy_init_hp_params_optimizer_state()
+
+    # -- as torch's optimizers: parameters by number ----------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups with the parameters that they had before."""
+        return [{**group, "params": list(own)} for group, own in zip(self.optimizer.param_groups, self.groups, strict=True)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whole tensors; a collective."""
+        self._link()
+        entries: dict[int, dict[str, Any]] = {}
+        for number, group, parameter in self.numbered():
+            flat = self.flat(group, parameter)
+            found = self.optimizer.state.get(flat, {})
+            if found:
+                split = {key for key, value in found.items() if isinstance(value, Tensor) and value.shape == flat.shape}
+                entries[number] = {
+                    key: self.read(parameter, key).cpu() if key in split else value.clone() if isinstance(value, Tensor) else value
+                    for key, value in found.items()
+                }
+        first, groups = 0, []
+        for group_, own in zip(self.optimizer.param_groups, self.groups, strict=True):
+            groups.append({**group_, "params": list(range(first, first + len(own)))})
+            first += len(own)
+        return {"state": entries, "param_groups": groups}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what :meth:`state_dict`, or that of a plain optimizer, gave; every rank has all of it."""
+        for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        parameters = [(group, p, state["state"][i]) for i, group, p in self.numbered() if i in state["state"]]
+        for index, parameter, entry in parameters:
+            flat = self.flat(index, parameter)
+            for key, value in entry.items():
+                if _like(value, parameter):
+                    if key not in self.optimizer.state[flat]:
+                        self.optimizer.state[flat][key] = torch.zeros_like(flat, requires_grad=False)
+                else:
+                    self.optimizer.state[flat][key] = value.clone() if isinstance(value, Tensor) else value
+        self._link()
+        for _, parameter, entry in parameters:
+            for key, value in entry.items():
+                if _like(value, parameter):
+                    self.write(parameter, value, key)
+
+
+def _like(value: Any, parameter: Any) -> bool:
+    """Whether a state entry has one number for each of the parameter's."""
+    return isinstance(value, Tensor) and value.shape == getattr(parameter, "ds_shape", parameter.shape) and value.ndim > 0
+
+
+def optimizer_state(spread: Spread, module: nn.Module) -> dict[str, Any]:
+    """With names for numbers; a collective."""
+    return named_state(spread, module)
+
+
+def load_optimizer_state(spread: Spread, module: nn.Module, state: dict[str, Any]) -> None:
+    """Names or numbers."""
+    spread.load_state_dict(numbered_state(_Numbers(spread), module, state))
+
+
+class _Numbers:
+    """What ``numbered_state`` asks of an optimizer, without gathering anything."""
+
+    def __init__(self, spread: Spread) -> None:
+        self.param_groups = spread.param_groups
+        self._groups: list[dict[str, Any]] = []
+        first = 0
+        for group in spread.param_groups:
+            self._groups.append({**group, "params": list(range(first, first + len(group["params"])))})
+            first += len(group["params"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": {}, "param_groups": self._groups}
+
+
+def model_state(module: nn.Module, spread: Spread | None, keep: bool) -> dict[str, Any]:
+    """Whole parameters and buffers on the CPU; a collective. Parameters that are trained in half precision are their fp32 master copies.
+
+    Args:
+        keep: whether this rank wants the result (others get ``{}``): only one tensor at a time is whole on the others.
+    """
+    found: dict[str, Any] = {}
+    known: dict[int, Tensor] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):  # what get_extra_state gave
+            found[name] = tensor
+            continue
+        if id(tensor) not in known:
+            whole = spread.read(tensor) if spread is not None and id(tensor) in spread.managed else _gathered(tensor)
+            known[id(tensor)] = whole.cpu() if keep else whole.new_empty(0)
+        if keep:
+            found[name] = known[id(tensor)]
+    return found
+
+
+def load_model_state(module: nn.Module, spread: Spread | None, state: Mapping[str, Any]) -> None:
+    """Put whole tensors, which every rank has, back into parameters, master copies and buffers.
+
+    Raises:
+        ValueError: names that are missing or too many.
+    """
+    own = module.state_dict(keep_vars=True)
+    if own.keys() != state.keys():
+        missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+        raise ValueError(f"the saved model does not fit {type(module).__name__}: missing {missing[:5]}, unexpected {unexpected[:5]}")
+    done: set[int] = set()
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if id(tensor) in done or not isinstance(tensor, Tensor):
+                continue
+            done.add(id(tensor))
+            if hasattr(tensor, "ds_id"):
+                import deepspeed
+
+                with deepspeed.zero.GatheredParameters([tensor], modifier_rank=0):
+                    if torch.distributed.get_rank() == 0:
+                        tensor.copy_(state[name])
+            else:
+                tensor.copy_(state[name])
+            if spread is not None and id(tensor) in spread.managed:
+                spread.write(tensor, state[name].to(tensor.device))
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    if not hasattr(tensor, "ds_id"):
+        return tensor.detach()
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([tensor]):
+        return tensor.detach().clone()

@@ -1,0 +1,454 @@
+"""Tensor and pipeline parallel on real processes: what each rank holds, raw loops, logged values, plans, errors before the first step."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from processes import run_ranks
+from ranked import on_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn import functional as F
+
+from engine import FSDP, Engine, Fit, Loss, MeshParallel, Strategy, TrainModule
+
+CLASSES = 6
+
+
+class Net(TrainModule):
+    """A classifier of [batch, 8] in three parts."""
+
+    def __init__(self, classes: int = CLASSES) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.up, self.down, self.head = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, classes)
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=CLASSES)
+        self.dropout = nn.Dropout(0.5)
+        self.shown: list[Any] = []
+
+    def parallelize(self, mesh: Any) -> dict[str, Any]:
+        return {"up": "colwise", "down": RowwiseParallel()}
+
+    def pipeline_stages(self) -> list[nn.Module]:
+        return [self.up, self.down, self.head]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.down(self.up(x)))
+        return out
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        out = self(x)
+        loss = F.cross_entropy(out, y)
+        self.accuracy(out, y)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("count", float(len(y)), on_step=False, on_epoch=True, reduce="sum")
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val", F.cross_entropy(self(x), y))
+        self.log("val_count", float(len(y)), reduce="sum")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.shown.append(float(outputs.detach()))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def data(count: int = 24) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(count, 8, generator=generator), torch.randint(CLASSES, (count,), generator=generator)
+
+
+def batches(size: int = 4) -> list[Any]:
+    x, y = data()
+    return [(x[i : i + size], y[i : i + size]) for i in range(0, len(x), size)]
+
+
+def bytes_of(tensors: Any) -> int:
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return sum(t.numel() * t.element_size() for t in local if not t.is_meta)
+
+
+def fit(module: TrainModule, strategy: str | Strategy, **settings: Any) -> Any:
+    with tempfile.TemporaryDirectory() as root:
+        runner = Fit(**{"accelerator": "cpu", "strategy": strategy, "max_epochs": 1, "seed": 1, "root_dir": root, "log_every_n_steps": 1, **settings})
+        return runner.run(module, batches(), batches(5)), runner
+
+
+def message(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (ValueError, TypeError, RuntimeError) as error:
+        return str(error)
+    return "no error"
+
+
+# -- what runs on each of two ranks -----------------------------------------------------------------------------------------------
+
+
+def rank_bytes() -> Any:
+    """Bytes of planned parameters, of parameters that are whole, and of Adam's state: of this rank, and of the whole model."""
+    engine = Engine(accelerator="cpu", strategy=MeshParallel(tp=2))
+    model = engine.prepare(Net())
+    optimizer = engine.prepare(torch.optim.Adam(model.parameters()))
+    engine.backward(F.cross_entropy(model(data()[0]), data()[1]))
+    optimizer.step()
+    state = bytes_of(s for entry in optimizer.state.values() for name, s in entry.items() if name != "step")
+    planned = [model.up.weight, model.up.bias, model.down.weight]
+    return [bytes_of(planned), bytes_of(model.parameters()), state, bytes_of(Net().parameters())]
+
+
+def rank_stage_bytes() -> Any:
+    engine = Engine(accelerator="cpu", strategy=MeshParallel(pp=2, split=["head"]))
+    model = engine.prepare(Net())
+    optimizer = engine.prepare(torch.optim.Adam(model.parameters()))
+    engine.forward_backward(lambda part, size: F.cross_entropy(model(part[0]), part[1]), data())
+    optimizer.step()
+    state = bytes_of(s for entry in optimizer.state.values() for name, s in entry.items() if name != "step")
+    return [bytes_of(model.parameters()), state, [n for n, p in model.named_parameters() if not p.is_meta]]
+
+
+def rank_runs() -> Any:
+    """Losses, metrics and predictions of runs with dropout off, on every rank."""
+    found = {}
+    for name, strategy in {"tp": MeshParallel(tp=2), "pp": MeshParallel(pp=2, num_microbatches=3)}.items():
+        module = Net()
+        result, runner = fit(module, strategy)
+        predicted = torch.cat(runner.predict(module, batches(5)))
+        found[name] = [module.shown, result.metrics, predicted.sum(1).tolist()]
+    return found
+
+
+def rank_raw_loop() -> Any:
+    """A loop of one's own: windows of two, clipping, and two backward passes before a step; the largest distance to one process."""
+    found = {}
+    for name, strategy in {"tp": MeshParallel(tp=2), "pp": MeshParallel(pp=2), "fsdp": FSDP(), "tied": MeshParallel(pp=2)}.items():
+        models = []
+        for engine in (Engine(accelerator="cpu", strategy=strategy), None):
+            model: Any = Tied() if name == "tied" else Net()
+            optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.01)
+            if engine is not None:
+                model, optimizer = engine.prepare(model, optimizer)
+            x, y = data()
+            step = partial(class_loss, model)
+            for _ in range(3):
+                for low in (0, 12):
+                    part = (x[low : low + 12], y[low : low + 12])
+                    if engine is None:
+                        step(part, 12).backward()
+                    else:
+                        if name == "fsdp":
+                            part = tuple(t[engine.process_index :: 2] for t in part)
+                        engine.forward_backward(step, part)
+                if engine is None:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                else:
+                    norm = engine.clip_grad_norm_(model.parameters(), 0.1)
+                    assert norm is not None
+                    assert norm > 0.1
+                optimizer.step()
+                optimizer.zero_grad()
+            models.append(model.state_dict() if engine is None else engine.strategy.model_state(model))
+        found[name] = max((models[0][key] - models[1][key]).abs().max().item() for key in models[1]) if models[0] else 0.0
+    return found
+
+
+def class_loss(model: nn.Module, batch: Any, size: int) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+class Tied(nn.Sequential):
+    """First and last layer share their weight: with a pipeline, two ranks have it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        super().__init__(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+        self[3].weight = self[0].weight
+
+
+def rank_loss_parallel() -> Any:
+    """Cross entropy on logits that are cut over the classes."""
+
+    class Cut(Net):
+        def parallelize(self, mesh: Any) -> dict[str, Any]:
+            return {"up": "colwise", "down": "rowwise", "head": ColwiseParallel(use_local_output=False)}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            out = self(batch[0])
+            self.kind = type(out).__name__
+            loss = F.cross_entropy(out, batch[1], reduction="sum")
+            self.log("loss", loss / len(batch[1]), on_step=True, on_epoch=True)
+            return Loss(loss, len(batch[1]))
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+
+    module = Cut()
+    result, _ = fit(module, MeshParallel(tp=2, loss_parallel=True))
+    return [module.kind, result.metrics["loss"], result.metrics["val"]]
+
+
+def rank_fp16() -> Any:
+    """A gradient that overflows where the loss is, and nowhere else, skips the step on both stages."""
+
+    class Overflow(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = F.cross_entropy(self(batch[0]), batch[1])
+            return loss * (float("inf") if batch_idx == 1 else 0.01)
+
+    module = Overflow()
+    result, _ = fit(module, MeshParallel(pp=2), precision="16-mixed", limit_val_batches=0)
+    return [result.step, all(bool(p.isfinite().all()) for p in module.parameters() if not p.is_meta)]
+
+
+def rank_hugging_face() -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, use_cache=False
+    )
+    ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(2))
+    outs, placed = [], ""
+    for engine in (Engine(accelerator="cpu", strategy=MeshParallel(tp=2)), None):
+        torch.manual_seed(4)
+        model = transformers.LlamaForCausalLM(config)
+        prepared = model if engine is None else engine.prepare(model)
+        loss = prepared(input_ids=ids, labels=ids).loss
+        loss.backward()
+        weight: Any = model.model.layers[0].self_attn.q_proj.weight
+        outs.append([loss.item(), (weight.grad.full_tensor() if engine else weight.grad).flatten()])
+        placed = placed or str(weight.placements)
+    return [outs[0][0], outs[1][0], (outs[0][1] - outs[1][1]).abs().max().item(), placed]
+
+
+def rank_refused() -> Any:
+    class Plain(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.layer(batch[0]).mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    class Around(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.head(self.down(self.up(batch[0]))).mean()
+
+    class Random(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self(batch[0] + torch.randn(8)).mean()
+
+    class Named(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self(x=batch[0]).mean()
+
+    class Extra(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Linear(2, 2)
+
+    def run(module: TrainModule, **settings: Any) -> str:
+        return message(lambda: fit(module, MeshParallel(**settings), limit_val_batches=0))
+
+    found = {
+        "no plan": run(Plain(), tp=2),
+        "missing module": run(Net(), tp=2, plan={"upp": "colwise"}),
+        "unknown style": run(Net(), tp=2, plan={"up": "columns"}),
+        "uneven": run(Net(classes=7), tp=2, plan={"head": "colwise"}),
+        "sequence": run(Net(), tp=2, sequence_parallel=True),
+        "not linear": run(Net(), tp=2, plan={"accuracy": "colwise"}),
+        "no stages": run(Plain(), pp=2),
+        "too few parts": run(Net(), pp=2, schedule="interleaved"),
+        "split": run(Net(), pp=2, split=["haed"]),
+        "split count": run(Net(), pp=2, split=["down", "head"]),
+        "around": run(Around(), pp=2),
+        "random": run(Random(), pp=2),
+        "keyword": run(Named(), pp=2),
+        "extra": run(Extra(), pp=2),
+        "context": run(Net(), cp=2),
+        "degrees": run(Net(), tp=3),
+        "ddp over tp": "",
+    }
+    module = Net()
+    fit(module, MeshParallel(tp=2))
+    found["ddp over tp"] = message(lambda: fit(module, "ddp"))
+    engine = Engine(accelerator="cpu", strategy=MeshParallel(pp=2))
+    model = engine.prepare(Net())
+    found["forward"] = message(lambda: model(data()[0]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    return on_ranks(__file__, 2, timeout=240)
+
+
+def test_a_rank_holds_half_of_what_is_planned(found: Any) -> None:
+    for planned, all_of_them, state, whole in found["bytes"]:
+        own = (8 * 16 + 16 + 16 * 8) * 4
+        assert planned == own / 2
+        assert all_of_them == whole - own / 2
+        assert state == 2 * all_of_them  # Adam's two moments
+
+
+def test_a_rank_holds_its_stage(found: Any) -> None:
+    (first, first_state, first_names), (last, last_state, last_names) = found["stage_bytes"]
+    assert first + last == bytes_of(Net().parameters())
+    assert (first_state, last_state) == (2 * first, 2 * last)
+    assert first_names == ["up.weight", "up.bias", "down.weight", "down.bias"]
+    assert last_names == ["head.weight", "head.bias"]
+
+
+@pytest.mark.parametrize("name", ["tp", "pp"])
+def test_losses_metrics_and_predictions_are_on_every_rank(found: Any, name: str) -> None:
+    module = Net()
+    result, runner = fit(module, "single")
+    predicted = torch.cat(runner.predict(module, batches(5))).sum(1).tolist()
+    for rank in found["runs"]:
+        shown, metrics, outputs = rank[name]
+        assert shown == pytest.approx(module.shown, rel=1e-5)
+        assert metrics == pytest.approx(result.metrics, rel=1e-5)
+        assert outputs == pytest.approx(predicted, rel=1e-4)
+    assert result.metrics["count"] == result.metrics["val_count"] == 24
+
+
+@pytest.mark.parametrize("name", ["tp", "pp", "fsdp", "tied"])
+def test_a_loop_of_ones_own(found: Any, name: str) -> None:
+    assert all(rank[name] < 1e-6 for rank in found["raw_loop"])
+
+
+def test_loss_parallel(found: Any) -> None:
+    result, _ = fit(Net(), "single")
+    for kind, loss, val in found["loss_parallel"]:
+        assert kind == "DTensor"
+        assert loss == pytest.approx(result.metrics["loss"], rel=1e-5)
+        assert val == pytest.approx(result.metrics["val"], rel=1e-5)
+
+
+def test_an_overflow_at_the_loss_is_skipped_by_all_stages(found: Any) -> None:
+    assert found["fp16"] == [[5, True]] * 2
+
+
+def test_a_hugging_face_models_own_plan(found: Any) -> None:
+    for loss, expected, distance, placed in found["hugging_face"]:
+        assert loss == pytest.approx(expected, rel=1e-5)
+        assert distance < 1e-6
+        assert placed == "(Shard(dim=0),)"
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("no plan", "tensor parallel needs a plan for Plain: give MeshParallel(plan="),
+        ("missing module", "the tensor parallel plan has 'upp', but Net has no such module; did you mean 'up'?"),
+        ("unknown style", "gives 'up' the style 'columns', which is unknown; did you mean 'colwise'?"),
+        ("uneven", "'head' has 7 outputs, which do not divide by tp=2"),
+        ("sequence", "sequence_parallel=True, but Net.parallelize has no SequenceParallel style"),
+        ("not linear", "'accuracy' (MulticlassAccuracy) cannot be cut by ColwiseParallel"),
+        ("no stages", "Plain does not say what its parts are; define pipeline_stages(self)"),
+        ("too few parts", "Net has 3 parts for 4 stages; cut it finer, or lower pp"),
+        ("split", "no part is called 'haed'; did you mean 'head'?; the parts are up, down, head"),
+        ("split count", "must name the first part of each of the 1 stages after the first one"),
+        ("around", "ended before it called the model itself"),
+        ("random", "random numbers were drawn before the model was called"),
+        ("keyword", "the model takes tensors by position, it was called with (x=)"),
+        ("extra", "'extra.weight' is in none of the model's parts"),
+        ("context", "MeshParallel(cp=2) on cpu: torch's context parallel has no backward pass on the CPU"),
+        ("degrees", "needs a multiple of 3 processes, this job has 2"),
+        ("ddp over tp", "strategy='ddp' with Net, whose parameters are sharded already"),
+        ("forward", "forward and backward run together; train with Fit, or Engine.forward_backward"),
+    ],
+)
+def test_refusals(found: Any, case: str, words: str) -> None:
+    # A rank that learns of the error from another one only says so.
+    assert any(words in rank[case] for rank in found["refused"]), found["refused"][0][case]
+
+
+NOTHING = """
+import sys
+sys.path[:0] = ["tests/strategies", "tests"]
+from test_mesh_parallel import MeshParallel, Net, fit
+
+class Nothing(Net):
+    def training_step(self, batch, batch_idx):
+        self(batch[0])
+
+fit(Nothing(), MeshParallel(pp=2), limit_val_batches=0)
+"""
+
+
+def test_an_error_where_the_loss_is_ends_all_ranks() -> None:
+    ran = run_ranks(NOTHING, 2, check=False, timeout=60)
+    assert [rank.returncode != 0 for rank in ran] == [True, True]
+    assert "training_step returned None in a pipeline" in ran[1].stderr
+
+
+# -- on one process ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tp": 0}, r"MeshParallel\(tp=0\) must be an int of at least 1, or -1"),
+        ({"pp": True}, r"MeshParallel\(pp=True\)"),
+        ({"schedule": "1f1"}, r"schedule='1f1'\) is unknown; did you mean '1f1b'\?; possible: gpipe, 1f1b"),
+        ({"num_microbatches": 0}, r"num_microbatches=0\) must be an int of at least 1"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        MeshParallel(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "size", "words"),
+    [
+        ({"tp": 2, "pp": 2, "dp_shard": 1}, 8, "needs 4 processes, this job has 8"),
+        ({"tp": -1}, 4, "only one axis can be -1, the ranks that the others leave; dp_shard and tp are"),
+        ({"tp": 3}, 4, "needs a multiple of 3 processes, this job has 4"),
+    ],
+)
+def test_degrees_that_do_not_fit(settings: dict[str, Any], size: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        MeshParallel(**settings).connect(SimpleNamespace(world_size=size))  # type: ignore[arg-type]
+
+
+def test_megatrons_names() -> None:
+    made = MeshParallel.from_megatron(tp_degree=2, pp_degree=4, num_micro_batches=8, sequence_parallelism=True)
+    assert (made.tp, made.pp, made.num_microbatches, made.sequence_parallel, made.dp_replicate, made.dp_shard) == (2, 4, 8, True, -1, 1)
+    assert MeshParallel.from_megatron(dp_shard=-1).dp_replicate == 1
+
+
+def test_alone_every_degree_is_one() -> None:
+    module = Net()
+    result, _ = fit(module, MeshParallel())
+    expected, _ = fit(Net(), "single")
+    assert result.metrics == expected.metrics
+
+
+def test_styles_by_name_and_object() -> None:
+    from engine.strategies.tensor_parallel import fitting
+
+    found = fitting(Net(), {"*": "rowwise", "up": ColwiseParallel(output_layouts=Replicate())})
+    assert [(name, type(style).__name__) for name, _, style in found][:3] == [
+        ("up", "ColwiseParallel"), ("down", "RowwiseParallel"), ("head", "RowwiseParallel"),
+    ]  # fmt: skip

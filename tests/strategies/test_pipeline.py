@@ -1,0 +1,49 @@
+"""How a model's depth is divided, and a batch's samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from engine.strategies.pipeline import _balanced, _rows, stages_of
+
+
+@pytest.mark.parametrize(
+    ("weights", "count", "starts"),
+    [
+        ([1, 1, 1, 1], 2, [0, 2]),
+        ([4, 1, 1, 1, 1], 2, [0, 1]),
+        ([1, 1, 1, 9], 2, [0, 3]),
+        ([5, 5, 5], 3, [0, 1, 2]),
+        ([1, 2, 3, 4, 5, 6], 3, [0, 3, 5]),  # 6, 9, 6; any other cut has a stage of 10 or more
+    ],
+)
+def test_the_heaviest_stage_is_as_light_as_can_be(weights: list[int], count: int, starts: list[int]) -> None:
+    assert _balanced(weights, count) == starts
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_no_stage_is_empty(count: int) -> None:
+    for weights in ([1, 1, 1, 1, 1, 1, 100], [100, 1, 1, 1, 1, 1, 1], [1, 1, 1, 100, 1, 1, 1]):
+        starts = _balanced(weights, count)
+        assert len(starts) == count
+        assert starts == sorted(set(starts))
+        assert starts[0] == 0
+        assert starts[-1] < len(weights)
+
+
+def test_stages_by_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 2))
+    assert [len(stage) for stage in stages_of(model, 3, ["1", "3"])] == [1, 2, 1]
+
+
+def test_samples_of_a_batch() -> None:
+    batch = {"x": torch.arange(6).reshape(3, 2), "names": ["a", "b", "c"], "scale": torch.tensor(2.0), "pair": (torch.arange(3), 5)}
+    found = _rows(batch, 3, torch.tensor([1, 2, 2]))
+    assert found["x"].tolist() == [[2, 3], [4, 5], [4, 5]]
+    assert found["names"] == ["b", "c", "c"]
+    assert found["scale"] == 2.0
+    assert found["pair"][0].tolist() == [1, 2, 2]
+    assert found["pair"][1] == 5
+    assert _rows(batch, 3, torch.arange(1, 3))["x"].data_ptr() == batch["x"][1:].data_ptr()  # neighbours are not copied
