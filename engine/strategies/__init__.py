@@ -13,6 +13,7 @@ _BUILT_IN = {
     "ddp": ("engine.strategies.ddp", "DDP"),
     "fsdp": ("engine.strategies.fsdp", "FSDP"),
     "deepspeed": ("engine.strategies.deepspeed", "DeepSpeed"),
+    "deepspeed_stage_0": ("engine.strategies.deepspeed", "stage_0"),
     "deepspeed_stage_1": ("engine.strategies.deepspeed", "stage_1"),
     "deepspeed_stage_2": ("engine.strategies.deepspeed", "stage_2"),
     "deepspeed_stage_3": ("engine.strategies.deepspeed", "stage_3"),
