@@ -4,6 +4,7 @@
     python examples/gpt.py --size gpu --precision bf16-mixed --compile
     python examples/gpt.py --devices 2 --max-steps 50
     python examples/gpt.py --devices 2 --strategy pp           # or any other one: see STRATEGIES
+    python examples/gpt.py --size gpu --precision fp8-mixed --compile   # with pip install "fit-trainer[fp8]", on Hopper
 
 The model is GPT-2's (pre-norm decoder, learned positions, output tied to the input embedding) over the 256 bytes.
 """
@@ -234,7 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A byte-level GPT on the sources of Python's standard library.")
     parser.add_argument("--size", choices=SIZES, default="laptop")
     parser.add_argument("--strategy", default="auto", help=f"a strategy's name, or one of {', '.join(STRATEGIES)}")
-    parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--precision", default="32-true", help="32-true, bf16-mixed, 16-mixed, fp8-mixed, ...")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--max-steps", type=int, help="optimizer steps (default: that of the size)")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")

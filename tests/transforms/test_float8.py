@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from engine import FP8, FSDP, Callback, Engine, Fit, MeshParallel, Precision, TrainModule
+from engine import FP8, FSDP, Callback, DeepSpeed, Engine, Fit, MeshParallel, Precision, TrainModule
 
 VOCAB, WIDTH, TOKENS, GLOBAL = 64, 32, 16, 8
 
@@ -135,6 +135,8 @@ def rank_runs() -> Any:
         "fsdp, each time": ("fp8-mixed", FSDP(reduce_each_micro_batch=True), 2),
         "tp": ("fp8-mixed", MeshParallel(tp=2), 1),
         "pp": ("fp8-mixed", MeshParallel(pp=2), 1),
+        "deepspeed 1": ("fp8-mixed", DeepSpeed(stage=1), 2),
+        "deepspeed 3": ("fp8-mixed", DeepSpeed(stage=3), 2),
         "fsdp bf16": ("bf16-mixed", "fsdp", 2),
     }
     found = {name: train(precision, 6, strategy, ranks) for name, (precision, strategy, ranks) in chosen.items()}
@@ -226,7 +228,12 @@ def found(root: Path) -> dict[str, list[Any]]:
         return on_ranks(__file__, 2, timeout=240)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp, gathered in bf16", "fsdp, rowwise", "fsdp, each time", "fsdp, fused", "tp", "pp"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ddp", "fsdp", "fsdp, gathered in bf16", "fsdp, rowwise", "fsdp, each time", "fsdp, fused", "tp", "pp", "deepspeed 1", "deepspeed 3",
+    ],
+)  # fmt: skip
 def test_strategies_train_as_one_process(found: Any, name: str) -> None:
     """Scales are of what a rank computes at once, so that ranks round in other ways than one process."""
     alone = train(FP8(recipe="rowwise") if "rowwise" in name else "fp8-mixed")
