@@ -12,6 +12,7 @@ _NAMES = {
     "Engine": "engine.engine",
     "Loss": "engine.gradients",
     "Precision": "engine.precision",
+    "FP8": "engine.transforms.float8",
     "Callback": "engine.callback",
     "Run": "engine.run",
     "Result": "engine.result",
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from engine.strategies.deepspeed import DeepSpeed as DeepSpeed
     from engine.strategies.fsdp import FSDP as FSDP
     from engine.strategies.mesh_parallel import MeshParallel as MeshParallel
+    from engine.transforms.float8 import FP8 as FP8
 
 
 def __getattr__(name: str) -> Any:

@@ -29,6 +29,7 @@ from engine.prepared import AutocastForward, PreparedOptimizer, PreparedSchedule
 from engine.processes import Processes
 from engine.stepper import OwnedStepper, Stepper, Then
 from engine.strategies.base import Strategy
+from engine.transforms.float8 import FP8, Layers
 from engine.tree import batch_size, map_tensors
 
 
@@ -52,7 +53,7 @@ class Engine(Processes):
     Args:
         strategy: a name or a :class:`engine.Strategy`; ``"auto"`` is ``single`` for one process and ``ddp`` for several.
         accelerator: ``"auto"`` (CUDA when present), ``"cpu"``, ``"cuda"``.
-        precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true``, ``64-true`` (or ``no``, ``bf16``, ``fp16``).
+        precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``fp8-mixed``, ``bf16-true``, ``16-true``, ``64-true``, or :class:`engine.FP8`.
         accumulate_grad_batches: micro-batches in a window; may be changed between epochs.
         on_nonfinite: ``"raise"`` or ``"skip"`` a step whose gradient norm is not finite; ``None``: not checked (fp16 always skips).
         seed: of the data order; by default torch's initial seed on rank 0.
@@ -70,7 +71,7 @@ class Engine(Processes):
         *,
         strategy: str | Strategy = "auto",
         accelerator: str = "auto",
-        precision: str | Precision = "32-true",
+        precision: str | Precision | FP8 = "32-true",
         accumulate_grad_batches: int = 1,
         on_nonfinite: str | None = None,
         seed: int | None = None,
@@ -101,6 +102,7 @@ class Engine(Processes):
         self.strategy.window = self.window
         self.scaler = self.strategy.scaler()
         self.seed: int = collectives.broadcast_object(group, torch.initial_seed() if seed is None else seed)
+        self._low = Layers(self.precision.fp8, group.device)
         self._stepper = (OwnedStepper if self.strategy.owns_step else Stepper)(self.window, self.strategy, self.scaler, on_nonfinite)
         self._stepper.describe = self._describe_gradients
         self._models: list[nn.Module] = []
@@ -151,7 +153,7 @@ class Engine(Processes):
         """
         if any(model is known or model is self.unwrap_model(known) for known in self._models):
             return next(known for known in self._models if model is known or model is self.unwrap_model(known))
-        self.strategy.place(model)
+        self.strategy.place(self._low.convert(model))
         if autocast and self.precision.autocast is not None:
             AutocastForward(self.precision, self.device).attach(model)
         prepared = self.strategy.setup(model)
@@ -162,7 +164,7 @@ class Engine(Processes):
 
     def place_model(self, model: nn.Module) -> nn.Module:
         """The model on its device and in its dtype, the same on every rank, but not wrapped: for evaluation and manual optimization."""
-        model.to(self.device, self.precision.parameters)
+        self._low.convert(model).to(self.device, self.precision.parameters)
         self.strategy.share_parameters(model)
         return model
 
@@ -186,8 +188,7 @@ class Engine(Processes):
         Args:
             place: move the batches to the device (and floating point inputs to a ``*-true`` precision's dtype).
         """
-        dtype = self.precision.parameters
-        return PreparedLoader(loader, group=self.data_group, window=self.window, seed=self.seed, dtype=dtype, place=place)
+        return PreparedLoader(loader, group=self.data_group, window=self.window, seed=self.seed, dtype=self.precision.parameters, place=place)
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The module that the user gave to :meth:`prepare`."""
@@ -206,6 +207,7 @@ class Engine(Processes):
     def release(self) -> None:
         """Forget every prepared model and optimizer."""
         self.strategy.release()
+        self._low.restore()
         self._models.clear()
         self._stepper.known.clear()
 
@@ -216,9 +218,7 @@ class Engine(Processes):
 
     def recorder(self, *, on_step: bool, on_epoch: bool, suffix: str = "") -> Recorder:
         """What collects logged values of this engine's ranks."""
-        return Recorder(
-            self.group, on_step=on_step, on_epoch=on_epoch, suffix=suffix, data_group=self.data_group, speaks=self.strategy.speaks
-        )
+        return Recorder(self.group, on_step=on_step, on_epoch=on_epoch, suffix=suffix, data_group=self.data_group, speaks=self.strategy.speaks)
 
     # -- a step -----------------------------------------------------------------------------------------------------------------
 

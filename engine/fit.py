@@ -22,10 +22,12 @@ from engine.engine import Engine
 from engine.hooks import Hooks
 from engine.loop import call_all, evaluate, predict, train, validate
 from engine.module import TrainModule
+from engine.precision import Precision
 from engine.result import Result
 from engine.run import Run
 from engine.session import session
 from engine.strategies.base import Strategy
+from engine.transforms.float8 import FP8
 
 
 class Fit:
@@ -40,7 +42,8 @@ class Fit:
         accelerator: ``"auto"`` (CUDA when present), ``"cpu"``, ``"cuda"``.
         devices: processes on this machine, one device each; started by ``run`` unless torchrun has. Default: every GPU, or one process.
         num_nodes: machines.
-        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``.
+        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``,
+            ``"fp8-mixed"`` or an ``FP8`` object.
         max_epochs, max_steps, max_time: stop at whichever comes first; one epoch when none is given.
         accumulate_grad_batches: micro-batches of an optimizer step, or ``{first epoch: micro-batches}``.
         global_batch_size: samples of an optimizer step over all ranks; the micro-batches of a step follow from it.
@@ -68,7 +71,7 @@ class Fit:
         accelerator: str = UNSET,
         devices: int | str | Sequence[int] = UNSET,
         num_nodes: int = UNSET,
-        precision: str | int = UNSET,
+        precision: str | int | Precision | FP8 = UNSET,
         max_epochs: int | None = UNSET,
         max_steps: int | None = UNSET,
         max_time: str | timedelta | Duration | None = UNSET,

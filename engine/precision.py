@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from engine.errors import nearest
+from engine.transforms.float8 import FP8, TransformerEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Precision:
 
     ``*-mixed``: parameters and gradients stay fp32, the forward pass runs under ``torch.autocast``.
     ``*-true``: parameters, gradients, floating point inputs and optimizer state have that dtype.
+    ``fp8-mixed``: ``bf16-mixed`` with the matrix products of linear layers in fp8, see :class:`engine.FP8`.
     """
 
     name: str
@@ -30,16 +32,26 @@ class Precision:
     """What parameters and floating point inputs are cast to; ``None`` leaves them as they are."""
     scaled: bool = False
     """Whether the loss is scaled: fp16 gradients below 6e-8 would vanish otherwise."""
+    fp8: FP8 | None = None
+    """Linear layers compute in fp8, as this says."""
+
+    def __str__(self) -> str:
+        return self.name if self.fp8 in (None, FP8()) else f"{self.name} by {self.fp8}"
 
     @classmethod
-    def parse(cls, name: str | int | Precision) -> Precision:
-        """The precision of that name (Lightning's names, and Accelerate's ``no``, ``bf16`` and ``fp16``).
+    def parse(cls, name: str | int | Precision | FP8) -> Precision:
+        """The precision of that name (Lightning's names, and Accelerate's ``no``, ``bf16``, ``fp16`` and ``fp8``).
 
         Raises:
             ValueError: for a name that does not exist, with the names that do.
+            TypeError: something else.
         """
         if isinstance(name, Precision):
             return name
+        if isinstance(name, FP8):
+            return cls("fp8-mixed", autocast=torch.bfloat16, fp8=name)
+        if not isinstance(name, (str, int)):
+            raise TypeError(f"precision={name!r} must be a name, an FP8 or a Precision object")
         key = _ALIASES.get(str(name), str(name))
         if key not in _PRECISIONS:
             known = [*_PRECISIONS, *_ALIASES]
@@ -50,7 +62,8 @@ class Precision:
         """The autocast context of a forward pass on ``device``; one object serves a whole run, but does not nest in itself."""
         if self.autocast is None:
             return contextlib.nullcontext()
-        return torch.autocast(device.type, dtype=self.autocast)
+        context = torch.autocast(device.type, dtype=self.autocast)
+        return context if self.fp8 is None or self.fp8.backend != "te" else TransformerEngine(context)
 
 
 _PRECISIONS = {
@@ -62,9 +75,19 @@ _PRECISIONS = {
         Precision("bf16-true", parameters=torch.bfloat16),
         Precision("16-true", parameters=torch.float16),
         Precision("64-true", parameters=torch.float64),
+        Precision("fp8-mixed", autocast=torch.bfloat16, fp8=FP8()),
     )
 }
-_ALIASES = {"no": "32-true", "32": "32-true", "fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "16": "16-mixed", "64": "64-true"}
+_ALIASES = {
+    "no": "32-true",
+    "bf16": "bf16-mixed",
+    "fp16": "16-mixed",
+    "fp8": "fp8-mixed",
+    "fp32": "32-true",
+    "32": "32-true",
+    "16": "16-mixed",
+    "64": "64-true",
+}
 
 
 class Scaler(torch.amp.GradScaler):

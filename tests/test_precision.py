@@ -37,7 +37,7 @@ def test_names(name: str | int, expected: str, autocast: torch.dtype | None, par
 
 
 def test_unknown_name() -> None:
-    with pytest.raises(ValueError, match=r"precision='fp7' is unknown; did you mean 'fp32'.*possible: 32-true, bf16-mixed, 16-mixed.*fp16"):
+    with pytest.raises(ValueError, match=r"precision='fp7' is unknown; did you mean 'fp8'.*possible: 32-true, bf16-mixed, 16-mixed.*fp16"):
         Precision.parse("fp7")
 
 

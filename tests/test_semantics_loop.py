@@ -475,7 +475,7 @@ class Dropped(Weight):
         (Weight, [], {}, ValueError, r"training loader \(list\) is empty"),
         (Frozen, ones(2), {}, ValueError, "SGD has no parameters to train: it was given none, or only frozen ones"),
         (Dropped, ones(2), {}, ValueError, "SGD has no parameters to train"),
-        (Weight, ones(2), {"precision": "fp7"}, ValueError, r"precision='fp7' is unknown; did you mean 'fp16'\?; possible: 32-true, bf16-mixed"),
+        (Weight, ones(2), {"precision": "fp7"}, ValueError, r"precision='fp7' is unknown; did you mean 'fp8'\?; possible: 32-true, bf16-mixed"),
         (Weight, ones(2), {"strategy": "fsdpp"}, ValueError, r"strategy='fsdpp' is unknown; did you mean '\w*d\w*p'\?; possible: auto, single, ddp"),
     ],
     ids=["loss", "int", "module", "empty", "frozen", "no-parameters", "precision", "strategy"],

@@ -14,10 +14,11 @@ from engine.config.duration import Duration, parse
 from engine.errors import nearest
 
 PRECISIONS: dict[str, str] = {
-    **{name: name for name in ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")},
+    **{name: name for name in ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "fp8-mixed")},
     "no": "32-true",  # Accelerate's
     "bf16": "bf16-mixed",
     "fp16": "16-mixed",
+    "fp8": "fp8-mixed",
     "32": "32-true",  # Lightning's short ones
     "16": "16-mixed",
     "64": "64-true",
@@ -58,8 +59,8 @@ class Settings:
     """Processes on this node, one device each: a number, the device indices (``[0, 2]`` or ``"0,2"``), or ``"auto"``."""
     num_nodes: int = 1
     """Nodes of the job."""
-    precision: str = "32-true"
-    """Numbers of the model and of its compute; one of :data:`PRECISIONS`."""
+    precision: Any = "32-true"
+    """Numbers of the model and of its compute; one of :data:`PRECISIONS`, or an ``FP8`` or ``Precision`` object."""
     max_epochs: int | None = None
     """Stop after so many epochs. 1 when neither this nor ``max_steps`` nor ``max_time`` is given."""
     max_steps: int | None = None
@@ -217,6 +218,11 @@ def _strategy(name: str, value: Any) -> Any:
     return value
 
 
+def _precision(name: str, value: Any) -> Any:
+    # Objects are the engine's to judge: this layer does not know their classes.
+    return precision_name(value) if value is None or isinstance(value, (str, bool, int, float, type)) else value
+
+
 def _devices(name: str, value: Any) -> int | str | tuple[int, ...]:
     possible = "'auto', an int of at least 1, or distinct device indices such as [0, 2]"
     if isinstance(value, str) and value != "auto":
@@ -329,7 +335,7 @@ _CHECKS: dict[str, _Check] = {
     "accelerator": _choice("auto", "cpu", "cuda", aliases={"gpu": "cuda"}),
     "devices": _devices,
     "num_nodes": _int(1),
-    "precision": lambda name, value: precision_name(value),
+    "precision": _precision,
     "max_epochs": _int(0, none="no limit of epochs"),
     "max_steps": _int(0, none="no limit of steps"),
     "max_time": _time,

@@ -384,6 +384,6 @@ class DeepSpeed(Strategy):
             deepspeed_state.load_optimizer_state(found, module, state)
 
 
-stage_1, stage_2, stage_3 = (partial(DeepSpeed, stage=stage) for stage in (1, 2, 3))
+stage_0, stage_1, stage_2, stage_3 = (partial(DeepSpeed, stage=stage) for stage in range(4))
 stage_2_offload = partial(DeepSpeed, stage=2, offload_optimizer=True)
 stage_3_offload = partial(DeepSpeed, stage=3, offload_optimizer=True, offload_parameters=True)

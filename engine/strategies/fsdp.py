@@ -23,6 +23,7 @@ from engine.distributed.mesh import degrees, make_mesh
 from engine.log import warn_once
 from engine.strategies import deferred, policy, shards
 from engine.strategies.base import Strategy, class_name, named_state, numbered_state, spread, sum_over_ranks
+from engine.transforms import float8
 
 
 @dataclass(kw_only=True)
@@ -111,7 +112,7 @@ class FSDP(Strategy):
     def setup(self, model: nn.Module) -> nn.Module:
         if self.group.world_size == 1:
             return model
-        made = f"{', '.join(f'{name}={size}' for name, size in self._sizes.items())}, precision={self.precision.name}"
+        made = f"{', '.join(f'{name}={size}' for name, size in self._sizes.items())}, precision={self.precision}"
         before = vars(model).get("_sharded_as")
         if before is not None:
             if before != made:
@@ -148,6 +149,8 @@ class FSDP(Strategy):
                 self._fully_shard(part, apart | with_rest, inputs=True)
             self._fully_shard(root, apart, inputs=False)
             root._reduces = True  # type: ignore[assignment]
+            if self.precision.fp8 is not None and self.precision.fp8.gathers:
+                float8.Scales(root, self.precision.fp8)
             for parameter in apart & set(root.parameters()):
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(partial(self._average, root))
@@ -155,7 +158,9 @@ class FSDP(Strategy):
     def _fully_shard(self, module: nn.Module, ignored: set[Any], inputs: bool) -> None:
         self._settle(module)
         before = dict(module.named_parameters(remove_duplicate=False))
-        half = self.precision.autocast
+        half, fp8 = self.precision.autocast, self.precision.fp8
+        if fp8 is not None and fp8.gathers:
+            float8.gather_low(module, ignored)
         reduce = self.reduce_dtype or (torch.float32 if half is not None else None)
         fully_shard(
             module,
@@ -213,7 +218,8 @@ class FSDP(Strategy):
                     if old in optimizer.state:
                         state = optimizer.state.pop(old)
                         optimizer.state[new] = {key: shards.part(value, new) for key, value in state.items()}
-            if len({shards.is_sharded(p) for p in parameters}) > 1 and not (group.get("foreach") is False and not group.get("fused")):
+            kinds = {shards.is_sharded(p) for p in parameters if p not in self._away}
+            if len(kinds) > 1 and not (group.get("foreach") is False and not group.get("fused")):
                 if group.get("foreach") or group.get("fused"):
                     warn_once(f"{type(optimizer).__name__} has sharded and whole parameters in one group: foreach and fused are switched off for it")
                 group.update({name: False for name in ("foreach", "fused") if name in group})

@@ -28,9 +28,11 @@ def bare(size: Size, data: Sources, device: torch.device, precision: str, steps:
     """Tokens per second of a hand-written loop."""
     torch.manual_seed(0)
     model: Any = GPT(size, steps).to(device)
+    if precision.startswith("fp8"):
+        in_fp8(model, emulate=device.type == "cpu")
     configured = model.configure_optimizers()
     optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
-    dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
+    dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "fp8-mixed": torch.bfloat16}.get(precision)
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "16-mixed")
     began, step = 0.0, 0
     while step < steps:
@@ -51,6 +53,13 @@ def bare(size: Size, data: Sources, device: torch.device, precision: str, steps:
             if step == steps:
                 break
     return (steps - warm) * size.batch_size * size.context / (now(device) - began)
+
+
+def in_fp8(model: GPT, emulate: bool) -> None:
+    """The blocks by torchao itself; the output layer is tied to the embedding."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(model, config=Float8LinearConfig(emulate=emulate), module_filter_fn=lambda m, name: name != "head")
 
 
 def ours(size: Size, data: Sources, device: torch.device, precision: str, steps: int, warm: int) -> float:

@@ -59,7 +59,7 @@ def test_a_single_callback_is_a_list_of_one() -> None:
 @pytest.mark.parametrize(
     ("name", "given", "error", "message"),
     [
-        ("precision", "fp7", ValueError, "did you mean 'fp16'"),
+        ("precision", "fp7", ValueError, "did you mean 'fp8'"),
         ("accelerator", "cdua", ValueError, "did you mean 'cuda'"),
         ("accelerator", None, TypeError, "NoneType"),
         ("strategy", 3, TypeError, "strategy"),

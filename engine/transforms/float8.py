@@ -1,0 +1,320 @@
+"""Linear layers whose matrix products run in fp8: torchao's float8 training, or Transformer Engine's modules. Both are imported on use."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from engine.errors import nearest
+from engine.log import logger, warn_once
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+BACKENDS = ("torchao", "te")
+SIDE = 16
+"""Matrix products in fp8 need sizes that divide by this."""
+
+
+@dataclass(frozen=True, slots=True)
+class FP8:
+    """fp8 in detail, for ``precision=``; ``"fp8-mixed"`` is ``FP8()``.
+
+    The products of ``nn.Linear`` layers, forward and backward, take inputs in fp8, scaled anew each time; everything else runs as under
+    ``bf16-mixed``. Parameters, gradients and optimizer state stay fp32, and names and checkpoints are those of the plain model. Layers are
+    changed in place when the model is prepared and changed back when the run or the engine lets it go (sharded models stay as they are).
+
+    Left alone, in bf16: layers whose inputs or outputs do not divide by 16 (said once); subclasses of ``nn.Linear``; an output layer that
+    shares its weight with an embedding, because the embedding reads the weight in full precision, and the logits suffer most from rounding.
+
+    The speed comes with ``compile``: it fuses the scaling and the casts, which cost more than fp8 saves when they run one by one.
+    """
+
+    recipe: str = "tensorwise"
+    """``"tensorwise"``: one scale a tensor, the fastest. ``"rowwise"``: one a row, more exact. ``"rowwise_with_gw_hp"``: and the gradient
+    of the weight in bf16, the most exact."""
+    ignore: str | Sequence[str] = ()
+    """Layers that stay in bf16, by name; ``"head"`` or ``"layers.0"`` (all inside of it), ``"*.out"``."""
+    all_gather: bool | None = None
+    """Under FSDP, gather weights in fp8: half of bf16's traffic, with scales for all weights from one reduction a step. ``None``: where the
+    recipe allows it, which is ``"tensorwise"``, for layers that tensor parallel has not cut."""
+    emulate: bool | None = None
+    """Round as fp8 does but multiply in the wide format: the same numbers nearly, no speed. ``None``: where the device has no fp8, which is
+    the CPU and GPUs of a compute capability under 8.9."""
+    backend: str = "torchao"
+    """``"torchao"``, or ``"te"``: the model is built of ``transformer_engine.pytorch`` modules, and its forward pass runs in their
+    autocast with their default recipe; no layer is replaced. This backend has had no test on a machine with Transformer Engine."""
+
+    def __post_init__(self) -> None:
+        if self.recipe not in RECIPES:
+            raise ValueError(f"FP8(recipe={self.recipe!r}) is unknown{nearest(self.recipe, RECIPES)}; possible: {', '.join(RECIPES)}")
+        if self.backend not in BACKENDS:
+            raise ValueError(f"FP8(backend={self.backend!r}) is unknown{nearest(self.backend, BACKENDS)}; possible: {', '.join(BACKENDS)}")
+        for name in ("all_gather", "emulate"):
+            if getattr(self, name) not in (None, True, False):
+                raise ValueError(f"FP8({name}={getattr(self, name)!r}) must be True, False or None")
+        patterns = (self.ignore,) if isinstance(self.ignore, str) else tuple(self.ignore)
+        if not all(isinstance(pattern, str) for pattern in patterns):
+            raise ValueError(f"FP8(ignore={self.ignore!r}) must be names of layers")
+        object.__setattr__(self, "ignore", patterns)
+        if self.all_gather and self.recipe != "tensorwise":
+            raise ValueError(f"FP8(all_gather=True, recipe={self.recipe!r}): weights are gathered in fp8 with recipe='tensorwise' only")
+        if self.backend == "te":
+            for name, neutral in (("recipe", "tensorwise"), ("ignore", ()), ("all_gather", None), ("emulate", None)):
+                if getattr(self, name) != neutral:
+                    raise ValueError(f"FP8(backend='te', {name}={getattr(self, name)!r}): Transformer Engine decides this; leave {name} out")
+
+    @property
+    def gathers(self) -> bool:
+        """Whether FSDP gathers weights in fp8."""
+        return self.backend == "torchao" and self.all_gather is not False and self.recipe == "tensorwise"
+
+
+class Layers:
+    """The layers that one engine computes in fp8. Without fp8 every method does nothing."""
+
+    def __init__(self, fp8: FP8 | None, device: torch.device) -> None:
+        self.fp8, self.device = fp8, device
+        self._changed: list[tuple[nn.Linear, list[str]]] = []
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """``model``, whose linear layers compute in fp8 from now on. In place: names, parameters, hooks and references stay.
+
+        Raises:
+            ImportError: the backend is not installed.
+            ValueError: no layer can be converted, a name in ``ignore`` fits none, or the device has no fp8 and ``emulate=False``.
+        """
+        fp8 = self.fp8
+        if fp8 is None:
+            return model
+        if fp8.backend == "te":
+            _check_te(model)
+            return model
+        torchao = _torchao()
+        emulate, chosen = _emulated(fp8, self.device), _chosen(model, fp8)
+        config = dataclasses.replace(torchao.Float8LinearConfig.from_recipe_name(fp8.recipe), emulate=emulate)
+        for linear in chosen:
+            made, before = torchao.convert_to_float8_training(linear, config=config), set(vars(linear))
+            added = [name for name in vars(made) if name not in before]
+            vars(linear).update({name: vars(made)[name] for name in added})
+            linear.__class__ = _layer_class()
+            self._changed.append((linear, added))
+        if chosen and emulate:
+            logger.warning("fp8 is emulated on %s: this shows its numbers, not its speed", self.device.type)
+        return model
+
+    def restore(self) -> None:
+        """Make the layers plain again, but for those of sharded models."""
+        for linear, added in self._changed:
+            if type(linear) is _layer_class() and not _sharded(linear.weight):
+                linear.__class__ = nn.Linear
+                for name in added:
+                    vars(linear).pop(name, None)
+        self._changed.clear()
+
+
+def gather_low(module: nn.Module, ignored: Collection[Tensor]) -> None:
+    """Before ``fully_shard``: wrap the weights of converted layers in ``module``, so that they are cast before they are gathered.
+
+    Those in ``ignored``, those that are sharded already and those that tensor parallel has cut are left alone.
+    """
+    torchao, apart = _torchao(), {id(p) for p in ignored}
+    parameters = {id(p) for p in module.parameters() if not _sharded(p)} - apart
+    layers = [m for m in module.modules() if isinstance(m, _layer_class()) and id(m.weight) in parameters]
+    wrapped: dict[int, Any] = {}
+    if parameters == {id(layer.weight) for layer in layers} and any(layer.weight.device.type == "cpu" for layer in layers):
+        return  # nothing else is gathered with them: they would travel as fp8 rather than as bytes, which gloo does not know
+    for layer in layers:
+        weight = layer.weight
+        if id(weight) not in wrapped:
+            with torch.device("meta"):
+                shell = nn.Linear(layer.in_features, layer.out_features, bias=False)
+            shell.weight = weight
+            config: Any = dataclasses.replace(layer.config, enable_fsdp_float8_all_gather=True)
+            wrapped[id(weight)] = torchao.convert_to_float8_training(shell, config=config).weight
+        layer.weight = wrapped[id(weight)]
+
+
+class Scales:
+    """The scales of all weights that are gathered in fp8, from one reduction, in the first forward pass after they have changed.
+
+    As a hook of the sharded root it comes before the first gathering. Beside optimizers' steps (fused ones leave the version counters
+    alone) it sees what else writes into weights, so that a loaded checkpoint never meets old scales, which would cut off what has grown.
+    """
+
+    steps = 0
+    """Of all optimizers of this process."""
+
+    def __init__(self, root: nn.Module, fp8: FP8) -> None:
+        low = _layer_class()
+        found = [m.weight for m in root.modules() if isinstance(m, low) and _sharded(m.weight)]
+        self.weights = [w for w in found if hasattr(w.to_local(), "fsdp_pre_all_gather")]
+        if fp8.all_gather and len(self.weights) < len(found):
+            raise ValueError(
+                "FP8(all_gather=True): weights that tensor parallel has cut, and on the CPU those that are alone in a block of FSDP, are gathered in "
+                "bf16; leave all_gather out"
+            )
+        self.seen = (-1, -1)
+        if self.weights:
+            _count_steps()
+            root.register_forward_pre_hook(self.renew, prepend=True)
+
+    def renew(self, root: nn.Module, args: Any) -> None:
+        seen = (Scales.steps, sum(weight._version for weight in self.weights))
+        if seen != self.seen:
+            _torchao().precompute_float8_dynamic_scale_for_fsdp(root)
+            self.seen = seen
+
+
+@cache
+def _count_steps() -> None:
+    def count(optimizer: Any, args: Any, kwargs: Any) -> None:
+        Scales.steps += 1
+
+    register_optimizer_step_post_hook(count)
+
+
+class TransformerEngine:
+    """bf16 autocast and Transformer Engine's own, entered together; may be entered again after it was left."""
+
+    def __init__(self, autocast: torch.autocast) -> None:
+        self.autocast, self._open = autocast, ExitStack()
+
+    def __enter__(self) -> None:
+        te = _transformer_engine()
+        with ExitStack() as stack:
+            stack.enter_context(self.autocast)
+            stack.enter_context((getattr(te, "autocast", None) or te.fp8_autocast)(enabled=True))
+            self._open = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
+
+
+def _sharded(weight: Tensor) -> bool:
+    return hasattr(weight, "placements")  # DTensor, whose import takes longer than all of this library's
+
+
+def _torchao() -> Any:
+    try:
+        return import_module("torchao.float8")
+    except ImportError as error:
+        raise ImportError(f"precision='fp8-mixed' needs torchao ({error}): pip install \"fit-trainer[fp8]\"") from error
+
+
+def _transformer_engine() -> Any:
+    try:
+        return import_module("transformer_engine.pytorch")
+    except ImportError as error:
+        raise ImportError(
+            f"FP8(backend='te') needs Transformer Engine ({error}): pip install --no-build-isolation \"transformer_engine[pytorch]\""
+        ) from error
+
+
+def _check_te(model: nn.Module) -> None:
+    _transformer_engine()
+    if not any(type(m).__module__.startswith("transformer_engine.") for m in model.modules()):
+        raise ValueError(
+            f"FP8(backend='te'): {_name(model)} has no module of transformer_engine.pytorch; build it of those, or use backend='torchao'"
+        )
+
+
+def _emulated(fp8: FP8, device: torch.device) -> bool:
+    capable = device.type == "cuda" and (torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 9))
+    if fp8.emulate is False and not capable:
+        raise ValueError(f"FP8(emulate=False): {device} has no fp8 (it takes a GPU of compute capability 8.9 or later); leave emulate out")
+    return not capable if fp8.emulate is None else fp8.emulate
+
+
+@cache
+def _layer_class() -> Any:
+    """A class of its own for two things that torchao's leaves to its user. Made at its first use, because its base is imported then."""
+    base: Any = _torchao().float8_linear.Float8Linear
+
+    class Float8Layer(base):
+        def forward(self, input: Tensor) -> Tensor:
+            kind = input.device.type
+            if not torch.is_autocast_enabled(kind):
+                return self._multiply(input)
+            # torchao asks for CUDA's autocast only, and by a function that warns.
+            with torch.autocast(kind, enabled=False):
+                return self._multiply(input.to(torch.get_autocast_dtype(kind)))
+
+        def _multiply(self, input: Tensor) -> Tensor:
+            rows = input.numel() // self.in_features
+            out: Tensor
+            if rows and rows % SIDE == 0:
+                out = super().forward(input)
+                return out
+            # The gradient of the weight is a product over the rows, whose number must divide too; rows of zeros add nothing to it.
+            flat = nn.functional.pad(input.reshape(rows, self.in_features), (0, 0, 0, SIDE - rows % SIDE))
+            out = super().forward(flat)[:rows]
+            return out.reshape(*input.shape[:-1], self.out_features)
+
+    Float8Layer.__module__, Float8Layer.__qualname__ = __name__, "Float8Layer"
+    return Float8Layer
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Float8Layer":  # unpickling a module finds its layers' class here
+        return _layer_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _chosen(model: nn.Module, fp8: FP8) -> list[nn.Linear]:
+    """The layers to convert; says which ones stay because of their sizes.
+
+    Raises:
+        ValueError: there are none, and none was converted before; or a name to ignore fits no layer.
+    """
+    low = _layer_class()
+    # Fit's wrapper calls the module "module".
+    named = [(name.removeprefix("module."), m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    read = {id(p) for m in model.modules() if not isinstance(m, nn.Linear) for p in m._parameters.values() if p is not None}
+    for pattern in fp8.ignore:
+        if not any(_fits(name, pattern) for name, _ in named):
+            names = [name for name, _ in named]
+            raise ValueError(f"FP8(ignore=...) has {pattern!r}, but {_name(model)} has no such linear layer{nearest(pattern, names)}")
+    chosen, odd, done = [], [], 0
+    for name, linear in named:
+        if isinstance(linear, low):
+            done += 1
+        elif type(linear) is not nn.Linear or "weight" not in linear._parameters or any(_fits(name, p) for p in fp8.ignore):
+            continue
+        elif id(linear.weight) in read:
+            logger.info("fp8: %s shares its weight with an embedding and stays in bf16", name)
+        elif linear.in_features % SIDE or linear.out_features % SIDE:
+            odd.append(f"{name or 'the layer itself'} ({linear.in_features} to {linear.out_features})")
+        else:
+            chosen.append(linear)
+    if not chosen and not done:
+        raise ValueError(
+            f"precision='fp8-mixed': no layer of {_name(model)} can compute in fp8. It has {len(named)} linear layer(s); those of class nn.Linear "
+            f"with sizes that divide by {SIDE}, not ignored and not tied to an embedding, can. Not of such sizes: {_some(odd)}. Use 'bf16-mixed'"
+        )
+    if odd:
+        warn_once(f"fp8: {len(odd)} linear layer(s) of {_name(model)} stay in bf16, their sizes do not divide by {SIDE}: {_some(odd)}")
+    return chosen
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Whether a pattern names the layer or what it is in."""
+    parts, pattern = name.split("."), pattern.removeprefix("module.")
+    return any(fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1))
+
+
+def _some(names: Sequence[str]) -> str:
+    return "none" if not names else ", ".join(names[:8]) + (f", and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _name(model: nn.Module) -> str:
+    inner = model._modules.get("module")
+    return type(model if inner is None else inner).__name__
