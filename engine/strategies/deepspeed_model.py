@@ -148,9 +148,10 @@ class Driven(nn.Module):
                 gradients.divide(wrapper.fp32_groups_gradients_flat, divisor)
             engine.step()
         else:
-            # It divides by the loss scale where it clips, so that one pass does both and the norm is that of the divided gradients.
-            if divisor is not None:
-                wrapper.external_loss_scale, wrapper.custom_loss_scaler = wrapper.loss_scaler.cur_scale * divisor, True
+            # It divides by the loss scale where it clips, so that one pass does both and the norm is that of the divided gradients. (In fp16
+            # always: in a step after which the scale grows, it would divide by the new one.)
+            if divisor is not None or wrapper.dynamic_loss_scale:
+                wrapper.external_loss_scale, wrapper.custom_loss_scaler = wrapper.loss_scaler.cur_scale * (divisor or 1.0), True
             try:
                 engine.step()
             finally:
