@@ -79,9 +79,15 @@ _PRECISIONS = {
     )
 }
 _ALIASES = {
-    "no": "32-true", "32": "32-true", "fp32": "32-true", "16": "16-mixed", "64": "64-true",
-    "bf16": "bf16-mixed", "fp16": "16-mixed", "fp8": "fp8-mixed",
-}  # fmt: skip
+    "no": "32-true",
+    "bf16": "bf16-mixed",
+    "fp16": "16-mixed",
+    "fp8": "fp8-mixed",
+    "fp32": "32-true",
+    "32": "32-true",
+    "16": "16-mixed",
+    "64": "64-true",
+}
 
 
 class Scaler(torch.amp.GradScaler):

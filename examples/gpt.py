@@ -4,6 +4,7 @@
     python examples/gpt.py --size gpu --precision bf16-mixed --compile
     python examples/gpt.py --devices 2 --max-steps 50
     python examples/gpt.py --size gpu --precision fp8-mixed --compile   # with pip install "fit-trainer[fp8]", on Hopper
+    python examples/gpt.py --devices 2 --strategy pp           # or any other one: see STRATEGIES
 
 The model is GPT-2's (pre-norm decoder, learned positions, output tied to the input embedding) over the 256 bytes.
 """
@@ -24,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from callbacks import LearningRateMonitor, RichProgressBar
-from engine import Callback, DataModule, Fit, Loss, Run, TrainModule
+from engine import FSDP, Callback, DataModule, Fit, Loss, MeshParallel, Run, TrainModule
 
 SEPARATOR = 0
 """The byte between two files; sources do not contain it."""
@@ -100,11 +101,24 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, T, width / heads]
+        # Head by head: under tensor parallel the rows of qkv are cut, and each rank has whole heads (-1: so many of them).
+        qkv = self.qkv(self.norm1(x)).view(batch, length, -1, 3, width // self.heads)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each [B, heads, T, width / heads]
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Embed(nn.Module):
+    """Bytes [B, T] to [B, T, width]."""
+
+    def __init__(self, width: int, context: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(256, width)
+        self.positions = nn.Embedding(context, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
 
 
 class GPT(TrainModule):
@@ -114,12 +128,11 @@ class GPT(TrainModule):
         super().__init__()
         self.size = size
         self.max_steps = max_steps
-        self.tokens = nn.Embedding(256, size.width)
-        self.positions = nn.Embedding(size.context, size.width)
+        self.embed = Embed(size.width, size.context)
         self.layers = nn.ModuleList(Block(size.width, size.heads) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, 256, bias=False)
-        self.head.weight = self.tokens.weight
+        self.head.weight = self.embed.tokens.weight
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 # GPT-2: what is added to the residual path is scaled down by the number of additions.
@@ -127,14 +140,25 @@ class GPT(TrainModule):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * size.layers) if residual else 0.02)
 
     def blocks(self) -> list[nn.Module]:
-        """The repeated parts, in order."""
+        """The repeated parts, in order: what FSDP gathers one at a time."""
         return list(self.layers)
 
+    def pipeline_stages(self) -> list[nn.Module]:
+        """The parts of ``forward``, in order: what a pipeline's stages are made of."""
+        return [self.embed, *self.layers, self.norm, self.head]
+
+    def parallelize(self, mesh: Any) -> dict[str, str]:
+        """What tensor parallel cuts: attention by heads, the perceptron by channels, the (tied) embedding and output by bytes."""
+        blocks = {"qkv": "colwise", "out": "rowwise", "up": "colwise", "down": "rowwise"}
+        return {
+            "embed.tokens": "embedding_rowwise", "head": "colwise_gather_output", **{f"layers.*.{name}": style for name, style in blocks.items()},
+        }  # fmt: skip
+
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
+        x = tokens
+        for part in self.pipeline_stages():
+            x = part(x)
+        return x
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Loss:
         total, count = self._loss(batch)
@@ -171,6 +195,15 @@ class GPT(TrainModule):
         return total, counted.sum()
 
 
+STRATEGIES: dict[str, Any] = {
+    "tp_fsdp": MeshParallel(tp=2),
+    "pp_ddp": MeshParallel(pp=2, dp_replicate=-1, dp_shard=1),
+    "pp_fsdp": MeshParallel(pp=2),
+    "fsdp_hybrid": FSDP(dp_replicate=2),
+}
+"""Beside those that have a name of their own: ddp, fsdp, tp, pp, deepspeed_stage_0 to 3."""
+
+
 class Throughput(Callback):
     """Tokens per second over all ranks, from step ``after`` to the last: the first steps compile and fill caches."""
 
@@ -189,7 +222,8 @@ class Throughput(Callback):
     def on_train_end(self, run: Run, module: nn.Module) -> None:
         batches = self._batches - self.after
         if batches > 0:
-            self.tokens_per_s = batches * self.tokens_per_batch * run.world_size / (self._now() - self._started)
+            ranks = run.engine.data_group.world_size  # those that see different data
+            self.tokens_per_s = batches * self.tokens_per_batch * ranks / (self._now() - self._started)
 
     def _now(self) -> float:
         if torch.cuda.is_available():
@@ -200,7 +234,7 @@ class Throughput(Callback):
 def main() -> None:
     parser = argparse.ArgumentParser(description="A byte-level GPT on the sources of Python's standard library.")
     parser.add_argument("--size", choices=SIZES, default="laptop")
-    parser.add_argument("--strategy", default="auto")
+    parser.add_argument("--strategy", default="auto", help=f"a strategy's name, or one of {', '.join(STRATEGIES)}")
     parser.add_argument("--precision", default="32-true", help="32-true, bf16-mixed, 16-mixed, fp8-mixed, ...")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--max-steps", type=int, help="optimizer steps (default: that of the size)")
@@ -212,7 +246,7 @@ def main() -> None:
     max_steps = size.max_steps if args.max_steps is None else args.max_steps
     throughput = Throughput(size.batch_size * size.context, after=min(10, max(1, max_steps // 4)))
     fit = Fit(
-        strategy=args.strategy,
+        strategy=STRATEGIES.get(args.strategy, args.strategy),
         precision=args.precision,
         devices=args.devices,
         max_steps=max_steps,

@@ -13,12 +13,14 @@ _BUILT_IN = {
     "ddp": ("engine.strategies.ddp", "DDP"),
     "fsdp": ("engine.strategies.fsdp", "FSDP"),
     "deepspeed": ("engine.strategies.deepspeed", "DeepSpeed"),
+    "deepspeed_stage_0": ("engine.strategies.deepspeed", "stage_0"),
     "deepspeed_stage_1": ("engine.strategies.deepspeed", "stage_1"),
     "deepspeed_stage_2": ("engine.strategies.deepspeed", "stage_2"),
     "deepspeed_stage_3": ("engine.strategies.deepspeed", "stage_3"),
     "deepspeed_stage_2_offload": ("engine.strategies.deepspeed", "stage_2_offload"),
     "deepspeed_stage_3_offload": ("engine.strategies.deepspeed", "stage_3_offload"),
-    "mesh": ("engine.strategies.mesh_parallel", "MeshParallel"),
+    "tp": ("engine.strategies.mesh_parallel", "tensor_parallel_only"),
+    "pp": ("engine.strategies.mesh_parallel", "pipeline_parallel_only"),
 }
 
 

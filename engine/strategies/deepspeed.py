@@ -20,15 +20,15 @@ from engine.config.schema import Settings
 from engine.distributed.group import Group
 from engine.log import warn_once
 from engine.strategies import deepspeed_config, deepspeed_state
-from engine.strategies.base import Strategy, spread, sum_over_ranks
+from engine.strategies.base import Strategy, class_name, spread, sum_over_ranks
 from engine.strategies.deepspeed_config import Asked
 from engine.strategies.deepspeed_model import (
     ELEMENTWISE,
     Driven,
     LossScale,
+    calm,
     check_optimizer,
     import_deepspeed,
-    surroundings,
     use_process_group,
 )
 from engine.strategies.deepspeed_state import Spread
@@ -125,7 +125,7 @@ class DeepSpeed(Strategy):
                 said = deepspeed_config.settle(self._config, f"{kind}.enabled", asked, self._where)
                 put = said and stage > 0
                 deepspeed_config.put(self._config, f"{kind}.enabled", put)
-        if self._half == "bf16" and stage:
+        if self._half and stage:
             # Summed in the half format, micro-batches of a window would round each other away.
             deepspeed_config.default(self._config, "data_types.grad_accum_dtype", "fp32")
         import_deepspeed(group.device)
@@ -167,8 +167,8 @@ class DeepSpeed(Strategy):
             return nullcontext()
         import deepspeed
 
-        use_process_group(self.group.device)
-        with surroundings(self.group.device, self.group.local_rank):
+        use_process_group(self.group.device, self.group.local_rank)
+        with calm(self.group.device, self.group.local_rank):
             # Without a dtype: one that is given explicitly is bf16 on a CPU, whatever it says.
             context: AbstractContextManager[Any] = deepspeed.zero.Init(config_dict_or_path=self._complete(None))
         return context
@@ -189,7 +189,7 @@ class DeepSpeed(Strategy):
             model.release()
         elif self.zero_stage < 3 and any(hasattr(p, "ds_id") for p in model.parameters()):
             raise ValueError(
-                f"{type(model).__name__} has parameters that ZeRO stage 3 has sharded, now stage {self.zero_stage} is asked for: "
+                f"{class_name(model)} has parameters that ZeRO stage 3 has sharded, now stage {self.zero_stage} is asked for: "
                 "use stage=3 again, or load a checkpoint into a new module"
             )
         else:
@@ -216,7 +216,7 @@ class DeepSpeed(Strategy):
             raise ValueError(f"{name} has parameters of several models, or of none that was prepared: under DeepSpeed each model has its own")
         if owner.optimizer is not None:
             raise ValueError(
-                f"{name} is a second optimizer of {type(owner.module).__name__}: DeepSpeed trains a model with one; give one optimizer "
+                f"{name} is a second optimizer of {class_name(owner.module)}: DeepSpeed trains a model with one; give one optimizer "
                 "several parameter groups"
             )
         if deepspeed_config.says(self._config, "optimizer"):
@@ -261,7 +261,7 @@ class DeepSpeed(Strategy):
         """Make DeepSpeed's engine for a model, with its optimizer, the configuration's, or none (evaluation)."""
         import deepspeed
 
-        use_process_group(self.group.device)
+        use_process_group(self.group.device, self.group.local_rank)
         model.end()
         config = self._complete(model)
         config.pop("scheduler", None)  # ours to step
@@ -276,7 +276,7 @@ class DeepSpeed(Strategy):
             for parameter in model.module.parameters():
                 if not hasattr(parameter, "ds_id") and parameter.is_floating_point():
                     parameter.data = parameter.data.to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._half, parameter.dtype))
-        with surroundings(self.group.device, self.group.local_rank):
+        with calm(self.group.device, self.group.local_rank):
             engine, wrapper, _, _ = deepspeed.initialize(
                 model=model.module,
                 optimizer=optimizer,
@@ -384,6 +384,6 @@ class DeepSpeed(Strategy):
             deepspeed_state.load_optimizer_state(found, module, state)
 
 
-stage_1, stage_2, stage_3 = (partial(DeepSpeed, stage=stage) for stage in (1, 2, 3))
+stage_0, stage_1, stage_2, stage_3 = (partial(DeepSpeed, stage=stage) for stage in range(4))
 stage_2_offload = partial(DeepSpeed, stage=2, offload_optimizer=True)
 stage_3_offload = partial(DeepSpeed, stage=3, offload_optimizer=True, offload_parameters=True)

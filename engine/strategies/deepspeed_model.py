@@ -6,7 +6,9 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -257,12 +259,15 @@ class LossScale:
 
 
 @contextmanager
-def surroundings(device: torch.device, local_rank: int) -> Iterator[None]:
-    """What DeepSpeed wants around it while it sets up."""
-    # It chooses its device by LOCAL_RANK, and imports torch parts that warn of their own deprecation.
-    with variables(LOCAL_RANK=str(local_rank if device.index is None else device.index)), warnings.catch_warnings():
+def calm(device: torch.device, local_rank: int) -> Iterator[None]:
+    """While DeepSpeed sets up: its device, no warnings of torch parts about their own deprecation, no tables of memory on the standard output."""
+    with variables(LOCAL_RANK=_number(device, local_rank)), warnings.catch_warnings(), redirect_stdout(StringIO()):
         warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", DeprecationWarning)
         yield
+
+
+def _number(device: torch.device, local_rank: int) -> str:
+    return str(local_rank if device.index is None else device.index)
 
 
 @contextmanager
@@ -306,9 +311,13 @@ def import_deepspeed(device: torch.device) -> None:
         raise ValueError(f"DeepSpeed runs on {found!r} in this process (DS_ACCELERATOR, or an earlier engine), now {device.type!r} is asked for")
 
 
-def use_process_group(device: torch.device) -> None:
+def use_process_group(device: torch.device, local_rank: int) -> None:
     """Give DeepSpeed the process group that there is; a process that is alone gets one."""
     import deepspeed
+
+    # At stage 3 it looks for its device in LOCAL_RANK in forward passes too. Set for the whole process without torchrun's other
+    # variables, that would look like half a launcher.
+    deepspeed.runtime.zero.utils.os = SimpleNamespace(environ={"LOCAL_RANK": _number(device, local_rank)})
 
     backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
     if not dist.is_initialized():

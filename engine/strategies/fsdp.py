@@ -218,7 +218,8 @@ class FSDP(Strategy):
                     if old in optimizer.state:
                         state = optimizer.state.pop(old)
                         optimizer.state[new] = {key: shards.part(value, new) for key, value in state.items()}
-            if len({shards.is_sharded(p) for p in parameters}) > 1 and not (group.get("foreach") is False and not group.get("fused")):
+            kinds = {shards.is_sharded(p) for p in parameters if p not in self._away}
+            if len(kinds) > 1 and not (group.get("foreach") is False and not group.get("fused")):
                 if group.get("foreach") or group.get("fused"):
                     warn_once(f"{type(optimizer).__name__} has sharded and whole parameters in one group: foreach and fused are switched off for it")
                 group.update({name: False for name in ("foreach", "fused") if name in group})

@@ -198,6 +198,16 @@ class MeshParallel(FSDP):
         super().load_optimizer_state(optimizer, module, state if self._depth is None else self._depth.own_part(optimizer, module, state))
 
 
+def tensor_parallel_only() -> MeshParallel:
+    """``strategy="tp"``: all ranks on the axis ``tp``."""
+    return MeshParallel(tp=-1, dp_shard=1)
+
+
+def pipeline_parallel_only() -> MeshParallel:
+    """``strategy="pp"``: all ranks on the axis ``pp``."""
+    return MeshParallel(pp=-1, dp_shard=1)
+
+
 def _inner(model: nn.Module) -> nn.Module:
     """The user's model inside of Fit's wrapper around its steps."""
     candidates = [m for m in (model, model._modules.get("module")) if m is not None]

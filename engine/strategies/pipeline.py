@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from engine.errors import nearest
@@ -242,6 +243,9 @@ class Pipeline:
                 passed = passed if isinstance(passed, tuple) else (passed,)
         if not self.last:
             passed = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in specs[-1])
+        for module in self.modules.values():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # by itself it does so after a backward pass
         passed = tuple(t.contiguous() for t in passed)
         for tensor in passed:
             dist.broadcast(tensor, group_src=self.owner(self.num_stages - 1), group=self.group)

@@ -46,6 +46,22 @@ def test_gpt_for_a_few_steps(tmp_path):
     assert float(re.search(r"([\d.]+) bits per byte", text)[1]) < 8
 
 
+STRATEGIES = {
+    "ddp": 2, "fsdp": 2, "fsdp_hybrid": 4, "tp": 2, "tp_fsdp": 4, "pp": 2, "pp_ddp": 4, "pp_fsdp": 4,
+    "deepspeed_stage_0": 2, "deepspeed_stage_1": 2, "deepspeed_stage_2": 2, "deepspeed_stage_3": 2,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gpt_under_every_strategy_by_its_argument_alone(tmp_path, strategy):
+    if strategy.startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
+    text = run(tmp_path, EXAMPLES / "gpt.py", "--max-steps", 12, "--strategy", strategy, "--devices", STRATEGIES[strategy])
+    # 12 steps of a right training come to about 5.6 bits from 8; the same seed, another global batch.
+    assert 5 < float(re.search(r"([\d.]+) bits per byte", text)[1]) < 5.9
+
+
 @pytest.mark.slow
 def test_digits_on_two_processes(tmp_path):
     pytest.importorskip("sklearn")

@@ -260,8 +260,6 @@ def two_meshes() -> Any:
 
 
 STAGES = ("deepspeed 0", "deepspeed 1", "deepspeed 2", "deepspeed 3") if importlib.util.find_spec("deepspeed") else ()
-
-
 BY_DEEPSPEED = (
     [f"deepspeed_stage_{n} to ddp" for n in (2, 3)] + ["deepspeed_stage_2 to deepspeed_stage_3", "deepspeed_stage_3 to fsdp"]
     + [f"ddp to deepspeed_stage_{n}" for n in (1, 2, 3)]

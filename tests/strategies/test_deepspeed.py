@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run_script
 from ranked import on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -695,7 +696,7 @@ REFUSED = {
     "lbfgs": "ValueError: LBFGS under ZeRO stage 3: DeepSpeed steps flat parts",
     "adagrad": "ValueError: Adagrad under ZeRO stage 2",
     "sparse": "ValueError: SparseAdam under ZeRO stage 3",
-    "two": "ValueError: SGD is a second optimizer of TrainingStep: DeepSpeed trains a model with one",
+    "two": "ValueError: SGD is a second optimizer of With: DeepSpeed trains a model with one",
     "frozen": "ValueError: Adam has parameters of several models, or of none that was prepared",
     "none": "ValueError: training_step returned None on rank",
     "manual": "ValueError: automatic_optimization=False under DeepSpeed",
@@ -703,8 +704,8 @@ REFUSED = {
     "part": "ValueError: clip_grad_norm_ under DeepSpeed takes all parameters of one prepared model",
     "value": "ValueError: clip_grad_value_ under DeepSpeed, which clips by norm only",
     "closure": "RuntimeError: optimizer.step(closure) under DeepSpeed",
-    "sharded": "ValueError: TrainingStep has parameters that ZeRO stage 3 has sharded, now stage 2 is asked for",
-    "sharded, ddp": "ValueError: strategy='ddp' with TrainingStep, whose parameters are sharded already",
+    "sharded": "ValueError: Net has parameters that ZeRO stage 3 has sharded, now stage 2 is asked for",
+    "sharded, ddp": "ValueError: strategy='ddp' with Net, whose parameters are sharded already",
     "sharded, bf16": "ValueError: the model was sharded with (stage, world size, precision) = (3, 2, '32-true')",
 }
 
@@ -723,6 +724,41 @@ def test_alone_and_quiet() -> None:
     ran = on_ranks(__file__, 1, "alone_", timeout=120)
     assert all(distance < 1e-6 for distance in ran["one"][0])
     assert ran["quiet"] == [[]]
+
+
+SCRIPT = """
+import sys, tempfile
+import torch
+from engine import Fit, TrainModule
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(5, 3)
+    def training_step(self, batch, batch_idx):
+        return self.linear(batch).square().mean()
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.linear(batch).square().mean())
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+if __name__ == "__main__":
+    batches = [torch.ones(2, 5)] * 4
+    with tempfile.TemporaryDirectory() as root:
+        fit = Fit(strategy=sys.argv[1], precision="bf16-mixed", accelerator="cpu", devices=2, root_dir=root, log_every_n_steps=0)
+        result = fit.run(Net(), batches, batches)
+    if fit.is_main_process:
+        report([result.status, result.step])
+"""
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_processes_that_fit_starts(stage: int) -> None:
+    """Without a launcher's variables; and nothing is said that nobody asked for."""
+    ran = run_script(SCRIPT, f"deepspeed_stage_{stage}", timeout=120)
+    assert ran.value == ["completed", 2]
+    assert ran.stdout == ""
+    assert ran.stderr == ""
 
 
 @pytest.mark.parametrize(
