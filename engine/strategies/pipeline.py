@@ -42,10 +42,21 @@ class Stage(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(parts)
         self._autocast = autocast
+        self.expected: Spec = ()
+        """What the next stage waits for, and has memory for."""
 
     def forward(self, *inputs: Any) -> Any:
         with self._autocast():
-            return _through(self.parts, inputs)
+            outputs = _through(self.parts, inputs)
+        found = outputs if isinstance(outputs, tuple) else (outputs,)
+        if [tuple(t.shape) for t in found] != [shape for shape, _, _ in self.expected]:
+            raise ValueError(
+                f"pipeline parallel: a stage gave {[list(t.shape) for t in found]} where {[list(shape) for shape, _, _ in self.expected]} was found "
+                "beforehand: its output's shape must follow from its inputs' shapes"
+            )
+        # Under FSDP's mixed precision an embedding is in the half format, which it is not under autocast alone.
+        cast = tuple(t if t.dtype == dtype else t.to(dtype) for t, (_, dtype, _) in zip(found, self.expected, strict=True))
+        return cast if isinstance(outputs, tuple) else cast[0]
 
 
 class Pipeline:
@@ -185,6 +196,8 @@ class Pipeline:
     def _scheduled(self, inputs: tuple[Tensor, ...], rows: int) -> Any:
         """The schedule for inputs of these shapes; made once."""
         specs = self.specs(tuple(t[:rows] for t in inputs))
+        for index, module in self.modules.items():
+            module.expected = specs[index + 1]
         key = tuple(specs[0])
         if key not in self._schedules:
             stages = []
@@ -239,6 +252,7 @@ class Pipeline:
                 for tensor in passed:
                     dist.send(tensor.contiguous(), group_dst=here, group=self.group)
             if self.rank == here:
+                self.modules[index].expected = specs[index + 1]
                 passed = self.modules[index](*passed)
                 passed = passed if isinstance(passed, tuple) else (passed,)
         if not self.last:

@@ -61,7 +61,8 @@ class Start(nn.Module):
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.frozen(self.embed(ids) + self.positions)
+        x = self.embed(ids)  # fp32 under autocast, the half format under FSDP
+        out: Tensor = x + self.frozen(x + self.positions)
         return out
 
 

@@ -271,8 +271,9 @@ def rank_refused() -> Any:
             fit(module, [data(2) for _ in range(2)])
         words.append(str(caught.value)[:60])
     engine = Engine(accelerator="cpu", strategy="fsdp")
-    with torch.device("meta"), pytest.raises(ValueError, match="on the meta device"):
-        engine.prepare(Net())
+    with torch.device("meta"):
+        deferred = Net()
+    assert bool(flat(engine.prepare(deferred)).isfinite().all())
     return [*words, fit(Out(), [data(2) for _ in range(4)]).step]
 
 
