@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,29 +10,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from engine import accelerator as accelerators
 from engine import gradients, strategies
-from engine.data.loader import PreparedLoader
+from engine.config.schema import check
 from engine.data.sampler import ALONE, Share
 from engine.distributed import collectives, failures, relaunch
 from engine.distributed.environment import Environment, detect
 from engine.distributed.group import Group, join
 from engine.gradients import Loss, Window
-from engine.metrics import Recorder
 from engine.precision import Precision
-from engine.prepared import AutocastForward, PreparedOptimizer, PreparedScheduler
-from engine.processes import Processes
+from engine.preparing import Preparing, raw
 from engine.stepper import OwnedStepper, Stepper, Then
 from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8, Layers
+from engine.transforms.order import Transforms
 from engine.tree import batch_size, map_tensors
 
 
-class Engine(Processes):
+class Engine(Preparing):
     """Makes a plain PyTorch loop distributed, in mixed precision, with exact gradient accumulation::
 
         engine = Engine(accumulate_grad_batches=4)
@@ -56,6 +51,8 @@ class Engine(Processes):
         precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``fp8-mixed``, ``bf16-true``, ``16-true``, ``64-true``, or :class:`engine.FP8`.
         accumulate_grad_batches: micro-batches in a window; may be changed between epochs.
         on_nonfinite: ``"raise"`` or ``"skip"`` a step whose gradient norm is not finite; ``None``: not checked (fp16 always skips).
+        activation_checkpointing: ``"full"``, ``"selective"`` or n (every n-th block): compute the repeated blocks again in the backward pass.
+        compile: ``True``, ``"blocks"`` (each repeated block) or a dict of ``torch.compile``'s options.
         seed: of the data order; by default torch's initial seed on rank 0.
         timeout: for meeting the other processes and for each collective.
         environment: where this process stands; detected when not given.
@@ -74,6 +71,8 @@ class Engine(Processes):
         precision: str | Precision | FP8 = "32-true",
         accumulate_grad_batches: int = 1,
         on_nonfinite: str | None = None,
+        activation_checkpointing: str | int | None = None,
+        compile: bool | str | dict[str, Any] = False,
         seed: int | None = None,
         timeout: timedelta = timedelta(minutes=30),
         environment: Environment | None = None,
@@ -96,6 +95,9 @@ class Engine(Processes):
         self.group, self.strategy = group, chosen
         self.strategy.precision = self.precision
         self.strategy.connect(group)
+        transforms = Transforms(check("activation_checkpointing", activation_checkpointing), check("compile", compile))
+        transforms.check(self.strategy.compiles_whole, type(self.strategy).__name__)
+        self.strategy.transform = transforms.apply
         self.data_group = self.strategy.data_group
         self.window = Window()
         self.accumulate_grad_batches = accumulate_grad_batches
@@ -120,105 +122,6 @@ class Engine(Processes):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"accumulate_grad_batches={value!r} must be an int of at least 1")
         self.window.size = value
-
-    # -- preparing --------------------------------------------------------------------------------------------------------------
-
-    def prepare(self, *objects: Any) -> Any:
-        """Models, optimizers, loaders and schedulers, ready for this job's processes; in the order given, one alone not in a tuple.
-
-        Objects of other kinds come back as they are, and so does what was prepared before.
-        """
-        done = tuple(self._prepare(item) for item in objects)
-        return done[0] if len(done) == 1 else done
-
-    def _prepare(self, item: Any) -> Any:
-        if isinstance(item, (PreparedLoader, PreparedOptimizer, PreparedScheduler)):
-            return item
-        if isinstance(item, nn.Module):
-            return self.prepare_model(item)
-        if isinstance(item, Optimizer):
-            return self.prepare_optimizer(item)
-        if isinstance(item, LRScheduler):
-            return self.prepare_scheduler(item)
-        if isinstance(item, DataLoader):
-            return self.prepare_data_loader(item)
-        return item
-
-    def prepare_model(self, model: nn.Module, *, autocast: bool = True) -> nn.Module:
-        """The model on its device, wrapped by the strategy.
-
-        Args:
-            autocast: under mixed precision, run the forward pass in autocast and give half-precision outputs back as fp32.
-                Without it, use :meth:`autocast` yourself.
-        """
-        if any(model is known or model is self.unwrap_model(known) for known in self._models):
-            return next(known for known in self._models if model is known or model is self.unwrap_model(known))
-        self.strategy.place(self._low.convert(model))
-        if autocast and self.precision.autocast is not None:
-            AutocastForward(self.precision, self.device).attach(model)
-        prepared = self.strategy.setup(model)
-        self._models.append(prepared)
-        for optimizer in self._stepper.known:
-            self.strategy.repoint(optimizer)
-        return prepared
-
-    def place_model(self, model: nn.Module) -> nn.Module:
-        """The model on its device and in its dtype, the same on every rank, but not wrapped: for evaluation and manual optimization."""
-        self._low.convert(model).to(self.device, self.precision.parameters)
-        self.strategy.share_parameters(model)
-        return model
-
-    def prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
-        """An optimizer that steps with exact gradients at the end of each window."""
-        parameters = gradients.parameters_of([optimizer])
-        if not parameters:
-            raise ValueError(f"{type(optimizer).__name__} has no parameters: give it model.parameters()")
-        self.strategy.repoint(optimizer)
-        if not any(optimizer is known for known in self._stepper.known):
-            self._stepper.known.append(optimizer)
-        return PreparedOptimizer(optimizer, self._stepper, self.window)
-
-    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """A scheduler that steps when the optimizer did."""
-        return PreparedScheduler(scheduler, self._stepper, self.window)
-
-    def prepare_data_loader(self, loader: Any, *, place: bool = True) -> PreparedLoader:
-        """A loader that gives this process its part of the data, on the device. Takes any iterable, a list of batches too.
-
-        Args:
-            place: move the batches to the device (and floating point inputs to a ``*-true`` precision's dtype).
-        """
-        return PreparedLoader(loader, group=self.data_group, window=self.window, seed=self.seed, dtype=self.precision.parameters, place=place)
-
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """The module that the user gave to :meth:`prepare`."""
-        inner = self.strategy.unwrap(model)
-        original = inner._modules.get("_orig_mod")  # torch.compile's wrapper
-        return inner if original is None else original
-
-    def free_memory(self, *objects: Any) -> list[None]:
-        """Forget everything that was prepared and return cached device memory; as many ``None`` as objects, to assign to their names."""
-        self.release()
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return [None] * len(objects)
-
-    def release(self) -> None:
-        """Forget every prepared model and optimizer."""
-        self.strategy.release()
-        self._low.restore()
-        self._models.clear()
-        self._stepper.known.clear()
-
-    @property
-    def models(self) -> list[nn.Module]:
-        """Every model that was prepared, as :meth:`prepare` gave it back."""
-        return self._models
-
-    def recorder(self, *, on_step: bool, on_epoch: bool, suffix: str = "") -> Recorder:
-        """What collects logged values of this engine's ranks."""
-        return Recorder(self.group, on_step=on_step, on_epoch=on_epoch, suffix=suffix, data_group=self.data_group, speaks=self.strategy.speaks)
 
     # -- a step -----------------------------------------------------------------------------------------------------------------
 
@@ -394,7 +297,3 @@ class Engine(Processes):
         names = gradients.where_nonfinite(named, self.strategy.local)
         return f"; first in: {', '.join(names[:5])}" if names else ""
 
-
-def raw(optimizer: Any) -> Any:
-    """The user's own optimizer."""
-    return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer

@@ -54,7 +54,8 @@ class Fit:
         fast_dev_run: try everything on one batch (or n).
         log_every_n_steps: steps between two log boundaries.
         callbacks: called in this order.
-        compile: ``torch.compile`` the model.
+        activation_checkpointing: ``"full"``, ``"selective"`` or n (every n-th block): compute the repeated blocks again in the backward pass.
+        compile: ``True``, ``"blocks"`` (each repeated block) or a dict of ``torch.compile``'s options.
         deterministic: ``True`` or ``"warn"``.
         seed: of python, numpy, torch and the data order.
         on_nonfinite: ``"raise"`` or ``"skip"`` steps whose gradient norm is not finite.
@@ -86,7 +87,8 @@ class Fit:
         fast_dev_run: bool | int = UNSET,
         log_every_n_steps: int = UNSET,
         callbacks: Callback | Sequence[Callback] | None = UNSET,
-        compile: bool = UNSET,
+        activation_checkpointing: str | int | None = UNSET,
+        compile: bool | str | dict[str, Any] = UNSET,
         deterministic: bool | str = UNSET,
         seed: int | None = UNSET,
         on_nonfinite: str | None = UNSET,
@@ -208,7 +210,8 @@ class Fit:
                 raise TypeError(f"callbacks has {callback!r:.80} of type {type(callback).__name__}: give engine.Callback objects")
         with crew(settings) as group:
             engine = Engine(
-                strategy=settings.strategy, precision=settings.precision, on_nonfinite=settings.on_nonfinite, seed=settings.seed, group=group
+                strategy=settings.strategy, precision=settings.precision, on_nonfinite=settings.on_nonfinite, seed=settings.seed, group=group,
+                activation_checkpointing=settings.activation_checkpointing, compile=settings.compile,
             )
             settings = engine.strategy.configure(settings, self.origins)
             callbacks = tuple(c for c in settings.callbacks if not (settings.fast_dev_run and c.runs_last))

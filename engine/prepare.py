@@ -22,7 +22,6 @@ from engine.manual import ManualOptimizer
 from engine.module import TrainModule
 from engine.optimizers import configured
 from engine.run import Run
-from engine.transforms.compile import compile_module
 
 SOURCES = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader", "predict": "predict_dataloader"}
 
@@ -156,8 +155,6 @@ def place(run: Run) -> None:
         warn_once(
             f"{type(module).__name__} is in eval mode (dropout off, batch norm frozen) and is trained so; call module.train() before the run"
         )
-    if run.settings.compile:
-        compile_module(module)
     if not module.automatic_optimization:
         if engine.strategy.matched_forward or engine.strategy.owns_step:
             raise ValueError(
@@ -165,6 +162,7 @@ def place(run: Run) -> None:
                 "forward pass; use strategy='ddp', or a loop of your own with Engine"
             )
         engine.place_model(module)
+        engine.strategy.transform(module)
         return
     distribute(run)
 

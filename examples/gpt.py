@@ -1,10 +1,10 @@
 """A byte-level GPT that learns the sources of Python's standard library, which every machine with Python has.
 
     python examples/gpt.py                                     # some minutes on a laptop's CPU
-    python examples/gpt.py --size gpu --precision bf16-mixed --compile
+    python examples/gpt.py --size gpu --precision bf16-mixed --compile blocks
     python examples/gpt.py --devices 2 --max-steps 50
     python examples/gpt.py --devices 2 --strategy pp           # or any other one: see STRATEGIES
-    python examples/gpt.py --size gpu --precision fp8-mixed --compile   # with pip install "fit-trainer[fp8]", on Hopper
+    python examples/gpt.py --size gpu --precision fp8-mixed --compile blocks   # with pip install "fit-trainer[fp8]", on Hopper
 
 The model is GPT-2's (pre-norm decoder, learned positions, output tied to the input embedding) over the 256 bytes.
 """
@@ -238,7 +238,8 @@ def main() -> None:
     parser.add_argument("--precision", default="32-true", help="32-true, bf16-mixed, 16-mixed, fp8-mixed, ...")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--max-steps", type=int, help="optimizer steps (default: that of the size)")
-    parser.add_argument("--compile", action="store_true", help="torch.compile the model")
+    parser.add_argument("--compile", choices=("whole", "blocks"), help="torch.compile the model, or each of its blocks")
+    parser.add_argument("--activation-checkpointing", help="full, selective, or n: every n-th block")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
 
@@ -253,7 +254,8 @@ def main() -> None:
         gradient_clip_val=1.0,
         val_every=None,
         limit_val_batches=20,
-        compile=args.compile,
+        compile={"whole": True, "blocks": "blocks", None: False}[args.compile],
+        activation_checkpointing=int(recomputed) if (recomputed := args.activation_checkpointing) and recomputed.isdigit() else recomputed,
         seed=args.seed,
         root_dir="runs/gpt",
         callbacks=[RichProgressBar(), LearningRateMonitor(), throughput],

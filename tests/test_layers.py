@@ -30,6 +30,7 @@ LAYERS: dict[str, int] = {
     "engine.prepared": 3,
     "engine.saving": 3,
     "engine.processes": 4,
+    "engine.preparing": 4,
     "engine.engine": 4,
     "engine.module": 4,
     "engine.datamodule": 4,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.duration import Duration, parse
+from engine.config.transforms import compile_setting, recompute_setting
 from engine.errors import nearest
 
 PRECISIONS: dict[str, str] = {
@@ -89,8 +90,11 @@ class Settings:
     """Optimizer steps between two log boundaries, where metrics leave the device; 0 never logs within an epoch."""
     callbacks: tuple[Any, ...] = ()
     """Callback objects, called in this order. Given in code only."""
-    compile: bool = False
-    """Compile the model with ``torch.compile``."""
+    activation_checkpointing: str | int | None = None
+    """Compute the model's repeated blocks again in the backward pass instead of keeping their results: ``"full"``, ``"selective"`` (results
+    of matrix products and attention are kept), an int n (every n-th block only), or ``None``."""
+    compile: bool | str | dict[str, Any] = False
+    """``torch.compile``: ``True`` for the whole model, ``"blocks"`` for each repeated block, or a dict of its options (with ``"blocks": True``)."""
     deterministic: bool | str = False
     """``True``: only deterministic algorithms, others raise; ``"warn"``: they warn."""
     seed: int | None = None
@@ -350,7 +354,8 @@ _CHECKS: dict[str, _Check] = {
     "fast_dev_run": _fast_dev_run,
     "log_every_n_steps": _int(0),
     "callbacks": _callbacks,
-    "compile": _bool(),
+    "activation_checkpointing": recompute_setting,
+    "compile": compile_setting,
     "deterministic": _bool("warn"),
     "seed": _int(0, none="no seeding", most=2**32 - 1),
     "on_nonfinite": _choice("raise", "skip", none="no check"),

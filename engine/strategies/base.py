@@ -43,6 +43,10 @@ class Strategy:
     """Ranks with the same number draw the same random numbers (of dropout, for example)."""
     precision: Precision = field(default=Precision.parse("32-true"), init=False, repr=False)
     """Set by the engine before ``connect``."""
+    transform: Callable[[nn.Module], None] = field(default=lambda model: None, init=False, repr=False)
+    """Recomputation and compilation, set by the engine: to be called once for each model, between cutting its modules and sharding it."""
+    compiles_whole: str | None = field(default=None, init=False, repr=False)
+    """Why a whole model cannot be compiled under this strategy, its blocks only; ``None``: it can."""
     window: Window = field(default_factory=Window, init=False, repr=False)
     """The engine's; set by it."""
     micro_batch_size: int | None = field(default=None, init=False, repr=False)
@@ -85,6 +89,7 @@ class Strategy:
         if deferred.is_deferred(model):
             deferred.materialise(model, self.group.device, deferred.initialiser(model))
         model.to(self.group.device, self.precision.parameters)
+        self.transform(model)
 
     def setup(self, model: nn.Module) -> nn.Module:
         """The model as it is called in training; :meth:`place` has had it already."""

@@ -21,9 +21,9 @@ from engine.distributed.collectives import all_reduce
 from engine.distributed.group import Group
 from engine.distributed.mesh import degrees, make_mesh
 from engine.log import warn_once
-from engine.strategies import deferred, policy, shards
+from engine.strategies import deferred, shards
 from engine.strategies.base import Strategy, class_name, named_state, numbered_state, spread, sum_over_ranks
-from engine.transforms import float8
+from engine.transforms import blocks, float8
 
 
 @dataclass(kw_only=True)
@@ -132,18 +132,19 @@ class FSDP(Strategy):
         self._initialise = deferred.initialiser(model) if self.group.is_main else None
 
     def _shard(self, model: nn.Module) -> None:
+        self.transform(model)
         self._shard_parts(model, [model])
 
     def _shard_parts(self, model: nn.Module, roots: Sequence[nn.Module]) -> None:
         """Shard ``roots`` block by block; names are those in ``model``."""
         patterns = [self.ignore] if isinstance(self.ignore, str) else list(self.ignore)
-        apart = set(policy.matching(model.named_parameters(remove_duplicate=False), patterns, "FSDP(ignore=...)"))
+        apart = set(blocks.matching(model.named_parameters(remove_duplicate=False), patterns, "FSDP(ignore=...)"))
         chosen = [] if self.blocks is None else [self.blocks] if isinstance(self.blocks, (str, type)) else list(self.blocks)
-        blocks = policy.units(model, chosen, self.min_size)
+        units = blocks.units(model, chosen, self.min_size)
         for root in roots:
             inside = {id(m) for m in root.modules() if m is not root}
-            parts = [m for m in blocks if id(m) in inside]
-            with_rest, between = policy.shared(root, parts)
+            parts = [m for m in units if id(m) in inside]
+            with_rest, between = blocks.shared(root, parts)
             apart |= between  # no one block can free what another one uses
             for part in parts:
                 self._fully_shard(part, apart | with_rest, inputs=True)

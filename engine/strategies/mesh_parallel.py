@@ -97,6 +97,7 @@ class MeshParallel(FSDP):
                 "use tp with sequence_parallel to spread long sequences"
             )
         self.pipelined = pp > 1
+        self.compiles_whole = "its parts are on several ranks, and no rank runs the whole" if pp > 1 else None
         self.data_group = data_group(group, self._sizes)
         stage = group.rank // (group.world_size // pp)
         self.random_stream = self.data_group.rank * pp + stage
@@ -122,6 +123,7 @@ class MeshParallel(FSDP):
         if self.loss_parallel and self._losses is None:
             self._losses = loss_parallel()
             self._losses.__enter__()
+        self.transform(model)
         if self._sizes["dp_replicate"] * self._sizes["dp_shard"] > 1:
             self._shard_parts(model, roots)
         else:

@@ -1,1 +1,5 @@
-"""Transforms of a module. Their one legal order: compile -> distribute (strategy) -> optimizer."""
+"""Transforms of a model. Their one legal order:
+
+fp8 conversion (``float8``) -> tensor parallel (the strategy cuts modules) -> recomputation (``checkpointing``) -> ``compile`` -> shard or
+wrap (the strategy) -> optimizer -> load a checkpoint. ``order`` has the two in the middle, which strategies call as one.
+"""

@@ -4,12 +4,34 @@ from __future__ import annotations
 
 from torch import nn
 
+from engine.config.transforms import Compile
+from engine.transforms.blocks import units
 
-def compile_module(module: nn.Module) -> None:
-    """Compile the forward pass of ``module`` and of its direct children, so that steps that call a child instead of ``self(x)`` gain too.
 
-    Compilation itself happens at the first call.
+def compile_model(model: nn.Module, setting: Compile) -> None:
+    """Compile the model's forward pass and those of its direct children, so that steps that call a child instead of ``self(x)`` gain too; or
+    each of its repeated blocks. Compilation itself happens at the first call.
+
+    Raises:
+        ValueError: blocks were asked for, and the model has none.
     """
-    for child in module.children():
-        child.compile()
-    module.compile()
+    options = dict(setting) if isinstance(setting, dict) else {}
+    by_block = options.pop("blocks", setting == "blocks")
+    if not setting:
+        return
+    inner = model._modules.get("module") or model
+    if not by_block:
+        for child in inner.children():
+            child.compile(**options)
+        inner.compile(**options)
+        return
+    blocks = units(model, [], 0)
+    if not blocks:
+        raise ValueError(f"compile='blocks': {type(inner).__name__} has no repeated blocks; define blocks(self), or use compile=True")
+    for block in blocks:
+        block.compile(**options)
+
+
+def is_whole(setting: Compile) -> bool:
+    """Whether the whole model is to be compiled, rather than its blocks."""
+    return bool(setting) and setting != "blocks" and not (isinstance(setting, dict) and setting.get("blocks"))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from engine.strategies.policy import matching, repeated, shared, units
+from engine.transforms.blocks import matching, repeated, shared, units
 
 
 class Block(nn.Module):

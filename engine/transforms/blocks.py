@@ -1,4 +1,4 @@
-"""Which parts of a model are gathered and freed as one: the repeated blocks, unless the user says otherwise."""
+"""The parts that a model repeats: what is gathered and freed, recomputed or compiled as one, unless the user says otherwise."""
 
 from __future__ import annotations
 

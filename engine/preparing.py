@@ -1,0 +1,135 @@
+"""From plain PyTorch objects to prepared ones: models, optimizers, schedulers, loaders."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from engine import gradients
+from engine.data.loader import PreparedLoader
+from engine.metrics import Recorder
+from engine.precision import Precision
+from engine.prepared import AutocastForward, PreparedOptimizer, PreparedScheduler
+from engine.processes import Processes
+from engine.stepper import Stepper
+from engine.strategies.base import Strategy
+from engine.transforms.float8 import Layers
+
+
+class Preparing(Processes):
+    """The part of :class:`engine.Engine` that makes objects ready."""
+
+    strategy: Strategy
+    precision: Precision
+    seed: int
+    _stepper: Stepper
+    _models: list[nn.Module]
+    _low: Layers
+
+    def prepare(self, *objects: Any) -> Any:
+        """Models, optimizers, loaders and schedulers, ready for this job's processes; in the order given, one alone not in a tuple.
+
+        Objects of other kinds come back as they are, and so does what was prepared before.
+        """
+        done = tuple(self._prepare(item) for item in objects)
+        return done[0] if len(done) == 1 else done
+
+    def _prepare(self, item: Any) -> Any:
+        if isinstance(item, (PreparedLoader, PreparedOptimizer, PreparedScheduler)):
+            return item
+        if isinstance(item, nn.Module):
+            return self.prepare_model(item)
+        if isinstance(item, Optimizer):
+            return self.prepare_optimizer(item)
+        if isinstance(item, LRScheduler):
+            return self.prepare_scheduler(item)
+        if isinstance(item, DataLoader):
+            return self.prepare_data_loader(item)
+        return item
+
+    def prepare_model(self, model: nn.Module, *, autocast: bool = True) -> nn.Module:
+        """The model on its device, wrapped by the strategy.
+
+        Args:
+            autocast: under mixed precision, run the forward pass in autocast and give half-precision outputs back as fp32.
+                Without it, use :meth:`autocast` yourself.
+        """
+        if any(model is known or model is self.unwrap_model(known) for known in self._models):
+            return next(known for known in self._models if model is known or model is self.unwrap_model(known))
+        self.strategy.place(self._low.convert(model))
+        if autocast and self.precision.autocast is not None:
+            AutocastForward(self.precision, self.device).attach(model)
+        prepared = self.strategy.setup(model)
+        self._models.append(prepared)
+        for optimizer in self._stepper.known:
+            self.strategy.repoint(optimizer)
+        return prepared
+
+    def place_model(self, model: nn.Module) -> nn.Module:
+        """The model on its device and in its dtype, the same on every rank, but not wrapped: for evaluation and manual optimization."""
+        self._low.convert(model).to(self.device, self.precision.parameters)
+        self.strategy.share_parameters(model)
+        return model
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        """An optimizer that steps with exact gradients at the end of each window."""
+        parameters = gradients.parameters_of([optimizer])
+        if not parameters:
+            raise ValueError(f"{type(optimizer).__name__} has no parameters: give it model.parameters()")
+        self.strategy.repoint(optimizer)
+        if not any(optimizer is known for known in self._stepper.known):
+            self._stepper.known.append(optimizer)
+        return PreparedOptimizer(optimizer, self._stepper, self.window)
+
+    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        """A scheduler that steps when the optimizer did."""
+        return PreparedScheduler(scheduler, self._stepper, self.window)
+
+    def prepare_data_loader(self, loader: Any, *, place: bool = True) -> PreparedLoader:
+        """A loader that gives this process its part of the data, on the device. Takes any iterable, a list of batches too.
+
+        Args:
+            place: move the batches to the device (and floating point inputs to a ``*-true`` precision's dtype).
+        """
+        return PreparedLoader(loader, group=self.data_group, window=self.window, seed=self.seed, dtype=self.precision.parameters, place=place)
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """The module that the user gave to :meth:`prepare`."""
+        inner = self.strategy.unwrap(model)
+        original = inner._modules.get("_orig_mod")  # torch.compile's wrapper
+        return inner if original is None else original
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget everything that was prepared and return cached device memory; as many ``None`` as objects, to assign to their names."""
+        self.release()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return [None] * len(objects)
+
+    def release(self) -> None:
+        """Forget every prepared model and optimizer."""
+        self.strategy.release()
+        self._low.restore()
+        self._models.clear()
+        self._stepper.known.clear()
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """Every model that was prepared, as :meth:`prepare` gave it back."""
+        return self._models
+
+    def recorder(self, *, on_step: bool, on_epoch: bool, suffix: str = "") -> Recorder:
+        """What collects logged values of this engine's ranks."""
+        return Recorder(self.group, on_step=on_step, on_epoch=on_epoch, suffix=suffix, data_group=self.data_group, speaks=self.strategy.speaks)
+
+
+def raw(optimizer: Any) -> Any:
+    """The user's own optimizer."""
+    return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer

@@ -1,0 +1,68 @@
+"""Activation checkpointing: blocks whose intermediate results are computed again in the backward pass, rather than kept for it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from engine.config.transforms import Recompute
+from engine.transforms.blocks import units
+
+_KEPT = (
+    "mm.default",
+    "addmm.default",
+    "bmm.default",
+    "_scaled_mm.default",
+    "_scaled_dot_product_flash_attention.default",
+    "_scaled_dot_product_flash_attention_for_cpu.default",
+    "_scaled_dot_product_efficient_attention.default",
+    "_scaled_dot_product_cudnn_attention.default",
+)
+"""The operations whose results "selective" keeps: they cost the most to compute again."""
+
+def recompute(model: nn.Module, setting: Recompute) -> None:
+    """Let the model's repeated blocks be computed again in the backward pass, in place: classes and names stay. ``None`` undoes it.
+
+    Random numbers are drawn as in the first pass, so that dropout leaves out the same units.
+
+    Raises:
+        ValueError: the model has no blocks.
+    """
+    for module in model.modules():
+        override = vars(module).get("forward")
+        if isinstance(override, partial) and override.func is _recomputed:
+            del module.forward
+    if setting is None:
+        return
+    blocks = list(reversed(units(model, [], 0)))  # in the model's order
+    if not blocks:
+        inner = model._modules.get("module")
+        raise ValueError(
+            f"activation_checkpointing={setting!r}: {type(model if inner is None else inner).__name__} has no repeated blocks; define "
+            "blocks(self) that returns the modules to compute again"
+        )
+    every = setting if isinstance(setting, int) else 1
+    for block in blocks[::every]:
+        block.forward = partial(_recomputed, block, setting == "selective")
+
+
+def _recomputed(block: nn.Module, selective: bool, *args: Any, **kwargs: Any) -> Any:
+    forward = partial(type(block).forward, block)
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    context: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _kept())} if selective else {}
+    return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
+
+
+def _kept() -> list[Any]:
+    found = []
+    for name in _KEPT:
+        packet, overload = name.split(".")
+        operation = getattr(torch.ops.aten, packet, None)
+        if operation is not None:
+            found.append(getattr(operation, overload))
+    return found

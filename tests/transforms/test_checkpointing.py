@@ -1,0 +1,198 @@
+"""Blocks computed again in the backward pass: the same numbers, dropout included, with less kept for it."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from ranked import on_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine import Engine, Fit, MeshParallel, TrainModule
+from engine.transforms.checkpointing import recompute
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(self.norm(x))
+        q, k, v = qkv.view(*qkv.shape[:2], -1, 3, 8).permute(3, 0, 2, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        out: Tensor = x + self.drop(F.gelu(self.out(attended)))
+        return out
+
+
+class Net(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(WIDTH, 2)
+        self.losses: list[float] = []
+        self.grads: list[float] = []
+
+    def pipeline_stages(self) -> list[nn.Module]:
+        return [*self.layers, self.head]
+
+    def parallelize(self, mesh: Any) -> dict[str, str]:
+        return {"layers.*.qkv": "colwise", "layers.*.out": "rowwise"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.pipeline_stages():
+            x = part(x)
+        return x
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self(batch) - 1).square().mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        self.grads += [(g.full_tensor() if isinstance(g, DTensor) else g).sum().item() for g in grads]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs.detach().item())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, fused=False)
+
+
+def data(count: int = 6) -> list[Tensor]:
+    return [torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(count)]
+
+
+def train(setting: Any, strategy: Any = "single", **more: Any) -> list[list[float]]:
+    module = Net()
+    with tempfile.TemporaryDirectory() as root:
+        Fit(accelerator="cpu", strategy=strategy, seed=3, root_dir=root, activation_checkpointing=setting, **more).run(module, data())
+    assert len(module.losses) >= 3
+    return [module.losses, module.grads]
+
+
+def rank_runs() -> Any:
+    strategies = {"ddp": "ddp", "fsdp": "fsdp", "tp": MeshParallel(tp=2), "pp": MeshParallel(pp=2)}
+    return {name: [train(setting, strategy) for setting in (None, "full", "selective", 2)] for name, strategy in strategies.items()}
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    return on_ranks(__file__, 2)
+
+
+def saved(model: nn.Module) -> int:
+    """Bytes that autograd keeps for the backward pass, parameters apart."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = model(data()[0])
+    del out
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "tp", "pp"])
+def test_bit_for_bit_under_every_strategy(found: Any, name: str) -> None:
+    for rank in found["runs"]:
+        plain, *others = rank[name]
+        assert all(other == plain for other in others)
+
+
+@pytest.mark.parametrize("setting", ["full", "selective", 2, True])
+def test_bit_for_bit_on_one_process(setting: Any) -> None:
+    assert train(setting) == train(None)
+    assert train(setting, precision="bf16-mixed") == train(None, precision="bf16-mixed")
+
+
+def test_less_is_kept() -> None:
+    model = Net()
+    found = {}
+    for setting in (None, 2, "full"):
+        recompute(model, setting)
+        found[setting] = saved(model)
+    assert found["full"] < 0.3 * found[None]
+    assert found["full"] < found[2] < found[None]
+
+
+class Count(TorchDispatchMode):
+    """Operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_computed_again() -> None:
+    model = Net()
+    found = {}
+    for setting in (None, 2, "selective", "full"):
+        recompute(model, setting)
+        with Count() as count:
+            model(data()[0]).sum().backward()
+        found[setting] = count.calls
+    # Forward: two linear layers in each of four blocks, and the head.
+    assert {setting: calls["aten.addmm.default"] for setting, calls in found.items()} == {None: 9, 2: 9 + 4, "selective": 9, "full": 9 + 8}
+    assert {setting: calls["aten.gelu.default"] for setting, calls in found.items()} == {None: 4, 2: 6, "selective": 8, "full": 8}
+
+
+def test_class_names_and_copies_stay() -> None:
+    model = Net()
+    names = list(model.state_dict())
+    Engine(accelerator="cpu", activation_checkpointing="full").prepare(model)
+    assert list(model.state_dict()) == names
+    assert type(model.layers[0]) is Block
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.layers[0].out.weight.zero_()
+        twin.layers[0].out.bias.zero_()
+    twin.eval()
+    assert torch.equal(twin.layers[0](data()[0]), data()[0])  # its own weights, not the first one's
+    twin.train()
+    twin(data()[0]).sum().backward()
+    assert model.layers[0].out.weight.grad is None
+
+
+def test_every_second_block() -> None:
+    model = Net()
+    recompute(model, 2)
+    assert ["forward" in vars(layer) for layer in model.layers] == [True, False, True, False]
+    recompute(model, None)
+    assert not any("forward" in vars(layer) for layer in model.layers)
+
+
+def test_a_model_without_blocks() -> None:
+    with pytest.raises(ValueError, match=r"activation_checkpointing='full': Linear has no repeated blocks; define blocks\(self\)"):
+        Engine(accelerator="cpu", activation_checkpointing="full").prepare(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("setting", "error", "words"),
+    [
+        ("ful", ValueError, "did you mean 'full'"),
+        (0, ValueError, "activation_checkpointing=0 is not possible: give 'full', 'selective', an int n"),
+        (0.5, TypeError, "is of type float"),
+    ],
+)
+def test_wrong_settings(setting: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        Fit(activation_checkpointing=setting)
