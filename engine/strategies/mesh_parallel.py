@@ -44,7 +44,7 @@ class MeshParallel(FSDP):
     pp: int = 1
     """Stages that the model's depth is cut into."""
     cp: int = 1
-    """Ranks that a sequence is cut over."""
+    """Ranks that a sequence is cut over; more than 1 is refused for now."""
     plan: tensor_parallel.Plan | None = None
     """Styles of ``torch.distributed.tensor.parallel``, or their names (``"colwise"``, ``"rowwise"``, ...), by names of modules."""
     sequence_parallel: bool = False
@@ -93,8 +93,8 @@ class MeshParallel(FSDP):
         pp, tp = self._sizes["pp"], self._sizes["tp"]
         if self._sizes["cp"] > 1:
             raise ValueError(
-                f"MeshParallel(cp={self.cp}) on {group.device.type}: torch's context parallel has no backward pass on the CPU; "
-                "use tp with sequence_parallel to spread long sequences"
+                f"MeshParallel(cp={self.cp}): context parallel is not supported. On the CPU torch has no backward pass for it, on CUDA it has not "
+                "been tried here; use tp with sequence_parallel to spread long sequences"
             )
         self.pipelined = pp > 1
         self.compiles_whole = "its parts are on several ranks, and no rank runs the whole" if pp > 1 else None

@@ -372,7 +372,7 @@ def test_a_hugging_face_models_own_plan(found: Any) -> None:
         ("random", "random numbers were drawn before the model was called"),
         ("keyword", "the model takes tensors by position, it was called with (x=)"),
         ("extra", "'extra.weight' is in none of the model's parts"),
-        ("context", "MeshParallel(cp=2) on cpu: torch's context parallel has no backward pass on the CPU"),
+        ("context", "MeshParallel(cp=2): context parallel is not supported. On the CPU torch has no backward pass"),
         ("degrees", "needs a multiple of 3 processes, this job has 2"),
         ("ddp over tp", "strategy='ddp' with Net, whose parameters are sharded already"),
         ("forward", "forward and backward run together; train with Fit, or Engine.forward_backward"),
