@@ -118,8 +118,7 @@ def loop(clock: Clock, data: list[Tensor], step: Callable[[Tensor], object]) -> 
 # -- loops written by hand ------------------------------------------------------------------------------------------------------------
 
 
-def bare_ddp(steps: int) -> float:
-    model = nn.parallel.DistributedDataParallel(Loss(Model()))
+def bare_data_parallel(model: nn.Module, steps: int) -> float:
     optimizer = adamw(model)
 
     def step(batch: Tensor) -> None:
@@ -129,6 +128,10 @@ def bare_ddp(steps: int) -> float:
         optimizer.zero_grad()
 
     return loop(Clock(steps), batches(2), step)
+
+
+def bare_ddp(steps: int) -> float:
+    return bare_data_parallel(nn.parallel.DistributedDataParallel(Loss(Model())), steps)
 
 
 def bare_fsdp(steps: int) -> float:
@@ -137,16 +140,7 @@ def bare_fsdp(steps: int) -> float:
     module = Model()
     for block in module.layers:
         fully_shard(block)
-    model = fully_shard(Loss(module))
-    optimizer = adamw(model)
-
-    def step(batch: Tensor) -> None:
-        model(batch).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return loop(Clock(steps), batches(2), step)
+    return bare_data_parallel(fully_shard(Loss(module)), steps)
 
 
 def bare_tp(steps: int) -> float:
