@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from gpt import GPT, Size
@@ -312,7 +313,7 @@ def lightning(strategy: str) -> Callable[[int], float]:
                 accelerator="cpu", devices=2, strategy=strategy, max_steps=WARM + steps, gradient_clip_val=1.0, callbacks=[Timed()], logger=False,
                 enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
             )  # fmt: skip
-            trainer.fit(Module(), batches(2) * (1 + (WARM + steps) // 8))
+            trainer.fit(Module(), DataLoader(batches(2) * (1 + (WARM + steps) // 8), batch_size=None))  # it takes a list for several loaders
         return clock.seconds
 
     return train
