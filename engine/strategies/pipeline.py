@@ -17,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from engine.errors import nearest
 from engine.gradients import Loss
+from engine.log import warn_once
 from engine.tree import batch_size, map_tensors
 
 SCHEDULES = {
@@ -96,6 +97,8 @@ class Pipeline:
     def build(self, parts: list[list[nn.Module]]) -> None:
         """Take this rank's stages out of all; ``forward`` of the model leads here from now on."""
         flat = [part for stage in parts for part in stage]
+        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for part in flat for m in part.modules()):
+            warn_once("batch norm in a pipeline takes its statistics from each part of a micro-batch, and from samples that only fill one up")
         with FakeTensorMode(allow_non_fake_inputs=True) as self._fake:
             memo: dict[int, Any] = {}
             for part in flat:

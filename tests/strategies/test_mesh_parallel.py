@@ -215,6 +215,12 @@ def rank_fp16() -> Any:
     return [result.step, all(bool(p.isfinite().all()) for p in module.parameters() if not p.is_meta)]
 
 
+def rank_batch_norm() -> Any:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    with pytest.warns(UserWarning, match="batch norm in a pipeline takes its statistics from each part"):
+        Engine(accelerator="cpu", strategy=MeshParallel(pp=2)).prepare(model)
+
+
 def rank_hugging_face() -> Any:
     import transformers  # takes seconds
 
