@@ -107,7 +107,8 @@ class MeshParallel(FSDP):
     def setup(self, model: nn.Module) -> nn.Module:
         prepared = super().setup(model)
         if self.pipelined:
-            self._depth = vars(_inner(model))["_depth"]
+            self._depth = vars(_inner(model))["_depth"]  # of an earlier run, perhaps, under another object of this class
+            self._away = self._depth.away
         return prepared
 
     def _shard(self, model: nn.Module) -> None:
