@@ -275,6 +275,8 @@ def accelerate(fsdp: bool) -> Callable[[int], float]:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"])
         one = Accelerator(cpu=True, fsdp_plugin=plugin if fsdp else None)
         model, optimizer = one.prepare(module := Loss(Model()), adamw(module))
+        if fsdp and not any(hasattr(p, "placements") for p in model.parameters()):
+            raise RuntimeError(f"nothing is sharded on the CPU: the model is a {type(model).__name__}")
 
         def step(batch: Tensor) -> None:
             one.backward(model(batch))
