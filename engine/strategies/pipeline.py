@@ -56,7 +56,7 @@ class Stage(nn.Module):
                 "beforehand: its output's shape must follow from its inputs' shapes"
             )
         # Under FSDP's mixed precision an embedding is in the half format, which it is not under autocast alone.
-        cast = tuple(t if t.dtype == dtype else t.to(dtype) for t, (_, dtype, _) in zip(found, self.expected, strict=True))
+        cast = tuple((t if t.dtype == dtype else t.to(dtype)).contiguous() for t, (_, dtype, _) in zip(found, self.expected, strict=True))
         return cast if isinstance(outputs, tuple) else cast[0]
 
 
@@ -177,7 +177,7 @@ class Pipeline:
                 "pipeline parallel: random numbers were drawn before the model was called. The rank that has the inputs and the one that has the "
                 "loss would draw different ones: do it in the dataset, the collate function or on_after_batch_transfer"
             )
-        return tuple(inputs)
+        return tuple(t.contiguous() for t in inputs)  # some versions of torch compare strides with the example's
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's ``forward`` is."""
