@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from engine.data.sampler import ALONE, Share
 from engine.log import warn_once
@@ -28,6 +29,10 @@ class Loss:
     """Scalar with a graph."""
     count: Tensor | float
     """Items summed over; a tensor stays on its device."""
+
+
+# FSDP looks for tensors in what a step returns, to gather the model again before their backward pass; torch 2.11 does not look into dataclasses.
+pytree.register_dataclass(Loss)
 
 
 class Window:
