@@ -33,6 +33,11 @@ class TrainingStep(nn.Module):
         super().__init__()
         self.module = module
 
+    @property
+    def user_module(self) -> TrainModule:
+        """What :func:`engine.transforms.blocks.user_module` looks for."""
+        return self.module
+
     def forward(self, *args: Any, step: str = "training_step") -> Any:
         return getattr(self.module, step)(*args)
 

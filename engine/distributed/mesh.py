@@ -10,9 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from engine.distributed.group import Group
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""From the outermost, whose neighbours are far apart and talk least, to the innermost: ``tp`` ranks are neighbours."""
-
 
 def degrees(given: Mapping[str, int], world_size: int, who: str) -> dict[str, int]:
     """Sizes of the axes, in the order given; one may be -1 for what the others leave of ``world_size`` (0: not known yet).

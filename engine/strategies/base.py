@@ -18,6 +18,7 @@ from engine.distributed.group import Group
 from engine.gradients import Window, joins
 from engine.precision import Precision, Scaler
 from engine.strategies import deferred
+from engine.transforms.blocks import user_module
 
 
 @dataclass(kw_only=True)
@@ -208,9 +209,8 @@ def trained(model: nn.Module) -> Iterable[Any]:
 
 
 def class_name(model: nn.Module) -> str:
-    """The name of the user's class; Fit gives strategies a wrapper around its module."""
-    inner = model._modules.get("module")
-    return type(model if inner is None else inner).__name__
+    """The name of the user's class."""
+    return type(user_module(model)).__name__
 
 
 def spread(group: Group, tensors: Iterable[Tensor]) -> None:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from engine.transforms.blocks import user_module
+
 
 @contextmanager
 def parameters_deferred() -> Iterator[None]:
@@ -63,22 +65,21 @@ def materialise(
         fresh = False
         for store in (inner._parameters, inner._buffers):
             for key, tensor in store.items():
-                if tensor is None or not tensor.is_meta or tensor in away:
-                    if tensor is not None and not tensor.is_meta:
-                        kept[tensor] = tensor.detach().clone() if initialise else tensor
+                if tensor is None or tensor in away:
                     continue
-                if tensor in done:
-                    kept[done[tensor]] = done[tensor].detach().clone()
-                else:
+                if tensor.is_meta and tensor not in done:
                     done[tensor], fresh = _with_memory(tensor, device), True
                     if replaced is not None and isinstance(tensor, nn.Parameter):
                         replaced(tensor, done[tensor])
-                store[key] = done[tensor]  # type: ignore[assignment]
+                elif initialise is not None:  # has its values already, from a module that shares it perhaps
+                    real = done.get(tensor, tensor)
+                    kept[real] = real.detach().clone()
+                store[key] = done.get(tensor, tensor)  # type: ignore[assignment]
         if fresh and initialise is not None:
             initialise(inner)
             with torch.no_grad():
-                for tensor, value in kept.items():  # shared with a module that has set it already
-                    tensor.copy_(value)
+                for real, value in kept.items():
+                    real.copy_(value)
 
 
 def return_freed_memory() -> None:
@@ -90,13 +91,12 @@ def return_freed_memory() -> None:
 
 def initialiser(model: nn.Module) -> Callable[[nn.Module], None]:
     """How a model's modules get their first values: its method ``init_weights(module)``, else each module's ``reset_parameters()``."""
-    candidates: list[Any] = [model, model._modules.get("module")]
-    for owner in candidates:
-        own: Any = getattr(type(owner), "init_weights", None)
-        if owner is not None and own is not None and len(inspect.signature(own).parameters) == 2:
-            found: Callable[[nn.Module], None] = owner.init_weights
-            return found
-    return reset
+    owner: Any = user_module(model)
+    own: Any = getattr(type(owner), "init_weights", None)
+    # Hugging Face's has no argument, and is for a whole model.
+    takes_module = own is not None and len(inspect.signature(own).parameters) == 2
+    found: Callable[[nn.Module], None] = owner.init_weights if takes_module else reset
+    return found
 
 
 def reset(module: nn.Module) -> None:

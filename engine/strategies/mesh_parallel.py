@@ -18,7 +18,8 @@ from engine.errors import nearest
 from engine.strategies import shards, tensor_parallel
 from engine.strategies.depth import Depth
 from engine.strategies.fsdp import FSDP
-from engine.strategies.pipeline import SCHEDULES, Pipeline, Step, has_parts, stages_of
+from engine.strategies.pipeline import SCHEDULES, Pipeline, Step, stages_of
+from engine.transforms.blocks import user_module
 
 
 @dataclass(kw_only=True)
@@ -60,6 +61,8 @@ class MeshParallel(FSDP):
     """Names of the parts that stages after the first begin with; by default stages of about equal numbers of parameters."""
     _losses: AbstractContextManager[Any] | None = field(default=None, init=False, repr=False)
     _depth: Depth | None = field(default=None, init=False, repr=False)
+    _holds: bool = field(default=False, init=False, repr=False)
+    """Whether a prepared model is using the pipeline."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,14 +110,20 @@ class MeshParallel(FSDP):
     def setup(self, model: nn.Module) -> nn.Module:
         prepared = super().setup(model)
         if self.pipelined:
-            self._depth = vars(_inner(model))["_depth"]  # of an earlier run, perhaps, under another object of this class
-            self._away = self._depth.away
+            # Of an earlier run, perhaps, under another object of this class.
+            depth: Depth = vars(user_module(model))["_depth"]
+            if self._holds and self._depth is not depth:
+                raise ValueError(
+                    f"MeshParallel(pp={self._sizes['pp']}) with two models: one object of it runs one pipeline; give the second model an Engine "
+                    "with a MeshParallel of its own, or use tp and dp_shard"
+                )
+            self._depth, self._away, self._holds, depth.pipeline.weighted = depth, depth.away, True, None
         return prepared
 
     def _shard(self, model: nn.Module) -> None:
         roots = [model]
         if self.pipelined:
-            depth = self._cut_depth(_inner(model))
+            depth = self._cut_depth(user_module(model))
             roots = list(depth.pipeline.modules.values())
         if self._sizes["tp"] > 1:
             mesh = self.mesh()
@@ -140,6 +149,7 @@ class MeshParallel(FSDP):
                         module._parameters[key] = self._now(parameter)  # type: ignore[assignment]
 
     def release(self) -> None:
+        self._holds = False
         if self._losses is not None:
             self._losses.__exit__(None, None, None)
             self._losses = None
@@ -209,9 +219,3 @@ def tensor_parallel_only() -> MeshParallel:
 def pipeline_parallel_only() -> MeshParallel:
     """``strategy="pp"``: all ranks on the axis ``pp``."""
     return MeshParallel(pp=-1, dp_shard=1)
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    """The user's model inside of Fit's wrapper around its steps."""
-    candidates = [m for m in (model, model._modules.get("module")) if m is not None]
-    return next((m for m in candidates if has_parts(m) or "_depth" in vars(m)), candidates[-1])

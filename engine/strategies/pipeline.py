@@ -145,6 +145,8 @@ class Pipeline:
                 self._output = None
             if loss is None:
                 raise ValueError("training_step returned None in a pipeline: return Loss(out.sum() * 0, 0) to leave samples out")
+            if self.weighted is not None and self.weighted is not isinstance(loss, Loss):
+                raise TypeError("training_step returned a scalar loss in one micro-batch and Loss(sum, count) in another of one run: return one kind")
             _note(found, loss, kept / count)
             return root(loss, kept / count)
 
@@ -222,7 +224,7 @@ class Pipeline:
 
     def specs(self, inputs: tuple[Tensor, ...]) -> list[Spec]:
         """What goes into each stage, and what comes out of the last."""
-        key = (tuple((tuple(t.shape), t.dtype) for t in inputs), torch.is_grad_enabled())
+        key = tuple((tuple(t.shape), t.dtype) for t in inputs)
         if key not in self._specs:
             with self._fake, self.autocast(), torch.enable_grad():
                 passed: Any = tuple(torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in inputs)

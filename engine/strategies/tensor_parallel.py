@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from engine.errors import nearest
 from engine.strategies.base import class_name
+from engine.transforms.blocks import user_module
 
 Plan = Mapping[str, ParallelStyle | str]
 
@@ -41,8 +42,8 @@ def plan_for(model: nn.Module, given: Plan | None, mesh: DeviceMesh, sequence_pa
     """
     plan, whose = given, "MeshParallel(plan=...)"
     if plan is None:
-        owner = next((m for m in (model, model._modules.get("module")) if callable(getattr(type(m), "parallelize", None))), None)
-        if owner is not None:
+        owner = user_module(model)
+        if callable(getattr(type(owner), "parallelize", None)):
             whose = f"{type(owner).__name__}.parallelize"
             plan = _asked(owner, mesh, sequence_parallel)
             if plan is None:

@@ -14,6 +14,12 @@ Choice = type[nn.Module] | str
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # without a forward pass of their own
 
 
+def user_module(model: nn.Module) -> nn.Module:
+    """The user's own module: Fit hands on a wrapper around its steps, which says so."""
+    found: nn.Module = getattr(model, "user_module", model)
+    return found
+
+
 def units(model: nn.Module, chosen: Sequence[Choice], min_size: int) -> list[nn.Module]:
     """The modules to shard one by one, inner ones first; never ``model`` itself.
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from engine.config.transforms import Recompute
-from engine.transforms.blocks import units
+from engine.transforms.blocks import units, user_module
 
 _KEPT = (
     "mm.default",
@@ -40,10 +40,9 @@ def recompute(model: nn.Module, setting: Recompute) -> None:
         return
     blocks = list(reversed(units(model, [], 0)))  # in the model's order
     if not blocks:
-        inner = model._modules.get("module")
         raise ValueError(
-            f"activation_checkpointing={setting!r}: {type(model if inner is None else inner).__name__} has no repeated blocks; define "
-            "blocks(self) that returns the modules to compute again"
+            f"activation_checkpointing={setting!r}: {type(user_module(model)).__name__} has no repeated blocks; define blocks(self) that returns "
+            "the modules to compute again"
         )
     every = setting if isinstance(setting, int) else 1
     for block in blocks[::every]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from engine.config.transforms import Compile
-from engine.transforms.blocks import units
+from engine.transforms.blocks import units, user_module
 
 
 def compile_model(model: nn.Module, setting: Compile) -> None:
@@ -19,7 +19,7 @@ def compile_model(model: nn.Module, setting: Compile) -> None:
     by_block = options.pop("blocks", setting == "blocks")
     if not setting:
         return
-    inner = model._modules.get("module") or model
+    inner = user_module(model)
     if not by_block:
         for child in inner.children():
             child.compile(**options)

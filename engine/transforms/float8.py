@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from engine.errors import nearest
 from engine.log import logger, warn_once
+from engine.transforms.blocks import user_module
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 BACKENDS = ("torchao", "te")
@@ -316,5 +317,4 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _name(model: nn.Module) -> str:
-    inner = model._modules.get("module")
-    return type(model if inner is None else inner).__name__
+    return type(user_module(model)).__name__

@@ -301,6 +301,7 @@ def rank_refused() -> Any:
     engine = Engine(accelerator="cpu", strategy=MeshParallel(pp=2))
     model = engine.prepare(Net())
     found["forward"] = message(lambda: model(data()[0]))
+    found["two models"] = message(lambda: engine.prepare(Net()))
     return found
 
 
@@ -382,6 +383,7 @@ def test_a_hugging_face_models_own_plan(found: Any) -> None:
         ("context", "MeshParallel(cp=2): context parallel is not supported. On the CPU torch has no backward pass"),
         ("degrees", "needs a multiple of 3 processes, this job has 2"),
         ("ddp over tp", "strategy='ddp' with Net, whose parameters are sharded already"),
+        ("two models", "MeshParallel(pp=2) with two models: one object of it runs one pipeline"),
         ("forward", "forward and backward run together; train with Fit, or Engine.forward_backward"),
     ],
 )
@@ -390,23 +392,36 @@ def test_refusals(found: Any, case: str, words: str) -> None:
     assert any(words in rank[case] for rank in found["refused"]), found["refused"][0][case]
 
 
-NOTHING = """
+BROKEN = """
 import sys
 sys.path[:0] = ["tests/strategies", "tests"]
-from test_mesh_parallel import MeshParallel, Net, fit
+from test_mesh_parallel import Loss, MeshParallel, Net, fit
 
-class Nothing(Net):
+class Broken(Net):
     def training_step(self, batch, batch_idx):
-        self(batch[0])
+        STEP
 
-fit(Nothing(), MeshParallel(pp=2), limit_val_batches=0)
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        pass
+
+fit(Broken(), MeshParallel(pp=2), limit_val_batches=0)
 """
 
 
-def test_an_error_where_the_loss_is_ends_all_ranks() -> None:
-    ran = run_ranks(NOTHING, 2, check=False, timeout=60)
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        ("self(batch[0])", "training_step returned None in a pipeline"),
+        (
+            "out = self(batch[0]).sum(); return Loss(out, 1) if batch_idx else out",
+            "training_step returned a scalar loss in one micro-batch and Loss(sum, count) in another",
+        ),
+    ],
+)
+def test_an_error_where_the_loss_is_ends_all_ranks(step: str, words: str) -> None:
+    ran = run_ranks(BROKEN.replace("STEP", step), 2, check=False, timeout=60)
     assert [rank.returncode != 0 for rank in ran] == [True, True]
-    assert "training_step returned None in a pipeline" in ran[1].stderr
+    assert words in ran[1].stderr
 
 
 # -- on one process ---------------------------------------------------------------------------------------------------------------
