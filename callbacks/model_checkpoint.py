@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -13,15 +14,16 @@ from engine import Callback, Duration, Every, Run
 
 
 class ModelCheckpoint(Callback):
-    """Saves every Duration, when training ends and when it fails; keeps the best and the last.
+    """Saves every Duration, when training ends, fails or is terminated; keeps the best and the last.
 
     Without ``monitor`` a checkpoint is saved as soon as it is due. With ``monitor`` one that is due waits for the end of the next
     validation, because a score counts only when it was measured on the very weights that are saved; give a second ``ModelCheckpoint``
     without ``monitor`` to also save between validations. In a run without validation the score is what training logged last, at an epoch's
     end. Lower scores win with ``mode="min"``; NaN and a missing score lose against every number; of equal ones the earlier wins.
 
-    The checkpoint at the end of training is saved unless this step is saved already. After an error in a run of one process
-    the last whole step is saved, too; with several processes it is not, since saving takes all of them and one may be gone.
+    Training goes on while a checkpoint is written. One that cannot be written is reported as an error in the log; older ones stay then.
+    The checkpoint at the end of training (or at SIGTERM, or Ctrl-C) is saved unless this step is saved already. After an error in a run of
+    one process the last whole step is saved, too; with several processes it is not, since saving takes all of them and one may be gone.
 
     Sets ``run.best_checkpoint`` (with ``monitor`` only) and ``run.last_checkpoint``. ``Fit`` leaves it out under ``fast_dev_run``.
     """
@@ -35,6 +37,11 @@ class ModelCheckpoint(Callback):
         mode: Literal["min", "max"] = "min",
         save_top_k: int = 1,
         save_last: bool = True,
+        keep_every: str | int | timedelta | Duration | None = None,
+        dirpath: str | Path | None = None,
+        filename: str = "step={step:08d}",
+        asynchronous: bool = True,
+        max_failures: int = 3,
     ) -> None:
         """
         Args:
@@ -43,6 +50,12 @@ class ModelCheckpoint(Callback):
             mode: ``"min"``: a smaller ``monitor`` is better; ``"max"``: a larger one.
             save_top_k: how many of the best are kept; -1 keeps all.
             save_last: also keep the newest, whatever its score.
+            keep_every: a Duration: the first checkpoint that is saved after each so long is kept for ever.
+            dirpath: where; by default ``<root_dir>/checkpoints``. A URL that fsspec knows is possible (``s3://bucket/run``).
+            filename: a checkpoint's name: ``{epoch}``, ``{step}`` and the names of metrics, formatted as by ``str.format``
+                (``"epoch={epoch}-loss={val_loss:.3f}"``). Where two steps would have one name, the later one's gets ``-step=N``.
+            asynchronous: write while the training goes on; ``False`` waits for the disk.
+            max_failures: so many failures to write in a row end the training with an error.
 
         Raises:
             ValueError: an argument is not possible, or nothing would be kept.
@@ -51,101 +64,179 @@ class ModelCheckpoint(Callback):
             raise ValueError(f"ModelCheckpoint(mode={mode!r}): mode must be 'min' or 'max'")
         if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
             raise ValueError(f"ModelCheckpoint(save_top_k={save_top_k!r}): it must be a number of checkpoints, or -1 for all")
-        if save_top_k == 0 and not save_last:
+        if save_top_k == 0 and not save_last and keep_every is None:
             raise ValueError("ModelCheckpoint(save_top_k=0, save_last=False) would keep no checkpoint; raise one of the two")
+        if isinstance(max_failures, bool) or not isinstance(max_failures, int) or max_failures < 1:
+            raise ValueError(f"ModelCheckpoint(max_failures={max_failures!r}): it must be a number of failures, at least 1")
+        try:
+            names = re.findall(r"{([^{}:!]*)", filename)
+            filename.format_map(dict.fromkeys(names, 0))
+        except (ValueError, LookupError, AttributeError) as error:
+            raise ValueError(f"ModelCheckpoint(filename={filename!r}) is no format ({error}); an example: 'epoch={{epoch}}-{{loss:.2f}}'") from error
         self.every = Every(every)
+        self.keep_every = Every(keep_every)
         self.monitor = monitor
         self.mode = mode
         self.save_top_k = save_top_k
         self.save_last = save_last
+        self.dirpath = dirpath
+        self.filename = filename
+        self.asynchronous = asynchronous
+        self.max_failures = max_failures
         self.scores: dict[int, float | None] = {}
         """The checkpoints that are kept, oldest first: step and score (``None``: not measured)."""
-        self._given_every = every
-        self._owed = False
+        self.names: dict[int, str] = {}
+        """Their names."""
+        self.permanent: set[int] = set()
+        """Those of them that are kept for ever."""
+        self._given_every, self._given_keep = every, keep_every
+        self._owed = self._permanent_next = False
         self._step = 0
         self._first_step = 0
         self._training = False
+        self._before: tuple[int, dict[int, float | None], dict[int, str]] | None = None  # the newest step, and what was kept without it
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         self._training = False
+        if stage == "fit":
+            run.checkpoints_at(self.dirpath, self.max_failures)
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         self._training = True
-        self._owed = False
+        self._owed, self._before = False, None
         self._step = self._first_step = run.step
         if run.step == 0:
-            self.scores = {}
-            self.every = Every(self._given_every)
-        self.scores = {step: score for step, score in self.scores.items() if _path(run, step).is_dir()}
+            self.scores, self.names, self.permanent = {}, {}, set()
+            self.every, self.keep_every = Every(self._given_every), Every(self._given_keep)
+        there = run.checkpoint_names()
+        self._keep_only({step for step, name in self.names.items() if name in there})
         self._publish(run)
 
     def on_train_epoch_start(self, run: Run, module: nn.Module) -> None:
         batches = run.num_train_batches
-        self.every.steps_per_epoch = None if batches is None else -(-batches // run.window_at(run.epoch))
+        steps = None if batches is None else -(-batches // run.window_at(run.epoch))
+        self.every.steps_per_epoch = self.keep_every.steps_per_epoch = steps
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         # Between the micro-batches of a window there is nothing whole to save.
         step = run.step + run.engine.pending_steps
         if step != self._step and self._training:
             self._step = step
-            if self.every.due(step, None, run.elapsed_s):
-                self._save_or_wait(run)
+            self._when_due(run, step, None)
 
     def on_validation_end(self, run: Run, module: nn.Module) -> None:
         if self._training and self._owed:
             self._save(run)
 
     def on_train_epoch_end(self, run: Run, module: nn.Module) -> None:
-        if self._training and self.every.due(run.step, run.epoch + 1, run.elapsed_s):
-            self._save_or_wait(run)
+        if self._training:
+            self._when_due(run, run.step, run.epoch + 1)
 
     def on_train_end(self, run: Run, module: nn.Module) -> None:
-        if self._training and run.step > self._first_step and run.step not in self.scores:
-            self._save(run)
+        if not self._training:
+            return
+        self._catch_up(run)
+        if run.step > self._first_step and run.step not in self.scores:
+            self._save(run, last=True)
+            self._catch_up(run)
+            if run.step not in self.names and self.save_last:
+                run.save_checkpoint(self._name(run))  # it was lost: the error is the run's now
         self._training = False
+        self._publish(run)
 
     def on_exception(self, run: Run, module: nn.Module, exception: BaseException) -> None:
         """Save the last whole step, if that takes this process only."""
-        if self._training and run.world_size == 1 and run.step > self._first_step and run.step not in self.scores:
+        if self._training and run.world_size == 1:
             self._training = False
-            run.engine.settle()
-            self.scores[run.step] = None
-            run.last_checkpoint = run.save_checkpoint()
+            self._catch_up(run)
+            if run.step > self._first_step and run.step not in self.scores:
+                run.engine.settle()
+                name = self._name(run)
+                self.scores[run.step], self.names[run.step] = None, name
+                run.last_checkpoint = run.save_checkpoint(name)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scores": dict(self.scores), "every": self.every.state_dict()}
+        return {
+            "scores": dict(self.scores),
+            "names": dict(self.names),
+            "permanent": set(self.permanent),
+            "every": self.every.state_dict(),
+            "keep_every": self.keep_every.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scores = dict(state["scores"])
+        self.scores, self.names, self.permanent = dict(state["scores"]), dict(state["names"]), set(state["permanent"])
         self.every.load_state_dict(state["every"])
+        self.keep_every.load_state_dict(state["keep_every"])
 
-    def _save_or_wait(self, run: Run) -> None:
-        run.engine.settle()  # a step whose check for overflow is still on the device counts from here on, or was left out
-        self._owed = self.monitor is not None and _validates(run) and run.validated_step != run.step
-        if not self._owed:
-            self._save(run)
+    def _when_due(self, run: Run, step: int, epoch_end: int | None) -> None:
+        if self.keep_every.due(step, epoch_end, run.elapsed_s):
+            self._permanent_next = True
+        if self.every.due(step, epoch_end, run.elapsed_s):
+            run.engine.settle()  # a step whose check for overflow is still on the device counts from here on, or was left out
+            self._owed = self.monitor is not None and _validates(run) and run.validated_step != run.step
+            if not self._owed:
+                self._save(run)
 
-    def _save(self, run: Run) -> None:
-        """Save this step if it would be kept, and remove those that no longer are. All ranks come here at the same step."""
+    def _save(self, run: Run, last: bool = False) -> None:
+        """Save this step if it would be kept, and remove those that no longer are. All ranks come here at the same step.
+
+        Args:
+            last: the run ends here: it is kept whatever its score, as what a later run goes on from.
+        """
         self._owed = False
-        step = run.step
+        self._catch_up(run)
+        step, earlier = run.step, (dict(self.scores), dict(self.names))
         scores = {**self.scores, step: self._score(run)}
-        if step not in self._kept(scores):
+        if self._permanent_next:
+            self.permanent.add(step)
+        kept = self._kept(scores) | ({step} if last and run.stopping else set())
+        if step not in kept:
             return
-        earlier = self.scores
+        self._permanent_next = False
         # Set before saving: the checkpoint's own state then counts the checkpoint itself.
+        self.names[step] = self._name(run)
         self.scores = scores
+        gone = [self.names[old] for old in scores if old not in kept]
+        self._keep_only(kept)
+        score = None if scores[step] is None else {"monitor": self.monitor, "mode": self.mode, "value": scores[step]}
         try:
-            run.save_checkpoint()
+            held = _held(run)
+            run.save_checkpoint(self.names[step], score=score, asynchronous=self.asynchronous, remove=[name for name in gone if name not in held])
         except BaseException:
-            self.scores = earlier
+            self.scores, self.names = earlier
             raise
-        kept = self._kept(scores)
-        for old in [old for old in scores if old not in kept]:
-            del scores[old]
-            if old not in _held(run):
-                run.remove_checkpoint(_path(run, old))
+        self._before = (step, *earlier)
+        if not self.asynchronous:
+            self._catch_up(run)
         self._publish(run)
+
+    def _catch_up(self, run: Run) -> None:
+        """Wait for the checkpoint on its way. If it was lost, what it would have replaced is kept on."""
+        lost = run.wait_for_checkpoint()
+        if self._before is not None:
+            step, scores, names = self._before
+            self._before = None
+            if self.names.get(step) in lost:
+                self.scores, self.names = scores, names
+                self.permanent &= scores.keys()
+            self._publish(run)
+
+    def _keep_only(self, steps: set[int]) -> None:
+        self.scores = {step: score for step, score in self.scores.items() if step in steps}
+        self.names = {step: name for step, name in self.names.items() if step in steps}
+        self.permanent &= steps
+
+    def _name(self, run: Run) -> str:
+        values: dict[str, Any] = {**run.metrics, "epoch": run.epoch, "step": run.step}
+        try:
+            name = self.filename.format_map(values).replace("/", "_")
+        except (LookupError, AttributeError) as error:
+            raise ValueError(
+                f"ModelCheckpoint(filename={self.filename!r}): there is no {error}; there are epoch, step, {', '.join(sorted(run.metrics))}"
+            ) from error
+        taken = {other for step, other in self.names.items() if step != run.step}
+        return f"{name}-step={run.step}" if name in taken else name
 
     def _score(self, run: Run) -> float | None:
         """The value of ``monitor`` for the present weights; ``None``: it was not measured.
@@ -176,27 +267,28 @@ class ModelCheckpoint(Callback):
         return sorted(scores, key=key)
 
     def _kept(self, scores: dict[int, float | None]) -> set[int]:
-        kept = set(self._ranked(scores)[: None if self.save_top_k == -1 else self.save_top_k])
+        kept = set(self._ranked(scores)[: None if self.save_top_k == -1 else self.save_top_k]) | (self.permanent & scores.keys())
         return kept | {max(scores)} if self.save_last else kept
 
     def _publish(self, run: Run) -> None:
-        """Tell the run which checkpoints are the best and the last."""
-        held = _held(run)
+        """Tell the run which complete checkpoints are the best and the last."""
+        on_its_way = None if self._before is None or not self.asynchronous else self._before[0]
+        held = {step: name for step, name in _all_held(run).items() if step != on_its_way}
         if held:
-            run.last_checkpoint = _path(run, max(held))
+            run.last_checkpoint = run.checkpoint_path(held[max(held)])
         if self.monitor is not None:
-            best = next(iter(self._ranked(self.scores)), None)
+            best = next(iter(self._ranked({step: score for step, score in self.scores.items() if step != on_its_way})), None)
             score = None if best is None else self.scores[best]
-            run.best_checkpoint = None if best is None or score is None or math.isnan(score) else _path(run, best)
+            run.best_checkpoint = None if best is None or score is None or math.isnan(score) else run.checkpoint_path(self.names[best])
 
 
-def _held(run: Run) -> set[int]:
-    """The steps whose checkpoints some ModelCheckpoint of this run keeps: several of them share one folder."""
-    return {step for callback in run.callbacks if isinstance(callback, ModelCheckpoint) for step in callback.scores}
+def _all_held(run: Run) -> dict[int, str]:
+    """The checkpoints that some ModelCheckpoint of this run keeps: several of them share one folder."""
+    return {step: name for callback in run.callbacks if isinstance(callback, ModelCheckpoint) for step, name in callback.names.items()}
 
 
-def _path(run: Run, step: int) -> Path:
-    return run.root_dir / "checkpoints" / f"step={step:08d}"
+def _held(run: Run) -> set[str]:
+    return {name for callback in run.callbacks if isinstance(callback, ModelCheckpoint) for name in callback.names.values()}
 
 
 def _validates(run: Run) -> bool:

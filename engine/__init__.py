@@ -14,6 +14,7 @@ _NAMES = {
     "Precision": "engine.precision",
     "FP8": "engine.transforms.float8",
     "Callback": "engine.callback",
+    "Resume": "engine.loading",
     "Run": "engine.run",
     "Result": "engine.result",
     "TrainState": "engine.result",
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from engine.errors import RankError as RankError
     from engine.fit import Fit as Fit
     from engine.gradients import Loss as Loss
+    from engine.loading import Resume as Resume
     from engine.module import TrainModule as TrainModule
     from engine.precision import Precision as Precision
     from engine.result import Result as Result

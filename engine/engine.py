@@ -20,7 +20,8 @@ from engine.distributed.environment import Environment, detect
 from engine.distributed.group import Group, join
 from engine.gradients import Loss, Window
 from engine.precision import Precision
-from engine.preparing import Preparing, raw
+from engine.preparing import raw
+from engine.states import States
 from engine.stepper import OwnedStepper, Stepper, Then
 from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8, Layers
@@ -28,7 +29,7 @@ from engine.transforms.order import Transforms
 from engine.tree import batch_size, map_tensors
 
 
-class Engine(Preparing):
+class Engine(States):
     """Makes a plain PyTorch loop distributed, in mixed precision, with exact gradient accumulation::
 
         engine = Engine(accumulate_grad_batches=4)
@@ -108,6 +109,7 @@ class Engine(Preparing):
         self._stepper = (OwnedStepper if self.strategy.owns_step else Stepper)(self.window, self.strategy, self.scaler, on_nonfinite)
         self._stepper.describe = self._describe_gradients
         self._models: list[nn.Module] = []
+        self._schedulers, self._loaders, self._registered = [], [], []
         self._agree = self._largest if self.scaler is not None else None
         self._unfed = 0
         self._synced = True

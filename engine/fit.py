@@ -20,6 +20,7 @@ from engine.distributed import failures
 from engine.distributed.environment import detect
 from engine.engine import Engine
 from engine.hooks import Hooks
+from engine.loading import Resume
 from engine.loop import call_all, evaluate, predict, train, validate
 from engine.module import TrainModule
 from engine.precision import Precision
@@ -114,7 +115,7 @@ class Fit:
         val_loaders: Any = None,
         *,
         datamodule: DataModule | None = None,
-        resume: str | Path | None = None,
+        resume: str | Path | Resume | None = None,
     ) -> Result:
         """Train::
 
@@ -128,7 +129,8 @@ class Fit:
             train_loader: a ``DataLoader``, a list of batches, or any iterable of batches.
             val_loaders: one loader or a list of them.
             datamodule: where loaders come from that are not given here.
-            resume: ``"last"`` (the newest checkpoint in ``root_dir``), ``"auto"`` (the same, if there is one), or a checkpoint's path.
+            resume: ``"last"`` (the newest checkpoint of this run's folder), ``"auto"`` (the same, if there is one), ``"best"``, a
+                checkpoint's path or URL, or a :class:`engine.Resume` that takes only a part of it.
 
         Returns:
             How it ended; on every rank.
@@ -142,7 +144,8 @@ class Fit:
         datamodule, train_loader = _datamodule(datamodule, train_loader)
         with self._start(module, "fit") as run, session(run, datamodule):
             prepare.training(run, train_loader, val_loaders, datamodule)
-            prepare.resume(run, resume)
+            if resume is not None:
+                run.resume(resume)
             call_all(run, run.hooks.on_fit_start)
             self._sanity_check(run)
             call_all(run, run.hooks.on_train_start)

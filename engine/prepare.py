@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader
 from engine.data.loader import PreparedLoader
 from engine.datamodule import DataModule
 from engine.gradients import loss_in
-from engine.log import logger, warn_once
+from engine.log import warn_once
 from engine.manual import ManualOptimizer
 from engine.module import TrainModule
 from engine.optimizers import configured
@@ -238,22 +237,6 @@ def evaluation(run: Run, kind: str, given: Any, datamodule: DataModule | None, s
     else:
         run.engine.place_model(module)
     return found
-
-
-def resume(run: Run, wanted: str | Path | None) -> None:
-    """Go on from a checkpoint: ``"last"`` (must exist), ``"auto"`` (when there is one) or a path."""
-    if wanted is None:
-        return
-    if str(wanted) == "auto":
-        try:
-            path = run.saver.find("last")
-        except FileNotFoundError:
-            return
-    else:
-        path = run.saver.find(wanted)
-    run.load_checkpoint(path)
-    if run.is_main_process:
-        logger.info("resumed from %s: epoch %d, step %d", path, run.epoch, run.step)
 
 
 def deterministic(setting: bool | str) -> Sequence[bool]:

@@ -30,6 +30,8 @@ class Preparing(Processes):
     seed: int
     _stepper: Stepper
     _models: list[nn.Module]
+    _schedulers: list[PreparedScheduler]
+    _loaders: list[PreparedLoader]
     _low: Layers
 
     def prepare(self, *objects: Any) -> Any:
@@ -89,7 +91,8 @@ class Preparing(Processes):
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """A scheduler that steps when the optimizer did."""
-        return PreparedScheduler(scheduler, self._stepper, self.window)
+        self._schedulers.append(PreparedScheduler(scheduler, self._stepper, self.window))
+        return self._schedulers[-1]
 
     def prepare_data_loader(self, loader: Any, *, place: bool = True) -> PreparedLoader:
         """A loader that gives this process its part of the data, on the device. Takes any iterable, a list of batches too.
@@ -97,7 +100,10 @@ class Preparing(Processes):
         Args:
             place: move the batches to the device (and floating point inputs to a ``*-true`` precision's dtype).
         """
-        return PreparedLoader(loader, group=self.data_group, window=self.window, seed=self.seed, dtype=self.precision.parameters, place=place)
+        self._loaders.append(
+            PreparedLoader(loader, group=self.data_group, window=self.window, seed=self.seed, dtype=self.precision.parameters, place=place)
+        )
+        return self._loaders[-1]
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The module that the user gave to :meth:`prepare`."""
@@ -117,8 +123,8 @@ class Preparing(Processes):
         """Forget every prepared model and optimizer."""
         self.strategy.release()
         self._low.restore()
-        self._models.clear()
-        self._stepper.known.clear()
+        for known in (self._models, self._stepper.known, self._schedulers, self._loaders):
+            known.clear()
 
     @property
     def models(self) -> list[nn.Module]:

@@ -60,6 +60,6 @@ class Result:
     """Optimizer steps."""
     metrics: dict[str, float]
     """The newest value of everything logged."""
-    best_checkpoint: Path | None = None
-    last_checkpoint: Path | None = None
+    best_checkpoint: Path | str | None = None
+    last_checkpoint: Path | str | None = None
     times: Times = field(default_factory=Times)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from engine.checkpoints import Checkpoints
 from engine.config.duration import Every
 from engine.config.schema import Settings
 from engine.data.loader import PreparedLoader
@@ -25,10 +25,9 @@ from engine.module import TrainModule
 from engine.optimizers import Schedule
 from engine.result import Result, Times, TrainState
 from engine.saving import Saver
-from engine.seed import capture, restore
 
 
-class Run:
+class Run(Checkpoints):
     """What callbacks see. Attributes without a method are for reading."""
 
     def __init__(
@@ -49,8 +48,8 @@ class Run:
         self._step_schedules: list[Schedule] = []
         self.root_dir: Path = settings.root_dir
         self.saver = Saver(engine.group, self.root_dir / "checkpoints")
-        self.best_checkpoint: Path | None = None
-        self.last_checkpoint: Path | None = None
+        self.best_checkpoint: Path | str | None = None
+        self.last_checkpoint: Path | str | None = None
         self.train_loader: PreparedLoader | None = None
         self.datamodule: DataModule | None = None
         self.num_train_batches: int | None = None
@@ -205,100 +204,13 @@ class Run:
         if self._logs_itself and self.is_main_process and logger.isEnabledFor(logging.INFO):
             logger.info("epoch %d step %d: %s", self.epoch, self.step, ", ".join(f"{name}={value:.4g}" for name, value in values.items()))
 
-    # -- checkpoints ------------------------------------------------------------------------------------------------------------
-
-    def save_checkpoint(self, metrics: dict[str, float] | None = None) -> Path:
-        """Save everything that the run needs to go on; all ranks call this together. A step that is saved already is not saved again.
-
-        Returns:
-            The checkpoint's directory, ``<root_dir>/checkpoints/step=00000120``.
-        """
-        began = time.perf_counter()
-        self.engine.settle()
-        shared = self.state_dict()
-        for hook in self.hooks.on_save_checkpoint:
-            hook(self, self.module, shared["user"])
-        shared["callbacks"] = {_key(self.callbacks, c): c.state_dict() for c in self.callbacks}
-        counters = {"epoch": self.epoch, "step": self.step, "batch_idx": self.state.batch_idx}
-        path = self.saver.save(
-            self.step,
-            model=self.engine.strategy.model_state(self.module),
-            optim={str(i): self.engine.strategy.optimizer_state(o, self.module) for i, o in enumerate(self.optimizers)},
-            shared=shared,
-            own={"rng": capture(), "recorder": self.recorder.state_dict()},
-            manifest={
-                "counters": counters,
-                "metrics": dict(self.metrics if metrics is None else metrics),
-                "hparams": self.saver.readable(self.module.hparams),
-            },
-        )
-        self.times.checkpoint += time.perf_counter() - began
-        return path
-
-    def remove_checkpoint(self, path: Path) -> None:
-        """Delete a checkpoint; every rank may call this, the main process does it."""
-        self.saver.remove(path)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything about the run that is the same on all ranks, but for parameters and optimizers."""
-        return {
-            "state": asdict(self.state),
-            "seed": self.engine.seed,
-            "schedulers": [s.scheduler.state_dict() for s in self.schedulers],
-            "scaler": self.engine.scaler.state_dict() if self.engine.scaler is not None else None,
-            "metrics": dict(self.metrics),
-            "elapsed_s": self.clock(),
-            "val_every": self.val_every.state_dict(),
-            "datamodule": None if self.datamodule is None else self.datamodule.state_dict(),
-            "user": {},
-        }
-
-    def load_checkpoint(self, path: Path) -> None:
-        """Go on from a checkpoint: parameters, optimizers, schedulers, counters, data position, random numbers, callbacks."""
-        loaded, strategy = self.saver.load(path), self.engine.strategy
-        strategy.load_model_state(self.module, loaded.model)
-        shared, saved = loaded.shared_state, loaded.optim
-        if len(saved) != len(self.optimizers) or len(shared["schedulers"]) != len(self.schedulers):
-            raise ValueError(
-                f"{path} has {len(saved)} optimizer(s) and {len(shared['schedulers'])} scheduler(s), configure_optimizers gave "
-                f"{len(self.optimizers)} and {len(self.schedulers)}"
-            )
-        self.state = TrainState(**shared["state"])
-        # A window that an error cut short is run again as a whole.
-        self.state.batches -= self.state.batch_idx - self.state.whole_batches
-        self.state.batch_idx = self.state.whole_batches
-        for index, optimizer in enumerate(self.optimizers):
-            strategy.load_optimizer_state(optimizer, self.module, saved[str(index)])
-            optimizer._opt_called = self.state.step > 0  # else torch warns of a scheduler that steps first, at an epoch's end
-        for schedule, state in zip(self.schedulers, shared["schedulers"], strict=True):
-            schedule.scheduler.load_state_dict(state)
-        if self.engine.scaler is not None and shared["scaler"]:
-            self.engine.scaler.load_state_dict(shared["scaler"])
-        self.metrics.update(shared["metrics"])
-        self._elapsed_before = shared["elapsed_s"]
-        self.val_every.load_state_dict(shared["val_every"])
-        self.reseed(shared["seed"])
-        if self.datamodule is not None and shared["datamodule"] is not None:
-            self.datamodule.load_state_dict(shared["datamodule"])
-        for callback in self.callbacks:
-            if _key(self.callbacks, callback) in shared["callbacks"]:
-                callback.load_state_dict(shared["callbacks"][_key(self.callbacks, callback)])
-        for hook in self.hooks.on_load_checkpoint:
-            hook(self, self.module, shared["user"])
-        if loaded.rank_state is not None:
-            self.recorder.load_state_dict(loaded.rank_state["recorder"])
-            restore(loaded.rank_state["rng"])
-        self.last_checkpoint = path
-
-    def load_weights(self, path: str | Path | None) -> None:
-        """Take only the parameters and buffers of a checkpoint."""
-        if path is not None:
-            self.engine.strategy.load_model_state(self.module, self.saver.load(self.saver.find(path)).model)
+    # -- the end ----------------------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
         """Let go of loaders (their worker processes end) and of the model's wrapper."""
         self.engine.release()
         self.call, self.method = self.module.training_step, partial(getattr, self.module)
+        self.saver.close()
         for loader in self.loaders:
             loader.close()
         self.loaders.clear()
@@ -320,8 +232,6 @@ class Run:
         for hook in self.hooks.on_after_backward:
             hook(self, self.module)
 
-    # -- the end ----------------------------------------------------------------------------------------------------------------
-
     def result(self) -> Result:
         """What ``Fit.run`` returns."""
         if self.interrupted:
@@ -332,10 +242,3 @@ class Run:
         epochs, times = self.state.epoch + self.state.epoch_done, self.times
         times.other = max(0.0, time.monotonic() - self._started - times.data - times.compute - times.validation - times.checkpoint)
         return Result(status, self.stop_reason, epochs, self.step, dict(self.metrics), self.best_checkpoint, self.last_checkpoint, times)
-
-
-def _key(callbacks: tuple[Hooked, ...], callback: Hooked) -> str:
-    """A callback's name in checkpoints: its class, numbered among those of the same class."""
-    same = [c for c in callbacks if type(c) is type(callback)]
-    name = type(callback).__qualname__
-    return name if len(same) == 1 else f"{name}.{next(i for i, c in enumerate(same) if c is callback)}"

@@ -1,88 +1,299 @@
-"""Where a run's checkpoints go: one directory a step, written by all ranks together."""
+"""Checkpoints written by all ranks together, while the training goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from engine.checkpoint import store
-from engine.distributed.collectives import gather_object
+from engine.checkpoint import plan
+from engine.checkpoint.files import Record, in_parallel
+from engine.checkpoint.places import place
+from engine.checkpoint.plan import Part
+from engine.checkpoint.staging import Staging
+from engine.checkpoint.state import pack, same_memory
+from engine.checkpoint.store import RANK, SHARED, write_tree
+from engine.checkpoint.tensors import storable, write_tensors
+from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
+from engine.errors import RankError
+from engine.log import logger
+
+Packed = tuple[Any, dict[str, Tensor]]
+
+
+@dataclass
+class Content:
+    """What goes into a checkpoint, as this rank has it. Tensors may be whole, or parts (``DTensor``)."""
+
+    model: Mapping[str, Any]
+    """Parameters and buffers by name, and what ``get_extra_state`` gave; names may be missing that other ranks hold."""
+    optim: Mapping[str, Any]
+    """``{number: state}`` of each optimizer; ``state["state"]`` is by names of parameters, some of which other ranks may hold."""
+    shared: Any
+    """A tree that is the same on all ranks."""
+    own: Any
+    """This rank's tree."""
+    facts: Mapping[str, Any]
+    """What the manifest says besides: small JSON values."""
+    partial: bool = False
+    """Ranks hold tensors of other names; the same on all ranks."""
+
+
+@dataclass
+class _Job:
+    """A checkpoint on its way. Nothing in it changes while the training goes on, but for tensors that are still to be copied."""
+
+    name: str
+    parts: dict[str, Part]
+    trees: dict[str, Packed]
+    facts: Mapping[str, Any]
+    remove: Sequence[str]
+    staging: Staging | None
+    future: Future[None] | None = None
 
 
 class Saver:
-    """Saves under ``root`` as ``step=00000120``; knows which steps it has saved."""
+    """Writes checkpoints of one job to one place.
 
-    def __init__(self, group: Group, root: Path) -> None:
-        self.group, self.root = group, root
-        self._saved: tuple[int, int, int] | None = None
+    Every rank writes its own parts; of what several ranks hold, each writes about the same amount. With ``asynchronous`` the caller waits
+    only until copies are begun: a thread finishes them (:meth:`hold`), writes, and syncs. One checkpoint is written at a time.
+
+    Args:
+        root: a directory, or a URL that fsspec knows.
+    """
+
+    def __init__(self, group: Group, root: str | Path) -> None:
+        self.group, self.place = group, place(root)
+        self.max_failures = 1
+        """So many failures of asynchronous saves in a row are an error; fewer are logged."""
+        self.lost: set[str] = set()
+        """Names of checkpoints that could not be written."""
+        self.kept: set[str] = set()
+        """Names that are not removed whatever retention says: what this run was resumed from."""
+        self.postponed: list[str] = []
+        """Names that are to be removed and could not be yet."""
+        self._failures = 0
+        self._job: _Job | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._side: Group | None = None
+        self._staging: Staging | None = None
+        self._rows: list[plan.Row] | None = None
+        self._swept = False
+        self._mine: set[str] = set()
+
+    # -- saving -----------------------------------------------------------------------------------------------------------------
 
     def save(
-        self, step: int, *, model: dict[str, Tensor], optim: Any, shared: Any, own: Any, manifest: dict[str, Any]
-    ) -> Path:
-        """Write the checkpoint of a step; a collective.
+        self, name: str, content: Content, *, asynchronous: bool = False, remove: Sequence[str] = (), unchanging: bool = True
+    ) -> Path | str:
+        """Write the checkpoint ``name``; all ranks call this together.
 
         Args:
-            model: parameters and buffers by name, the same on all ranks.
-            optim, shared: trees that are the same on all ranks.
-            own: this rank's tree.
-            manifest: readable facts about it.
-        """
-        path = self.root / f"step={step:08d}"
-        state = shared["state"]
-        done = state["epoch_done"]  # the end of an epoch and the start of the next are one place
-        key = (step, state["epoch"] + done, 0 if done else state["whole_batches"])
-        inside = state["batch_idx"] != state["whole_batches"]  # a window: the state at its start is what counts
-        if path.exists() and (key == self._saved or (inside and self._saved is not None and self._saved[0] == step)):
-            return path
-        store.write(
-            path,
-            model=model,
-            optim=optim,
-            shared_state=shared,
-            rank_state=own,
-            rank=self.group.rank,
-            world_size=self.group.world_size,
-            manifest=manifest,
-            agree=self._agree,
-        )
-        self._saved = key
-        return path
+            asynchronous: return when copies are begun; errors are found by :meth:`wait`.
+            remove: checkpoints that are no longer wanted once this one is complete.
+            unchanging: until :meth:`hold`, nobody changes parameters and optimizer states.
 
-    def load(self, path: Path) -> store.Loaded:
-        """Read a checkpoint, verified."""
-        return store.read(path, self.group.rank, self.group.world_size)
-
-    def find(self, resume: str | Path) -> Path:
-        """The checkpoint that ``resume`` means: ``"last"`` (the newest complete one), or a path.
+        Returns:
+            Where it is, or will be.
 
         Raises:
-            FileNotFoundError: there is none.
+            TypeError: something that cannot be stored; the message has its place.
+            OSError: (not ``asynchronous``) the disk is full, a permission is missing, and the like.
+            RankError: another rank failed; the message has its error. No rank has the new checkpoint then, and the earlier ones are as they were.
         """
-        if str(resume) == "last":
-            found = store.latest(self.root)
-            if found is None:
-                raise FileNotFoundError(f"resume='last': no complete checkpoint in {self.root}")
-            return found
-        return Path(resume)
+        self.wait()
+        job, later = self._prepare(name, content, remove)
+        if not asynchronous:
+            self._write(job, self.group)
+            return self.place.path(name)
+        if self._thread is None:
+            # Collectives of another thread need a process group of their own.
+            self._side = self.group.part([list(range(self.group.world_size))]) if self.group.world_size > 1 else self.group
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            self._staging = Staging(self.group.device)
+        assert self._staging is not None
+        copies = self._staging.begin({key: part.tensor for key, part in job.parts.items()}, later if unchanging else set())
+        job.parts = {key: Part(copies[key], part.offsets) for key, part in job.parts.items()}
+        job.trees = {stem: (value, {n: t.detach().cpu().clone() for n, t in tensors.items()}) for stem, (value, tensors) in job.trees.items()}
+        job.staging = self._staging
+        assert self._side is not None
+        job.future = self._thread.submit(self._write, job, self._side)
+        self._job = job
+        return self.place.path(name)
 
-    def remove(self, path: Path) -> None:
-        """Delete a checkpoint (on the main process)."""
+    def hold(self) -> None:
+        """Wait until tensors may change: the copies of the checkpoint on its way are made."""
+        if self._job is not None and self._job.staging is not None:
+            self._job.staging.hold()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the checkpoint on its way.
+
+        Raises:
+            RuntimeError: it could not be written, nor ``max_failures - 1`` before it.
+            TimeoutError: it takes longer than ``timeout`` (s).
+        """
+        job, self._job = self._job, None
+        if job is None or job.future is None:
+            return
+        error = job.future.exception(timeout)
+        if error is None:
+            self._failures = 0
+            return
+        self._failures += 1
+        self.lost.add(job.name)
+        message = f"checkpoint {job.name} was not written: {type(error).__name__}: {error}"
+        if self._failures >= self.max_failures:
+            raise RuntimeError(f"{message} ({self._failures} failure(s) in a row). Earlier checkpoints are as they were") from error
         if self.group.is_main:
-            store.remove(path)
+            logger.error("%s; training goes on (failure %d in a row, %d are an error)", message, self._failures, self.max_failures)
 
-    @staticmethod
-    def readable(values: Mapping[str, Any]) -> dict[str, Any]:
-        """What of ``values`` JSON can say; the rest as text."""
-        plain = (str, int, float, bool, type(None))
-        return {str(k): v if isinstance(v, plain) else repr(v)[:200] for k, v in values.items()}
+    def close(self) -> None:
+        """End the thread and give the buffers' memory back."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+        if self._staging is not None:
+            self._staging.clear()
+        self._thread = self._staging = self._rows = None
 
-    def _agree(self, error: Exception | None) -> Exception | None:
-        if self.group.world_size == 1:
-            return error
-        every = gather_object(self.group, None if error is None else (type(error).__name__, str(error)))
-        first = next((e for e in every if e is not None), None)
-        return error if first is None or error is not None else RuntimeError(f"{first[0]}: {first[1]}")
+    def remove(self, names: Sequence[str]) -> None:
+        """Delete checkpoints (on the main process); one that is in use is tried again later."""
+        if self.group.is_main:
+            wanted = [*self.postponed, *names]
+            self.postponed = [name for name in dict.fromkeys(wanted) if name in self.kept or not self.place.remove(name)]
+
+    def _prepare(self, name: str, content: Content, remove: Sequence[str]) -> tuple[_Job, set[str]]:
+        """All that must be done while nothing changes. The ranks agree that it can be stored, and who writes what.
+
+        Returns:
+            The job, and the names of those of its tensors that only an optimizer step changes.
+        """
+        parts: dict[str, Part] = {}
+        trees: dict[str, Packed] = {}
+        later: set[str] = set()
+        rows: list[plan.Row] = []
+
+        def work() -> bool:
+            tensors, model = split(content.model)
+            optim, states = pack(dict(content.optim), DTensor)
+            pack(dict(content.facts))
+            trees.update({"model/model": (model, {}), "optim/optim": (optim, {}), RANK.format(self.group.rank): pack(content.own)})
+            if self.group.is_main:
+                trees[SHARED] = pack(content.shared)
+            parts.update(plan.parts_of({f"model/{n}": t for n, t in tensors.items()} | {f"optim/{n}": t for n, t in states.items()}))
+            later.update({f"optim/{n}" for n in states}, (f"model/{n}" for n, t in tensors.items() if isinstance(t, nn.Parameter)))
+            rows.extend(plan.rows(parts))
+            return rows == self._rows
+
+        if not all(together(self.group, work)):
+            self._mine, self._rows = plan.deal(gather_json(self.group, rows), self.group.rank), rows
+        joined = {stem: trees.pop(stem)[0] for stem in ("model/model", "optim/optim")}
+        every = gather_json(self.group, joined) if content.partial else [joined]
+        if self.group.is_main:
+            trees |= {stem: (_merged([row[stem] for row in every]), {}) for stem in joined}
+        return _Job(name, {key: part for key, part in parts.items() if key in self._mine}, trees, content.facts, list(remove), None), later
+
+    # -- on the thread that writes ----------------------------------------------------------------------------------------------
+
+    def _write(self, job: _Job, group: Group) -> None:
+        try:
+            if job.staging is not None:
+                job.staging.finish()
+            together(group, lambda: self._begin(job) if group.is_main else None)
+            files = together(group, partial(self._fill, job, group))
+            together(group, lambda: self._seal(job, group, files) if group.is_main else None)
+        except BaseException:
+            self.place.abandon(job.name, group.is_main)
+            raise
+        if job.remove or self.postponed:
+            self.remove(job.remove)
+
+    def _begin(self, job: _Job) -> None:
+        if not self._swept:
+            self._swept = True
+            self.place.sweep()
+        self.place.begin(job.name, True)
+
+    def _fill(self, job: _Job, group: Group) -> dict[str, Record]:
+        if not group.is_main:
+            self.place.begin(job.name, False)
+        folder, rank = self.place.draft(job.name), group.rank
+        works: list[Callable[[], dict[str, Record]]] = []
+        for kind in ("optim", "model"):
+            own = {key.partition("/")[2]: part for key, part in job.parts.items() if key.startswith(f"{kind}/")}
+            if own:
+                works.append(partial(_tensors, folder, f"{kind}/rank={rank:05d}.safetensors", own))
+        works += [partial(write_tree, folder, stem, tree) for stem, tree in job.trees.items()]
+        files = {name: known for found in in_parallel(lambda work: work(), works) for name, known in found.items()}
+        self.place.send(job.name, files)
+        return files
+
+    def _seal(self, job: _Job, group: Group, files: list[dict[str, Record]]) -> None:
+        self.place.seal(job.name, group.world_size, job.facts, {name: known for own in files for name, known in own.items()})
+
+
+def split(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """The tensors of a model's state, each once, and a JSON value: which names share one, and what is no tensor.
+
+    Raises:
+        TypeError: something that cannot be stored.
+    """
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    extra: dict[str, Any] = {}
+    first: dict[Any, str] = {}
+    for name, value in model.items():
+        if not isinstance(value, Tensor):
+            extra[name] = value
+            continue
+        if not storable(value):
+            raise TypeError(
+                f"the model's {name!r} ({value.dtype} on {value.device}) cannot be stored: convert it to a dense tensor of a type that "
+                "safetensors has"
+            )
+        known = first.setdefault(same_memory(value), name)
+        if known == name:
+            tensors[name] = value
+        else:
+            aliases[name] = known
+    packed, found = pack(extra)
+    if found:
+        raise TypeError(f"get_extra_state gave tensors ({sorted(found)[:3]}): register them as buffers")
+    return tensors, {"aliases": aliases, "extra": packed}
+
+
+def together(group: Group, work: Callable[[], Any]) -> list[Any]:
+    """Do a part of a job that may fail on some rank; if it did on one, raise on all. What it gave (JSON) on each rank."""
+    mine: Exception | None = None
+    row: dict[str, Any] = {}
+    try:
+        row = {"value": work()}
+    except Exception as error:
+        mine, row = error, {"error": f"{type(error).__name__}: {error}"}
+    rows = gather_json(group, row)
+    if mine is not None:
+        raise mine
+    for rank, other in enumerate(rows):
+        if "error" in other:
+            raise RankError(f"rank {rank} failed with {other['error']}")
+    return [other["value"] for other in rows]
+
+
+def _tensors(folder: Path, name: str, parts: Mapping[str, Part]) -> dict[str, Record]:
+    tensors = {key: part.tensor for key, part in parts.items()}
+    return {name: write_tensors(folder / name, tensors, {key: part.offsets for key, part in parts.items()})}
+
+
+def _merged(rows: list[Any]) -> Any:
+    """One JSON tree out of those of ranks that hold different names; where they hold the same, rank 0's."""
+    if not all(isinstance(row, dict) for row in rows):
+        return rows[0]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: _merged([row[name] for row in rows if name in row]) for name in names}

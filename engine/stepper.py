@@ -34,6 +34,8 @@ class Stepper:
         self.skipped = False
         """Whether the newest decided step was skipped."""
         self.describe: Callable[[], str] = lambda: ""
+        self.first: Callable[[], None] | None = None
+        """Called once, before the next step."""
         self._ready: dict[int, Tensor | None] = {}
         self._pending: list[tuple[Tensor, Any, list[Then]]] = []
 
@@ -96,6 +98,8 @@ class Stepper:
         """
         if self._pending:
             self.settle()
+        if self.first is not None:
+            self.call_first()
         divisor = self._divisor()
         if self.scaler is None and max_norm is None and max_value is None and self.on_nonfinite is None and divisor is None:
             for optimizer in optimizers:
@@ -107,6 +111,12 @@ class Stepper:
             return
         found = self._finish(optimizers, divisor, max_norm, max_value)
         self._apply(optimizers, found, then)
+
+    def call_first(self) -> None:
+        """Call what waits for the next step; for whoever changes parameters by other means."""
+        function, self.first = self.first, None
+        if function is not None:
+            function()
 
     def _divisor(self) -> Tensor | float | None:
         if self.window.close_whole():
@@ -229,6 +239,7 @@ class OwnedStepper(Stepper):
         then: Then | None = None,
     ) -> None:
         """As :meth:`Stepper.step`."""
+        self.call_first()
         self.norm, applied = self.strategy.step(optimizers, self._divisor(), max_norm, max_value, self.on_nonfinite is not None)
         if not applied and self.on_nonfinite == "raise" and self.scaler is None:
             self._fail()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-from torch import Tensor
+CHUNK = 1 << 24
+"""Bytes that are written and summed at a time: they are still in the processor's cache for the second."""
+THREADS = 2
+"""Files that are checked at a time; a second thread halves the time, more only wait for memory."""
 
-from engine.checkpoint.state import TENSOR_DTYPES, pack, same_memory, unpack
+Record = dict[str, Any]
+"""What a manifest says of a file: ``{"bytes": size, "crc32": checksum}``. CRC-32 finds damage (4 GB/s); it is no defence against an author."""
 
 
 class DamagedCheckpoint(ValueError):
@@ -22,72 +25,64 @@ class DamagedCheckpoint(ValueError):
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a directory's entries, are on the disk."""
+    """Wait until a directory's entries are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems have no fsync for directories; all have it for files.
-        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)):
+        # Some network file systems have no fsync for directories.
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
             raise
     finally:
         os.close(descriptor)
 
 
-def record(path: Path) -> dict[str, Any]:
-    """A file's size in bytes and its SHA-256 (about 1 GB/s)."""
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+def write_file(path: Path, parts: Iterable[Any]) -> Record:
+    """Write a new file out of bytes-like parts, straight from their memory, and wait until it is on the disk. No part is copied."""
+    size, total = 0, 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        for part in parts:
+            view = memoryview(part).cast("B")
+            for low in range(0, len(view), CHUNK):
+                chunk = view[low : low + CHUNK]
+                total = zlib.crc32(chunk, total)
+                while chunk:
+                    chunk = chunk[os.write(descriptor, chunk) :]
+            size += len(view)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return {"bytes": size, "crc32": f"{total:08x}"}
 
 
-def write_json(path: Path, value: Any) -> None:
+def record(path: Path) -> Record:
+    """A file's size and checksum."""
+    size, total, buffer = 0, 0, bytearray(CHUNK // 4)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            total = zlib.crc32(view[:count], total)
+            size += count
+    return {"bytes": size, "crc32": f"{total:08x}"}
+
+
+def write_json(path: Path, value: Any) -> Record:
     """Write and sync a JSON value."""
-    path.write_text(json.dumps(value, allow_nan=False, indent=1), encoding="utf-8")
-    sync(path)
+    return write_file(path, [json.dumps(value, allow_nan=False, indent=1).encode()])
 
 
-def write_tree(stem: Path, tree: Any) -> None:
-    """Write ``<stem>.json`` and, when the tree has tensors, ``<stem>.safetensors``."""
-    value, tensors = pack(tree)
-    write_json(stem.with_name(stem.name + ".json"), value)
-    if tensors:
-        _write_tensors(stem.with_name(stem.name + ".safetensors"), tensors, {})
+def read_json(path: Path) -> Any:
+    """A JSON value; one that cannot be read is a :class:`DamagedCheckpoint`."""
+    return parse_json(path, path.read_bytes())
 
 
-def write_model(path: Path, model: Mapping[str, Tensor]) -> None:
-    """Write named tensors, each memory once; the names that share one stand in the file's metadata.
-
-    Raises:
-        TypeError: something that is no dense tensor of a type that safetensors has.
-    """
-    kept: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    first: dict[Any, str] = {}
-    for name, tensor in model.items():
-        if not isinstance(tensor, Tensor) or tensor.dtype not in TENSOR_DTYPES or tensor.is_meta or tensor.layout != torch.strided:
-            found = f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"the model's {name!r} ({found}) cannot be stored: convert it to a dense tensor of a type that safetensors has")
-        known = first.setdefault(same_memory(tensor), name)
-        if known == name:
-            kept[name] = tensor
-        else:
-            aliases[name] = known
-    _write_tensors(path, kept, {"format": "pt", "aliases": json.dumps(aliases)})
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    from safetensors.torch import save_file
-
-    seen: set[int] = set()
-    ready: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        there = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        storage = there.untyped_storage().data_ptr()
-        # Safetensors refuses different views of one memory: each gets its own.
-        ready[name] = there.clone() if storage in seen else there
-        seen.add(storage)
-    save_file(ready, path, metadata=metadata)
-    sync(path)
+def parse_json(path: Any, text: bytes) -> Any:
+    """What :func:`read_json` gives, of text that came from ``path``."""
+    try:
+        return json.loads(text.decode("utf-8"), parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path} cannot be read as JSON: {error}") from error
 
 
 def inside(directory: Path, name: str) -> Path:
@@ -105,56 +100,31 @@ def inside(directory: Path, name: str) -> Path:
     raise DamagedCheckpoint(f"{directory}: the manifest names the file {name!r}, which leads out of the checkpoint")
 
 
-def read_json(path: Path) -> Any:
-    """A JSON value; one that cannot be read is a :class:`DamagedCheckpoint`."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{path} cannot be read as JSON: {error}") from error
+def verify(directory: Path, files: Mapping[str, Record], names: Sequence[str]) -> None:
+    """Read these files and compare size and checksum with ``files``.
+
+    Raises:
+        DamagedCheckpoint: one is missing, or is not what was written.
+    """
+
+    def check(name: str) -> None:
+        path, expected = inside(directory, name), files[name]
+        try:
+            found = record(path)
+        except FileNotFoundError as error:
+            raise DamagedCheckpoint(f"{directory}: {name} is missing") from error
+        if found != expected:
+            raise DamagedCheckpoint(f"{directory}: {name} is not what was written: found {found}, expected {expected}")
+
+    in_parallel(check, sorted(names, key=lambda name: -int(files[name]["bytes"])))
 
 
-def read_tree(directory: Path, files: Mapping[str, Any], stem: str) -> Any:
-    """What :func:`write_tree` wrote, checked against ``files`` (name -> :func:`record`). Tensors are on the CPU."""
-    value = read_json(_verified(directory, files, f"{stem}.json"))
-    tensors = _read_tensors(directory, files, f"{stem}.safetensors")[0] if f"{stem}.safetensors" in files else {}
-    try:
-        return unpack(value, tensors)
-    except ValueError as error:
-        raise DamagedCheckpoint(f"{directory}: {stem}.json: {error}") from error
-
-
-def read_model(directory: Path, files: Mapping[str, Any], name: str) -> dict[str, Tensor]:
-    """What :func:`write_model` wrote, checked against ``files``. Names that shared a memory have the same tensor."""
-    model, metadata = _read_tensors(directory, files, name)
-    try:
-        for alias, kept in json.loads(metadata.get("aliases", "{}")).items():
-            model[alias] = model[kept]
-    except (ValueError, AttributeError, LookupError, TypeError) as error:
-        raise DamagedCheckpoint(f"{directory}: {name} has unusable aliases: {type(error).__name__}: {error}") from error
-    return model
-
-
-def _read_tensors(directory: Path, files: Mapping[str, Any], name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    from safetensors import SafetensorError, safe_open
-
-    path = _verified(directory, files, name)
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118 (no dict)
-    except SafetensorError as error:
-        raise DamagedCheckpoint(f"{directory}: {name} cannot be read: {error}") from error
-
-
-def _verified(directory: Path, files: Mapping[str, Any], name: str) -> Path:
-    if name not in files:
-        raise DamagedCheckpoint(f"{directory}: the manifest does not list {name}")
-    path = inside(directory, name)
-    found: Any = None
-    with suppress(FileNotFoundError):
-        found = record(path)
-    if found != files[name]:
-        raise DamagedCheckpoint(f"{directory}: {name} is not what was written: found {found}, expected {files[name]}")
-    return path
+def in_parallel(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    """``work`` of each item, a few at a time; the first error is raised when all have ended."""
+    if len(items) < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(min(THREADS, len(items))) as pool:
+        return [future.result() for future in [pool.submit(work, item) for item in items]]
 
 
 def _refuse(constant: str) -> NoReturn:

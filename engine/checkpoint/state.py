@@ -6,20 +6,13 @@ import base64
 import math
 import sys
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-TENSOR_DTYPES = frozenset(
-    getattr(torch, name)
-    for name in (
-        *("float64", "float32", "float16", "bfloat16", "complex64", "bool"),
-        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
-        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
-    )
-)
-"""What safetensors can hold."""
+from engine.checkpoint.tensors import FORMATS
 
 _TAG = "$"  # {"$": kind, ...} stands for what JSON has no form of
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
@@ -30,12 +23,15 @@ _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _POSSIBLE = "possible are dict, list, tuple, set, int, float, str, bool, None, bytes, tensors, and numpy arrays and numbers"
 
 
-def pack(tree: Any) -> tuple[Any, dict[str, Tensor]]:
+def pack(tree: Any, parts: type[Tensor] | None = None) -> tuple[Any, dict[str, Tensor]]:
     """Split ``tree`` into a JSON value and its tensors.
 
     Exact types come back from :func:`unpack`: tuples, sets, bytes, keys of dicts that are no text, infinite and NaN floats,
     numpy arrays and numbers, ``OrderedDict`` and ``Counter``. Parameters come back as plain tensors. A tensor that occurs
     several times is kept once, and comes back as one tensor.
+
+    Args:
+        parts: a class of tensors of which this rank holds a part; taken besides plain ones.
 
     Returns:
         A value that ``json.dumps(..., allow_nan=False)`` takes, and the tensors by name. They are detached but not copied:
@@ -44,12 +40,12 @@ def pack(tree: Any) -> tuple[Any, dict[str, Tensor]]:
     Raises:
         TypeError: a value of another type; the message has its place in the tree.
     """
-    packer = _Packer()
+    packer = _Packer(parts)
     return packer.value(tree, ()), packer.tensors
 
 
-def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The tree that :func:`pack` was given.
+def unpack(value: Any, tensors: Mapping[str, Any]) -> Any:
+    """The tree that :func:`pack` was given, with what ``tensors`` has under their names for its tensors.
 
     Raises:
         ValueError: ``value`` is not of the form that :func:`pack` makes, or names a tensor that ``tensors`` lacks.
@@ -63,7 +59,8 @@ def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
 class _Packer:
     """The tensors found so far, and the values that stand for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: type[Tensor] | None) -> None:
+        self.kinds = {Tensor, torch.nn.Parameter, parts}
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[Any, str] = {}
 
@@ -101,9 +98,9 @@ class _Packer:
         return {_TAG: kind.__name__, "items": pairs}
 
     def _tensor(self, item: Tensor, path: tuple[Any, ...]) -> str:
-        if type(item) not in (Tensor, torch.nn.Parameter) or item.layout != torch.strided or item.is_quantized:
+        if type(item) not in self.kinds or item.layout != torch.strided or item.is_quantized:
             raise TypeError(f"{_place(path)} is a tensor of a special kind ({type(item).__name__}, {item.layout}): make it a dense one")
-        if item.dtype not in TENSOR_DTYPES or item.is_meta:
+        if item.dtype not in FORMATS or item.is_meta:
             raise TypeError(f"{_place(path)} is a tensor of {item.dtype} on {item.device}, which cannot be stored: convert it")
         known = same_memory(item)
         if known not in self._names:
@@ -136,7 +133,7 @@ def _is_key(key: Any) -> bool:
 
 def same_memory(tensor: Tensor) -> Any:
     """A key that is equal for tensors which are the same elements in the same memory, such as tied weights."""
-    if not tensor.numel():
+    if not tensor.numel() or type(tensor) not in (Tensor, torch.nn.Parameter):
         return id(tensor)
     return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
@@ -159,7 +156,7 @@ def _unpackable(item: Any, path: tuple[Any, ...]) -> TypeError:
     return TypeError(f"{_place(path)} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: {fix}; {_POSSIBLE}")
 
 
-def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
+def _unpack(value: Any, tensors: Mapping[str, Any]) -> Any:
     if isinstance(value, list):
         return [_unpack(each, tensors) for each in value]
     if not isinstance(value, dict):

@@ -7,6 +7,7 @@ torch's default group. Alone, nothing is sent or copied.
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Iterable
 from typing import Any
@@ -144,6 +145,16 @@ def gather_object(group: Group, obj: Any) -> list[Any]:
     sent: list[Any] = [None] * group.world_size
     dist.all_gather_object(sent, _packed(obj), group=group.cpu)
     return [_unpacked(item, rank) for rank, item in enumerate(sent)]
+
+
+def gather_json(group: Group, value: Any) -> list[Any]:
+    """Every rank's JSON value, in the order of ranks, on every rank. Nothing is pickled."""
+    if group.cpu is None:
+        return [value]
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = gather_row(group, torch.tensor([mine.numel()])).flatten().tolist()
+    rows = _gather_rows(group, mine, sizes).split(sizes)
+    return [json.loads(row.numpy().tobytes()) for row in rows]
 
 
 def broadcast_object(group: Group, obj: Any, src: int = 0) -> Any:

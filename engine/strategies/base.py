@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from engine.checkpoint.source import Report, Source, own_state, whole
+from engine.checkpoint.tensors import Stored
 from engine.config.schema import Settings
 from engine.distributed.collectives import all_reduce
 from engine.distributed.group import Group
@@ -42,6 +45,8 @@ class Strategy:
     """Whether this rank's losses and logged values count: one does of those that see the same data."""
     random_stream: int = field(default=0, init=False, repr=False)
     """Ranks with the same number draw the same random numbers (of dropout, for example)."""
+    parts_differ: bool = field(default=False, init=False, repr=False)
+    """Whether ranks give tensors of other names in :meth:`model_parts` and :meth:`optimizer_parts`."""
     precision: Precision = field(default=Precision.parse("32-true"), init=False, repr=False)
     """Set by the engine before ``connect``."""
     transform: Callable[[nn.Module], None] = field(default=lambda model: None, init=False, repr=False)
@@ -170,27 +175,45 @@ class Strategy:
         """Clip the norm of these gradients in the coming step."""
         raise NotImplementedError
 
-    # -- checkpoints: the same whatever the strategy, so that each reads what another wrote. All ranks call these together ---------------
+    # -- checkpoints: by names, so that each strategy reads what another wrote ----------------------------------------------------------------
 
-    def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """Whole parameters and buffers by name, on rank 0 (on others whatever is at hand)."""
-        return module.state_dict()
+    def model_parts(self, module: nn.Module) -> dict[str, Any]:
+        """Parameters and buffers by name as this rank holds them: whole, a part (``DTensor``), or not at all. All ranks call this."""
+        return own_state(module)
 
-    def load_model_state(self, module: nn.Module, state: dict[str, Any]) -> None:
-        """Put back what :meth:`model_state` gave on rank 0; every rank has all of it."""
-        module.load_state_dict(state)
+    def load_model(self, module: nn.Module, source: Source, strict: bool = True) -> Report:
+        """Read this rank's part of a checkpoint into the model. All ranks call this.
 
-    def optimizer_state(self, optimizer: Any, module: nn.Module) -> dict[str, Any]:
-        """``optimizer.state_dict()`` with whole tensors, and parameters by their names in ``module`` instead of by numbers, on rank 0."""
+        Raises:
+            ValueError: the checkpoint does not fit, and ``strict`` was asked for.
+        """
+        return source.load_model(module, own_state(module), strict)
+
+    def optimizer_parts(self, optimizer: Any, module: nn.Module) -> dict[str, Any]:
+        """``optimizer.state_dict()`` as this rank holds it, parameters by their names in ``module`` instead of by numbers. All ranks call this."""
         return named_state(optimizer, module)
 
-    def load_optimizer_state(self, optimizer: Any, module: nn.Module, state: dict[str, Any]) -> None:
-        """Put back what :meth:`optimizer_state` gave on rank 0; every rank has all of it. Numbered parameters are taken too.
+    def load_optimizer(self, optimizer: Any, module: nn.Module, state: dict[str, Any], source: Source) -> None:
+        """Put back a state of :meth:`optimizer_parts`' form, whose tensors ``source`` reads. Numbered parameters are taken too.
 
         Raises:
             ValueError: the parameters in a group are not those of the optimizer; names some.
         """
-        optimizer.load_state_dict(numbered_state(optimizer, module, state))
+        numbered = numbered_state(optimizer, module, state)
+        numbers = [i for group in numbered["param_groups"] for i in group["params"]]
+        of = dict(zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
+        entries = {
+            i: source.read_optim(entry, partial(self.part_like, parameter=of[i])) for i, entry in numbered["state"].items() if i in of
+        }
+        optimizer.load_state_dict({**source.read_optim({**numbered, "state": {}}, whole), "state": entries})
+
+    def part_like(self, stored: Stored, parameter: Tensor) -> Tensor:
+        """An empty tensor for this rank's part of an entry of a parameter's optimizer state."""
+        return torch.empty(stored.shape, dtype=stored.dtype, device=parameter.device if stored.shape == parameter.shape else "cpu")
+
+    def model_state(self, module: nn.Module) -> dict[str, Any]:
+        """Whole parameters and buffers by name, on rank 0 (on others whatever is at hand). All ranks call this."""
+        return module.state_dict()
 
 
 @dataclass(kw_only=True)

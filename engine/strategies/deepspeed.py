@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine import gradients
+from engine.checkpoint.source import Report, Source, whole
 from engine.config.schema import Settings
 from engine.distributed.group import Group
 from engine.log import warn_once
 from engine.strategies import deepspeed_config, deepspeed_state
-from engine.strategies.base import Strategy, class_name, spread, sum_over_ranks
+from engine.strategies.base import Strategy, class_name, named_state, numbered_state, spread, sum_over_ranks
 from engine.strategies.deepspeed_config import Asked
 from engine.strategies.deepspeed_model import (
     ELEMENTWISE,
@@ -108,6 +109,7 @@ class DeepSpeed(Strategy):
 
     def connect(self, group: Group) -> None:
         super().connect(group)
+        self.parts_differ = group.world_size > 1
         self._config, self._asked = copy.deepcopy(self._given), None  # the same object may serve several runs
         name, stage = self.precision.name, self.zero_stage
         if importlib.util.find_spec("deepspeed") is None:
@@ -230,10 +232,14 @@ class DeepSpeed(Strategy):
         warm = self._state_before(optimizer, owner) if optimizer.state else None
         self._start(owner, optimizer, trains=True)
         if warm is not None:
-            self.load_optimizer_state(optimizer, owner, warm)
+            found = self._of(optimizer).spread
+            if found is None:
+                optimizer.load_state_dict(numbered_state(optimizer, owner, warm))
+            else:
+                deepspeed_state.load_optimizer(found, owner, warm, lambda value: value)
 
     def _state_before(self, optimizer: Optimizer, model: Driven) -> dict[str, Any]:
-        state = Strategy.optimizer_state(self, optimizer, model)
+        state = named_state(optimizer, model)
         optimizer.state.clear()
         return state
 
@@ -285,7 +291,8 @@ class DeepSpeed(Strategy):
                 dist_init_required=False,
             )
         inner = engine.basic_optimizer if trains else None
-        model.begin(engine, inner, Spread(wrapper, inner, groups) if trains and self.zero_stage else None)
+        share = (self.group.rank, self.group.world_size)
+        model.begin(engine, inner, Spread(wrapper, inner, groups, share) if trains and self.zero_stage else None)
 
     def _complete(self, model: Driven | None) -> dict[str, Any]:
         """The configuration that DeepSpeed is given."""
@@ -366,22 +373,25 @@ class DeepSpeed(Strategy):
         first = {id(p) for p in module.parameters()}
         return next((m.spread for m in self._models if m.spread is not None and not first.isdisjoint(m.spread.managed)), None)
 
-    def model_state(self, module: nn.Module) -> dict[str, Any]:
-        return deepspeed_state.model_state(module, self._spread(module), self.group.is_main)
+    def model_parts(self, module: nn.Module) -> dict[str, Any]:
+        ranks, rank = self.group.world_size, self.group.rank
+        return deepspeed_state.model_state(module, self._spread(module), lambda number: number % ranks == rank)
 
-    def load_model_state(self, module: nn.Module, state: dict[str, Any]) -> None:
-        deepspeed_state.load_model_state(module, self._spread(module), state)
+    def load_model(self, module: nn.Module, source: Source, strict: bool = True) -> Report:
+        return deepspeed_state.load_model(module, self._spread(module), source, strict)
 
-    def optimizer_state(self, optimizer: Any, module: nn.Module) -> dict[str, Any]:
-        found = self._of(optimizer).spread
-        return super().optimizer_state(optimizer, module) if found is None else deepspeed_state.optimizer_state(found, module)
+    def optimizer_parts(self, optimizer: Any, module: nn.Module) -> dict[str, Any]:
+        return named_state(self._of(optimizer).spread or optimizer, module)
 
-    def load_optimizer_state(self, optimizer: Any, module: nn.Module, state: dict[str, Any]) -> None:
+    def load_optimizer(self, optimizer: Any, module: nn.Module, state: dict[str, Any], source: Source) -> None:
         found = self._of(optimizer).spread
         if found is None:
-            super().load_optimizer_state(optimizer, module, state)
+            super().load_optimizer(optimizer, module, state, source)
         else:
-            deepspeed_state.load_optimizer_state(found, module, state)
+            deepspeed_state.load_optimizer(found, module, state, lambda value: source.read_optim(value, whole))
+
+    def model_state(self, module: nn.Module) -> dict[str, Any]:
+        return deepspeed_state.model_state(module, self._spread(module), lambda number: self.group.is_main)
 
 
 stage_0, stage_1, stage_2, stage_3 = (partial(DeepSpeed, stage=stage) for stage in range(4))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.strategies.base import named_state, numbered_state
+from engine.checkpoint.source import Report, Source, whole
+from engine.strategies.base import numbered_state
 
 
 class Spread:
@@ -19,10 +20,11 @@ class Spread:
         wrapper: DeepSpeed's optimizer of stage 1, 2 or 3.
         optimizer: the one inside of it, which the user or the configuration gave.
         groups: the parameters of each of its groups, before DeepSpeed put flat parts in their place.
+        share: this rank and the number of ranks, among which what is read whole is divided.
     """
 
-    def __init__(self, wrapper: Any, optimizer: Any, groups: Sequence[Sequence[Tensor]]) -> None:
-        self.wrapper, self.optimizer, self.groups = wrapper, optimizer, groups
+    def __init__(self, wrapper: Any, optimizer: Any, groups: Sequence[Sequence[Tensor]], share: tuple[int, int]) -> None:
+        self.wrapper, self.optimizer, self.groups, self.share = wrapper, optimizer, groups, share
         self.managed = {id(p) for group in groups for p in group if p.requires_grad}
 
     def flat(self, group: int, parameter: Any) -> Tensor:
@@ -78,120 +80,125 @@ class Spread:
         return [{**group, "params": list(own)} for group, own in zip(self.optimizer.param_groups, self.groups, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Whole tensors; a collective."""
+        """Whole tensors of every ``share``-th parameter; a collective."""
         self._link()
         entries: dict[int, dict[str, Any]] = {}
         for number, group, parameter in self.numbered():
             flat = self.flat(group, parameter)
-            found = self.optimizer.state.get(flat, {})
-            if found:
-                split = {key for key, value in found.items() if isinstance(value, Tensor) and value.shape == flat.shape}
-                entries[number] = {
-                    key: self.read(parameter, key).cpu() if key in split else value.clone() if isinstance(value, Tensor) else value
-                    for key, value in found.items()
-                }
-        first, groups = 0, []
-        for group_, own in zip(self.optimizer.param_groups, self.groups, strict=True):
-            groups.append({**group_, "params": list(range(first, first + len(own)))})
-            first += len(own)
-        return {"state": entries, "param_groups": groups}
+            found, mine = self.optimizer.state.get(flat, {}), number % self.share[1] == self.share[0]
+            entry: dict[str, Any] = {}
+            for key, value in found.items():
+                if isinstance(value, Tensor):
+                    value = self.read(parameter, key) if value.shape == flat.shape else value  # all ranks read, one keeps it
+                entry[key] = value.cpu().clone() if mine and isinstance(value, Tensor) else value
+            if entry and mine:
+                entries[number] = entry
+        return {"state": entries, "param_groups": self.numbered_groups()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what :meth:`state_dict`, or that of a plain optimizer, gave; every rank has all of it."""
+    def numbered_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups, parameters by numbers."""
+        first, groups = 0, []
+        for group, own in zip(self.optimizer.param_groups, self.groups, strict=True):
+            groups.append({**group, "params": list(range(first, first + len(own)))})
+            first += len(own)
+        return groups
+
+    def load_state_dict(self, state: Mapping[str, Any], read: Callable[[Any], Any]) -> None:
+        """Put back what :meth:`state_dict` of all ranks, or that of a plain optimizer, gave.
+
+        Args:
+            read: a value of an entry with its tensor in memory, whole; called for one at a time.
+        """
         for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         parameters = [(group, p, state["state"][i]) for i, group, p in self.numbered() if i in state["state"]]
         for index, parameter, entry in parameters:
             flat = self.flat(index, parameter)
             for key, value in entry.items():
-                if _like(value, parameter):
-                    if key not in self.optimizer.state[flat]:
-                        self.optimizer.state[flat][key] = torch.zeros_like(flat, requires_grad=False)
-                else:
-                    self.optimizer.state[flat][key] = value.clone() if isinstance(value, Tensor) else value
+                if not _like(value, parameter):
+                    self.optimizer.state[flat][key] = read(value)
+                elif key not in self.optimizer.state[flat]:
+                    self.optimizer.state[flat][key] = torch.zeros_like(flat, requires_grad=False)
         self._link()
         for _, parameter, entry in parameters:
             for key, value in entry.items():
                 if _like(value, parameter):
-                    self.write(parameter, value, key)
+                    self.write(parameter, read(value), key)
 
 
 def _like(value: Any, parameter: Any) -> bool:
     """Whether a state entry has one number for each of the parameter's."""
-    return isinstance(value, Tensor) and value.shape == getattr(parameter, "ds_shape", parameter.shape) and value.ndim > 0
+    shape = getattr(value, "shape", ())
+    return len(shape) > 0 and shape == getattr(parameter, "ds_shape", parameter.shape)
 
 
-def optimizer_state(spread: Spread, module: nn.Module) -> dict[str, Any]:
-    """With names for numbers; a collective."""
-    return named_state(spread, module)
-
-
-def load_optimizer_state(spread: Spread, module: nn.Module, state: dict[str, Any]) -> None:
-    """Names or numbers."""
-    spread.load_state_dict(numbered_state(_Numbers(spread), module, state))
+def load_optimizer(spread: Spread, module: nn.Module, state: dict[str, Any], read: Callable[[Any], Any]) -> None:
+    """A state by names or by numbers of parameters; ``read`` as of :meth:`Spread.load_state_dict`."""
+    spread.load_state_dict(numbered_state(_Numbers(spread), module, state), read)
 
 
 class _Numbers:
     """What ``numbered_state`` asks of an optimizer, without gathering anything."""
 
     def __init__(self, spread: Spread) -> None:
-        self.param_groups = spread.param_groups
-        self._groups: list[dict[str, Any]] = []
-        first = 0
-        for group in spread.param_groups:
-            self._groups.append({**group, "params": list(range(first, first + len(group["params"])))})
-            first += len(group["params"])
+        self.param_groups, self._groups = spread.param_groups, spread.numbered_groups()
 
     def state_dict(self) -> dict[str, Any]:
         return {"state": {}, "param_groups": self._groups}
 
 
-def model_state(module: nn.Module, spread: Spread | None, keep: bool) -> dict[str, Any]:
+def model_state(module: nn.Module, spread: Spread | None, mine: Callable[[int], bool]) -> dict[str, Any]:
     """Whole parameters and buffers on the CPU; a collective. Parameters that are trained in half precision are their fp32 master copies.
 
     Args:
-        keep: whether this rank wants the result (others get ``{}``): only one tensor at a time is whole on the others.
+        mine: whether this rank wants the tensor of that number: only one at a time is whole on the others.
     """
     found: dict[str, Any] = {}
-    known: dict[int, Tensor] = {}
+    known: dict[int, Tensor | None] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):  # what get_extra_state gave
             found[name] = tensor
             continue
         if id(tensor) not in known:
-            whole = spread.read(tensor) if spread is not None and id(tensor) in spread.managed else _gathered(tensor)
-            known[id(tensor)] = whole.cpu() if keep else whole.new_empty(0)
-        if keep:
-            found[name] = known[id(tensor)]
+            full = spread.read(tensor) if spread is not None and id(tensor) in spread.managed else _gathered(tensor)
+            known[id(tensor)] = full.cpu() if mine(len(known)) else None
+        kept = known[id(tensor)]
+        if kept is not None:
+            found[name] = kept
     return found
 
 
-def load_model_state(module: nn.Module, spread: Spread | None, state: Mapping[str, Any]) -> None:
-    """Put whole tensors, which every rank has, back into parameters, master copies and buffers.
+def load_model(module: nn.Module, spread: Spread | None, source: Source, strict: bool) -> Report:
+    """Read whole tensors, one after another, into parameters, master copies and buffers.
 
     Raises:
         ValueError: names that are missing or too many.
     """
     own = module.state_dict(keep_vars=True)
-    if own.keys() != state.keys():
-        missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-        raise ValueError(f"the saved model does not fit {type(module).__name__}: missing {missing[:5]}, unexpected {unexpected[:5]}")
+    shapes = {name: torch.empty(t.ds_shape, device="meta") if hasattr(t, "ds_shape") else t for name, t in own.items()}
+    report = source.check(module, shapes, strict)
+    wrong = {text.split(" ")[0] for text in report.other_shapes}
     done: set[int] = set()
     with torch.no_grad():
         for name, tensor in own.items():
-            if id(tensor) in done or not isinstance(tensor, Tensor):
+            if id(tensor) in done or not isinstance(tensor, Tensor) or name not in source or name in wrong:
                 continue
             done.add(id(tensor))
+            full = whole(source.stored(name))
+            source.read_model({name: full})
             if hasattr(tensor, "ds_id"):
                 import deepspeed
 
                 with deepspeed.zero.GatheredParameters([tensor], modifier_rank=0):
                     if torch.distributed.get_rank() == 0:
-                        tensor.copy_(state[name])
+                        tensor.copy_(full)
             else:
-                tensor.copy_(state[name])
+                tensor.copy_(full)
             if spread is not None and id(tensor) in spread.managed:
-                spread.write(tensor, state[name].to(tensor.device))
+                spread.write(tensor, full.to(tensor.device))
+    if source.extra:
+        module.load_state_dict({name: value for name, value in source.extra.items() if name in own}, strict=False)
+    return report
 
 
 def _gathered(tensor: Tensor) -> Tensor:

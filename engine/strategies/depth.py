@@ -29,6 +29,7 @@ class Depth:
         self.away: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """Parameters of other ranks' stages, on the meta device."""
         self._groups: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._elsewhere: list[nn.Module] = []
 
     def cut(self, model: nn.Module, parts: list[list[nn.Module]], group: Group, settle: Callable[[nn.Module], None], now: Any, replaced: Any) -> None:
         """Keep this rank's stages of ``parts``; the other parameters go to the meta device, one part after another.
@@ -50,6 +51,7 @@ class Depth:
                 found = _column(group, pipeline.size, sorted(ranks))
                 if found is not None and parameter.requires_grad:
                     self.tied.append((parameter, found, len(ranks)))
+        self._elsewhere = [part for index, stage in enumerate(parts) if pipeline.owner(index) != pipeline.rank for part in stage]
         pipeline.build(parts)
         for stage in parts:
             for part in stage:
@@ -113,6 +115,12 @@ class Depth:
 
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
 
+    def own(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What of the model's state this rank saves: all but what is in other ranks' stages only."""
+        here = {id(t) for stage in self.pipeline.modules.values() for t in (*stage.parameters(), *stage.buffers())}
+        there = {id(t) for part in self._elsewhere for t in (*part.parameters(), *part.buffers())} - here
+        return {name: value for name, value in state.items() if id(value) not in there}
+
     def joined_model(self, group: Group, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         """All stages' parameters and buffers, in the model's order, on rank 0."""
         own = {id(t) for stage in self.pipeline.modules.values() for t in (*stage.parameters(), *stage.buffers())}
@@ -121,22 +129,10 @@ class Depth:
         merged = {name: value for row in rows for name, value in row.items()}
         return {name: merged.get(name, state.get(name)) for name in here} if group.is_main else {}
 
-    def load_model(self, module: nn.Module, state: dict[str, Any], part: Callable[[Any, Any], Any]) -> None:
-        """Take what is here out of a whole state."""
-        here = module.state_dict(keep_vars=True)
-        missing, unexpected = sorted(here.keys() - state.keys()), sorted(state.keys() - here.keys())
-        if missing or unexpected:
-            raise RuntimeError(f"the saved state does not fit {type(module).__name__}: missing {missing[:5]}, unexpected {unexpected[:5]}")
-        module.load_state_dict({name: part(state[name], like) for name, like in here.items() if not like.is_meta}, strict=False)
-
-    def joined_optimizer(self, group: Group, optimizer: Any, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-        """All stages' states, on rank 0."""
-        rows = self._gathered(group, state.get("state", {}))
-        if not group.is_main:
-            return {}
-        merged = {name: value for row in rows for name, value in row.items()}
+    def with_all_names(self, optimizer: Any, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """An optimizer's state with the parameters of all stages in its groups."""
         groups = [{**g, "params": names} for g, names in zip(state["param_groups"], self._named(optimizer, module), strict=True)]
-        return {**state, "state": merged, "param_groups": groups}
+        return {**state, "param_groups": groups}
 
     def own_part(self, optimizer: Any, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         """What of a whole state is for this rank."""

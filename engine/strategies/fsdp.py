@@ -17,12 +17,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from engine.checkpoint.source import Source, own_state
+from engine.checkpoint.tensors import Stored
 from engine.distributed.collectives import all_reduce
 from engine.distributed.group import Group
 from engine.distributed.mesh import degrees, make_mesh
 from engine.log import warn_once
 from engine.strategies import deferred, shards
-from engine.strategies.base import Strategy, class_name, named_state, numbered_state, spread, sum_over_ranks
+from engine.strategies.base import Strategy, class_name, spread, sum_over_ranks
 from engine.transforms import blocks, float8
 
 
@@ -277,31 +279,22 @@ class FSDP(Strategy):
 
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
 
+    def part_like(self, stored: Stored, parameter: Tensor) -> Tensor:
+        if shards.is_sharded(parameter) and stored.shape == parameter.shape:
+            return torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)
+        return super().part_like(stored, parameter)
+
+    def optimizer_parts(self, optimizer: Any, module: nn.Module) -> dict[str, Any]:
+        own_state(module)
+        return super().optimizer_parts(optimizer, module)
+
+    def load_optimizer(self, optimizer: Any, module: nn.Module, state: dict[str, Any], source: Source) -> None:
+        own_state(module)
+        super().load_optimizer(optimizer, module, state, source)
+
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        return self._whole(_own_state(module))
-
-    def load_model_state(self, module: nn.Module, state: dict[str, Any]) -> None:
-        own = _own_state(module)
-        module.load_state_dict({name: shards.part(value, own.get(name)) for name, value in state.items()})
-
-    def optimizer_state(self, optimizer: Any, module: nn.Module) -> dict[str, Any]:
-        _own_state(module)
-        return self._whole(named_state(optimizer, module))
-
-    def load_optimizer_state(self, optimizer: Any, module: nn.Module, state: dict[str, Any]) -> None:
-        _own_state(module)
-        state = numbered_state(optimizer, module, state)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        numbers = [i for group in state["param_groups"] for i in group["params"]]
-        of = dict(zip(numbers, parameters, strict=True))
-        entries = {i: {key: shards.part(value, of[i]) for key, value in entry.items()} for i, entry in state["state"].items()}
-        optimizer.load_state_dict({**state, "state": entries})
+        return self._whole(own_state(module))
 
     def _whole(self, tree: dict[str, Any]) -> dict[str, Any]:
         whole: dict[str, Any] = shards.whole(self.group, tree, self.group.is_main)
         return whole
-
-
-def _own_state(module: nn.Module) -> dict[str, Any]:
-    """The module's state with its parameters themselves; whatever was still gathered from a forward pass is freed by it."""
-    return dict(module.state_dict(keep_vars=True))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
+from engine.checkpoint.source import Source
 from engine.distributed.group import Group
 from engine.distributed.mesh import data_group
 from engine.errors import nearest
@@ -99,7 +100,7 @@ class MeshParallel(FSDP):
                 f"MeshParallel(cp={self.cp}): context parallel is not supported. On the CPU torch has no backward pass for it, on CUDA it has not "
                 "been tried here; use tp with sequence_parallel to spread long sequences"
             )
-        self.pipelined = pp > 1
+        self.pipelined = self.parts_differ = pp > 1
         self.compiles_whole = "its parts are on several ranks, and no rank runs the whole" if pp > 1 else None
         self.data_group = data_group(group, self._sizes)
         stage = group.rank // (group.world_size // pp)
@@ -197,18 +198,16 @@ class MeshParallel(FSDP):
         state = super().model_state(module)
         return state if self._depth is None else self._depth.joined_model(self.group, module, state)
 
-    def load_model_state(self, module: nn.Module, state: dict[str, Any]) -> None:
-        if self._depth is None:
-            super().load_model_state(module, state)
-        else:
-            self._depth.load_model(module, state, shards.part)
+    def model_parts(self, module: nn.Module) -> dict[str, Any]:
+        state = super().model_parts(module)
+        return state if self._depth is None else self._depth.own(state)
 
-    def optimizer_state(self, optimizer: Any, module: nn.Module) -> dict[str, Any]:
-        state = super().optimizer_state(optimizer, module)
-        return state if self._depth is None else self._depth.joined_optimizer(self.group, optimizer, module, state)
+    def optimizer_parts(self, optimizer: Any, module: nn.Module) -> dict[str, Any]:
+        state = super().optimizer_parts(optimizer, module)
+        return state if self._depth is None else self._depth.with_all_names(optimizer, module, state)
 
-    def load_optimizer_state(self, optimizer: Any, module: nn.Module, state: dict[str, Any]) -> None:
-        super().load_optimizer_state(optimizer, module, state if self._depth is None else self._depth.own_part(optimizer, module, state))
+    def load_optimizer(self, optimizer: Any, module: nn.Module, state: dict[str, Any], source: Source) -> None:
+        super().load_optimizer(optimizer, module, state if self._depth is None else self._depth.own_part(optimizer, module, state), source)
 
 
 def tensor_parallel_only() -> MeshParallel:

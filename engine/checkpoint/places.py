@@ -1,0 +1,229 @@
+"""Where checkpoints lie: a directory, or a place that fsspec reaches (``s3://``, ``gs://``, ``memory://``, ...)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from engine.checkpoint import store
+from engine.checkpoint.files import DamagedCheckpoint, Record, inside, parse_json
+from engine.checkpoint.store import FOLDERS, MANIFEST
+
+
+class Place(Protocol):
+    """A directory of checkpoints. Paths are what users are told, and what ``resume`` takes."""
+
+    root: str
+    shared: bool
+    """Whether all ranks read the same files, rather than copies of their own."""
+
+    def path(self, name: str) -> Path | str:
+        """Of the checkpoint of that name."""
+
+    def begin(self, name: str, first: bool) -> None:
+        """Ready a draft; every rank calls it, ``first`` (one of them) before the others."""
+
+    def draft(self, name: str) -> Path:
+        """The directory into which this rank writes its files."""
+
+    def send(self, name: str, files: Iterable[str]) -> None:
+        """This rank has written these files."""
+
+    def seal(self, name: str, world_size: int, facts: Mapping[str, Any], files: Mapping[str, Record]) -> None:
+        """All have written: make the draft a checkpoint; one rank calls it."""
+
+    def abandon(self, name: str, first: bool) -> None:
+        """Leave nothing of the draft."""
+
+    def manifests(self) -> dict[str, dict[str, Any]]:
+        """Of the complete checkpoints by name, oldest first."""
+
+    def fetch(self, name: str) -> Path:
+        """A local directory with the checkpoint's files."""
+
+    def remove(self, name: str) -> bool:
+        """As :func:`engine.checkpoint.store.remove`."""
+
+    def sweep(self) -> None:
+        """Delete what runs that were killed left."""
+
+
+def place(root: str | Path) -> Place:
+    """The place that a path or a URL names."""
+    return Remote(str(root)) if "://" in str(root) else Local(Path(root))
+
+
+def split(path: str | Path) -> tuple[Place, str]:
+    """The place and the name of a checkpoint, from its path or URL."""
+    if "://" in str(path):
+        root, _, name = str(path).rstrip("/").rpartition("/")
+        return Remote(root), name
+    local = Path(path)
+    return Local(local.parent), local.name
+
+
+class Local:
+    """A directory that all ranks share."""
+
+    shared = True
+
+    def __init__(self, root: Path) -> None:
+        self.directory, self.root = root, str(root)
+
+    def path(self, name: str) -> Path:
+        return self.directory / name
+
+    def draft(self, name: str) -> Path:
+        return store.draft(self.path(name))
+
+    def begin(self, name: str, first: bool) -> None:
+        if first:
+            store.begin(self.path(name))
+
+    def send(self, name: str, files: Iterable[str]) -> None:
+        """They are where they belong."""
+
+    def seal(self, name: str, world_size: int, facts: Mapping[str, Any], files: Mapping[str, Record]) -> None:
+        store.seal(self.path(name), world_size, facts, files)
+
+    def abandon(self, name: str, first: bool) -> None:
+        if first:
+            shutil.rmtree(self.draft(name), ignore_errors=True)
+
+    def manifests(self) -> dict[str, dict[str, Any]]:
+        return {path.name: store.read_manifest(path) for path in store.list_checkpoints(self.directory)}
+
+    def fetch(self, name: str) -> Path:
+        return self.path(name)
+
+    def remove(self, name: str) -> bool:
+        return store.remove(self.path(name))
+
+    def sweep(self) -> None:
+        store.sweep(self.directory)
+
+
+class Remote:
+    """A place without rename: what has a manifest is complete, and the manifest is sent last. Drafts and what is read lie in local copies.
+
+    Raises:
+        ValueError: fsspec does not know the protocol, or its package is missing; the message says which.
+    """
+
+    shared = False
+
+    def __init__(self, root: str) -> None:
+        import fsspec
+
+        self.root = root.rstrip("/")
+        try:
+            self.files, self._inside = fsspec.core.url_to_fs(self.root)
+        except (ValueError, ImportError) as error:
+            raise ValueError(f"{root}: {error}") from error
+        self._drafts: dict[str, Path] = {}
+        self._copies = tempfile.TemporaryDirectory(prefix="checkpoints-")
+
+    def path(self, name: str) -> str:
+        return f"{self.root}/{name}"
+
+    def _at(self, name: str) -> str:
+        return f"{self._inside}/{name}"
+
+    def draft(self, name: str) -> Path:
+        return self._drafts[name]
+
+    def begin(self, name: str, first: bool) -> None:
+        if first and self.files.exists(self._at(name)):
+            if not self.files.exists(self._at(f"{name}/{MANIFEST}")) and not self._remains(name):
+                raise FileExistsError(f"{self.path(name)} exists and is no checkpoint ({MANIFEST} is missing): choose another place")
+            self._delete(name)
+        self._drafts[name] = Path(tempfile.mkdtemp(dir=self._copies.name))
+        for folder in FOLDERS:
+            (self._drafts[name] / folder).mkdir()
+
+    def send(self, name: str, files: Iterable[str]) -> None:
+        for file in files:
+            target = self._at(f"{name}/{file}")
+            self.files.makedirs(target.rpartition("/")[0], exist_ok=True)
+            self.files.put_file(str(self._drafts[name] / file), target)
+
+    def seal(self, name: str, world_size: int, facts: Mapping[str, Any], files: Mapping[str, Record]) -> None:
+        manifest = store.manifest_of(world_size, facts, files)
+        for file, known in files.items():
+            found = self.files.size(self._at(f"{name}/{file}"))
+            if found != known["bytes"]:
+                raise OSError(f"{self.path(name)}/{file} has {found} bytes after sending, and {known['bytes']} were written")
+        self.files.pipe_file(self._at(f"{name}/{MANIFEST}"), json.dumps(manifest, allow_nan=False, indent=1).encode())
+        self._drop(name)
+
+    def abandon(self, name: str, first: bool) -> None:
+        self._drop(name)
+        if first:
+            with suppress(Exception):  # the error that led here is the one to be told
+                if not self.files.exists(self._at(f"{name}/{MANIFEST}")):
+                    self._delete(name)
+
+    def manifests(self) -> dict[str, dict[str, Any]]:
+        found: list[tuple[float, str, dict[str, Any]]] = []
+        for name in self._names():
+            with suppress(DamagedCheckpoint, FileNotFoundError):
+                manifest = self._manifest(name)
+                sizes = {path: entry["size"] for path, entry in self.files.find(self._at(name), detail=True).items()}
+                if all(sizes.get(self._at(f"{name}/{file}")) == known["bytes"] for file, known in manifest["files"].items()):
+                    found.append((manifest["saved_at"], name, manifest))
+        return {name: manifest for _, name, manifest in sorted(found, key=lambda entry: entry[:2])}
+
+    def fetch(self, name: str) -> Path:
+        target = Path(self._copies.name) / name
+        if not (target / MANIFEST).exists():
+            for file in [*self._manifest(name)["files"], MANIFEST]:
+                path = inside(target, file)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self.files.get_file(self._at(f"{name}/{file}"), str(path))
+        return target
+
+    def remove(self, name: str) -> bool:
+        if not any(other != name for other in self.manifests()):
+            return False
+        with suppress(FileNotFoundError):
+            self.files.rm_file(self._at(f"{name}/{MANIFEST}"))
+        self._delete(name)
+        return True
+
+    def sweep(self) -> None:
+        for name in self._names():
+            if not self.files.exists(self._at(f"{name}/{MANIFEST}")) and self._remains(name):
+                self._delete(name)
+
+    def _names(self) -> list[str]:
+        try:
+            entries = self.files.ls(self._inside, detail=True)
+        except FileNotFoundError:
+            return []
+        return [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"]
+
+    def _remains(self, name: str) -> bool:
+        """Of a checkpoint that was being written or removed: its state is there, whose name nobody else gives."""
+        return any(path.rpartition("/")[2].startswith("rank=") for path in self.files.find(self._at(name)))
+
+    def _manifest(self, name: str) -> dict[str, Any]:
+        try:
+            text = self.files.cat_file(self._at(f"{name}/{MANIFEST}"))
+        except FileNotFoundError as error:
+            there = ", ".join(self.manifests()) or "none"
+            raise FileNotFoundError(
+                f"{self.path(name)} holds no complete checkpoint ({MANIFEST} is missing); complete ones beside it: {there}"
+            ) from error
+        return store.check_manifest(self.path(name), parse_json(self.path(name), text))
+
+    def _delete(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self.files.rm(self._at(name), recursive=True)
+
+    def _drop(self, name: str) -> None:
+        shutil.rmtree(self._drafts.pop(name, self._copies.name + "/none"), ignore_errors=True)

@@ -1,0 +1,66 @@
+"""Which rank writes which part of which tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner
+
+
+class Part(NamedTuple):
+    """What this rank holds of a tensor."""
+
+    tensor: Tensor
+    """Shares the memory of the original, on its device."""
+    offsets: tuple[int, ...]
+    """Where in the whole tensor it begins."""
+
+
+Row = tuple[str, tuple[int, ...], int]
+"""Name, offsets, bytes."""
+
+
+def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+    """What this rank holds of each tensor that is not empty here (``DTensor``: its own part; others: all)."""
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), is_coordinator=True)
+    found: dict[str, Part] = {}
+    for item in planner.create_local_plan().items:
+        assert item.tensor_data is not None
+        chunk = item.tensor_data.chunk
+        if prod(chunk.sizes) or not prod(item.tensor_data.size):
+            local = planner.resolve_data(item)
+            assert isinstance(local, Tensor)
+            found[item.index.fqn] = Part(local, tuple(chunk.offsets))
+    return found
+
+
+def rows(parts: Mapping[str, Part]) -> list[Row]:
+    """What the other ranks need to know of these parts."""
+    return [(name, part.offsets, part.tensor.numel() * part.tensor.element_size()) for name, part in parts.items()]
+
+
+def deal(every: list[Any], rank: int) -> set[str]:
+    """The names whose part this rank writes. Of ranks that hold the same part, the one that has least to write takes it.
+
+    Args:
+        every: the :func:`rows` of each rank; all ranks come to the same answer.
+    """
+    holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
+    for holder, own in enumerate(every):
+        for name, offsets, size in own:
+            key = (name, tuple(offsets))
+            holders.setdefault(key, []).append(holder)
+            sizes[key] = size
+    load = [0] * len(every)
+    mine: set[str] = set()
+    for key in sorted(holders, key=lambda key: -sizes[key]):  # the large ones first: the loads come out more even
+        writer = min(holders[key], key=lambda holder: load[holder])
+        load[writer] += sizes[key]
+        if writer == rank:
+            mine.add(key[0])
+    return mine

@@ -1,0 +1,143 @@
+"""Tensors in safetensors files: whole ones, and parts of tensors that several ranks hold together.
+
+The files are those of ``torch.distributed.checkpoint``'s Hugging Face storage: each says in its metadata where in the whole tensors
+its parts lie, so any number of ranks reads what any other number wrote, and ``safetensors`` alone reads what one rank wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, HuggingFaceStorageReader, load
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from engine.checkpoint.files import DamagedCheckpoint, Record, write_file
+
+FORMATS: dict[torch.dtype, str] = {
+    getattr(torch, name): short
+    for name, short in (
+        *(("float64", "F64"), ("float32", "F32"), ("float16", "F16"), ("bfloat16", "BF16"), ("complex64", "C64"), ("bool", "BOOL")),
+        *(("int64", "I64"), ("int32", "I32"), ("int16", "I16"), ("int8", "I8")),
+        *(("uint64", "U64"), ("uint32", "U32"), ("uint16", "U16"), ("uint8", "U8")),
+        *(("float8_e4m3fn", "F8_E4M3"), ("float8_e5m2", "F8_E5M2"), ("float8_e4m3fnuz", "F8_E4M3FNUZ"), ("float8_e5m2fnuz", "F8_E5M2FNUZ")),
+    )
+}
+"""What safetensors can hold, and its names for them."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that is in a checkpoint's files and has not been read."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def storable(tensor: Any) -> bool:
+    """Whether safetensors can hold it: a dense tensor with memory, of one of its formats."""
+    return isinstance(tensor, Tensor) and tensor.dtype in FORMATS and not tensor.is_meta and tensor.layout == torch.strided
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], offsets: Mapping[str, Sequence[int]] | None = None) -> Record:
+    """Write one file and wait until it is on the disk. Tensors of a device are copied to the host one at a time.
+
+    torch's and safetensors' own writers first put the whole file together in memory, and hold the interpreter while they do; this one
+    writes from the tensors' memory, with the checksum on the way, and lets other threads run.
+
+    Args:
+        offsets: where in the whole tensor each one begins; by default they are whole.
+    """
+    # Large elements first: every tensor then begins at a multiple of its element's size.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    if offsets is not None:
+        where = {name: {"saved_offsets": list(offsets[name])} for name, _ in ordered}
+        header["__metadata__"] |= {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(where)}
+    low = 0
+    for name, tensor in ordered:
+        high = low + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": FORMATS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [low, high]}
+        low = high
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return write_file(path, (part for parts in ([len(text).to_bytes(8, "little"), text], map(_bytes, (t for _, t in ordered))) for part in parts))
+
+
+def _bytes(tensor: Tensor) -> Any:
+    here = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return here.reshape(-1).view(torch.uint8).numpy() if here.numel() else b""
+
+
+class TensorFiles(HuggingFaceStorageReader):
+    """The tensors of one directory of a checkpoint: what there is, and how any part of it gets into memory.
+
+    Raises:
+        DamagedCheckpoint: a file is no safetensors file, or parts of a tensor are missing.
+    """
+
+    def __init__(self, directory: Path, any_files: bool = True) -> None:
+        self.directory = directory
+        super().__init__(str(directory), thread_count=2)
+        self._metadata = _checked(directory, lambda: super(TensorFiles, self).read_metadata()) if any_files else Metadata({})
+        self.stored: dict[str, Stored] = {}
+        """By name."""
+        for name, entry in self._metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata)  # the other kind is pickled, and never written here
+            if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
+                raise DamagedCheckpoint(f"{directory}: parts of {name!r} are missing")
+            self.stored[name] = Stored(name, entry.size, entry.properties.dtype)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    def read_into(self, targets: Mapping[str, Tensor]) -> None:
+        """Fill tensors by name, whole ones or this rank's parts (``DTensor``), on any device. No other rank is asked.
+
+        Raises:
+            ValueError: a name is not there, or has another shape.
+        """
+        for name, target in targets.items():
+            known = self.stored.get(name)
+            if known is None:
+                raise ValueError(f"{self.directory}: there is no tensor {name!r}")
+            if known.shape != target.shape:
+                raise ValueError(f"{self.directory}: {name!r} has shape {list(known.shape)}, and {list(target.shape)} is asked for")
+        if targets:
+            state = {name: target.detach() for name, target in targets.items()}
+            planner = DefaultLoadPlanner(flatten_state_dict=False)
+            with torch.no_grad(), warnings.catch_warnings():
+                # That every rank reads for itself is the intent.
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+                _checked(self.directory, lambda: load(state, storage_reader=self, planner=planner, no_dist=True))
+
+    def whole(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Whole tensors on the CPU; all of them by default."""
+        chosen = self.stored if names is None else {name: self.stored[name] for name in names}
+        found = {name: torch.empty(known.shape, dtype=known.dtype) for name, known in chosen.items()}
+        self.read_into(found)
+        return found
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file, on the CPU."""
+    from safetensors.torch import load_file
+
+    found: dict[str, Tensor] = _checked(path, lambda: load_file(path))
+    return found
+
+
+def _checked(directory: Path, read: Any) -> Any:
+    from safetensors import SafetensorError
+
+    try:
+        return read()
+    except (SafetensorError, KeyError, TypeError, AttributeError, json.JSONDecodeError, AssertionError, IndexError) as error:
+        raise DamagedCheckpoint(f"{directory}: a safetensors file cannot be read: {type(error).__name__}: {error}") from error

@@ -1,0 +1,295 @@
+"""What a run puts into a checkpoint, and how it goes on from one."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.config.duration import Every
+from engine.config.schema import Settings
+from engine.data.loader import PreparedLoader
+from engine.datamodule import DataModule
+from engine.distributed.collectives import gather_json
+from engine.engine import Engine
+from engine.hooks import Hooked, Hooks
+from engine.loading import Loaded, Resume, opening
+from engine.log import logger
+from engine.metrics import Recorder
+from engine.module import TrainModule
+from engine.optimizers import Schedule
+from engine.result import Times, TrainState
+from engine.saving import Content, Saver
+from engine.seed import capture, restore
+
+OPTIMIZER_NAMES = ("lr", "initial_lr")
+
+
+class Checkpoints:
+    """The part of :class:`engine.Run` that saves and loads."""
+
+    settings: Settings
+    engine: Engine
+    module: TrainModule
+    callbacks: tuple[Hooked, ...]
+    hooks: Hooks
+    state: TrainState
+    times: Times
+    metrics: dict[str, float]
+    recorder: Recorder
+    optimizers: list[Any]
+    schedulers: list[Schedule]
+    datamodule: DataModule | None
+    train_loader: PreparedLoader | None
+    val_every: Every
+    saver: Saver
+    last_checkpoint: Path | str | None
+    _elapsed_before: float
+    root_dir: Path
+    _saved: tuple[tuple[int, int, int], str] | None = None
+    _chosen: str | None = None
+
+    def clock(self) -> float:
+        raise NotImplementedError
+
+    def reseed(self, seed: int) -> None:
+        raise NotImplementedError
+
+    # -- saving -----------------------------------------------------------------------------------------------------------------
+
+    def checkpoints_at(self, root: str | Path | None, max_failures: int = 1) -> None:
+        """Keep checkpoints in ``root``, a directory or a URL that fsspec knows, rather than in ``<root_dir>/checkpoints``.
+
+        Args:
+            max_failures: so many failures of asynchronous saves in a row are an error.
+
+        Raises:
+            ValueError: another place was chosen already.
+        """
+        place = self.root_dir / "checkpoints" if root is None else root
+        if self._chosen is not None and str(place) != self._chosen:
+            raise ValueError(f"checkpoints are to be kept in {self._chosen} and in {place}: give one dirpath to all ModelCheckpoints of a run")
+        if str(place) != self.saver.place.root:
+            self.saver = Saver(self.engine.group, place)
+        self._chosen, self.saver.max_failures = str(place), max_failures
+
+    def checkpoint_path(self, name: str) -> Path | str:
+        """Where the checkpoint of that name is."""
+        return self.saver.place.path(name)
+
+    def checkpoint_names(self) -> set[str]:
+        """The complete checkpoints of this run's folder, as rank 0 sees them; all ranks call this together."""
+        found: list[str] = gather_json(self.engine.group, list(self.saver.place.manifests()) if self.engine.is_main_process else None)[0]
+        return set(found)
+
+    def save_checkpoint(
+        self, name: str | None = None, *, score: Mapping[str, Any] | None = None, asynchronous: bool = False, remove: Sequence[str] = ()
+    ) -> Path | str:
+        """Save everything that the run needs to go on; all ranks call this together. A place in the run that is saved already is not saved again.
+
+        Args:
+            name: of its directory; by default ``step=00000120``.
+            score: ``{"monitor": name, "mode": "min", "value": number}``: what ``resume="best"`` compares.
+            asynchronous: return as soon as the training may go on; see :meth:`wait_for_checkpoint`.
+            remove: names of checkpoints that are to go when this one is complete.
+
+        Returns:
+            Where it is, or will be.
+
+        Raises:
+            TypeError: something that cannot be stored, named by its place in the state.
+            OSError: it cannot be written.
+        """
+        began = time.perf_counter()
+        self.engine.settle()
+        state = self.state
+        # The end of an epoch and the start of the next are one place. Inside of a window the state at its start is what counts.
+        key = (state.step, state.epoch + state.epoch_done, 0 if state.epoch_done else state.whole_batches)
+        if self._saved is not None and (key == self._saved[0] or (state.batch_idx != state.whole_batches and self._saved[0][0] == state.step)):
+            known = self._saved[1]
+            if known not in self.saver.lost and name in (None, known):
+                return self.saver.place.path(known)
+        name = f"step={state.step:08d}" if name is None else name
+        manual = not self.module.automatic_optimization
+        path = self.saver.save(name, self.content(score), asynchronous=asynchronous, remove=remove, unchanging=not manual)
+        self.saver.lost.discard(name)
+        self._saved = (key, name)
+        if asynchronous:
+            self.engine.before_step(self.saver.hold)
+        self.times.checkpoint += time.perf_counter() - began
+        return path
+
+    def wait_for_checkpoint(self) -> set[str]:
+        """Wait until the checkpoint on its way is complete; all ranks call this together.
+
+        Returns:
+            The names of those that could not be written.
+
+        Raises:
+            RuntimeError: too many could not be written, one after another.
+        """
+        began = time.perf_counter()
+        self.saver.wait()
+        self.times.checkpoint += time.perf_counter() - began
+        return self.saver.lost
+
+    def remove_checkpoint(self, path: Path | str) -> None:
+        """Delete a checkpoint; every rank may call this, the main process does it."""
+        self.saver.remove([str(path).rstrip("/").rpartition("/")[2]])
+
+    def content(self, score: Mapping[str, Any] | None = None) -> Content:
+        """Everything that a checkpoint of this moment holds, as this rank has it."""
+        shared, strategy = self.state_dict(), self.engine.strategy
+        for hook in self.hooks.on_save_checkpoint:
+            hook(self, self.module, shared["user"])
+        shared["callbacks"] = {_key(self.callbacks, c): c.state_dict() for c in self.callbacks}
+        facts = {
+            "counters": {"epoch": self.state.epoch, "step": self.state.step, "batch_idx": self.state.batch_idx},
+            "metrics": dict(self.metrics),
+            "module": f"{type(self.module).__module__}:{type(self.module).__qualname__}",
+            "hparams": _readable(self.module.hparams),
+            "config": _readable({f.name: getattr(self.settings, f.name) for f in fields(self.settings)}),
+            "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+        }
+        return Content(
+            model=strategy.model_parts(self.module),
+            optim={str(i): strategy.optimizer_parts(o, self.module) for i, o in enumerate(self.optimizers)},
+            shared=shared,
+            own={"rng": capture(), "recorder": self.recorder.state_dict()},
+            facts=facts if score is None else {**facts, "score": dict(score)},
+            partial=strategy.parts_differ,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything about the run that is the same on all ranks, but for parameters and optimizers."""
+        return {
+            "state": asdict(self.state),
+            "seed": self.engine.seed,
+            "schedulers": [s.scheduler.state_dict() for s in self.schedulers],
+            "scaler": self.engine.scaler.state_dict() if self.engine.scaler is not None else None,
+            "metrics": dict(self.metrics),
+            "elapsed_s": self.clock(),
+            "val_every": self.val_every.state_dict(),
+            "datamodule": None if self.datamodule is None else self.datamodule.state_dict(),
+            "hparams": dict(self.module.hparams),
+            "registered": self.engine.registered_states(),
+            "postponed": list(self.saver.postponed),
+            "user": {},
+        }
+
+    # -- loading ----------------------------------------------------------------------------------------------------------------
+
+    def resume(self, wanted: str | Path | Resume) -> None:
+        """Go on from a checkpoint: parameters, optimizers, schedulers, counters, data position, random numbers, callbacks.
+
+        Raises:
+            FileNotFoundError: there is none (but for ``"auto"``).
+            DamagedCheckpoint: it is damaged.
+            ValueError: it does not fit the module or its optimizers.
+        """
+        how = wanted if isinstance(wanted, Resume) else Resume(wanted)
+        try:
+            with opening(self.engine.group, self.saver.place, str(how.path)) as loaded:
+                if how.weights_only:
+                    self._load_weights(loaded, how.strict)
+                else:
+                    self._go_on(loaded, how)
+        except FileNotFoundError:
+            if str(how.path) != "auto" or self.saver.place.manifests():
+                raise
+
+    def load_weights(self, wanted: str | Path | None, strict: bool = True) -> None:
+        """Take only the parameters and buffers of a checkpoint."""
+        if wanted is not None:
+            with opening(self.engine.group, self.saver.place, str(wanted), ("model",)) as loaded:
+                self._load_weights(loaded, strict)
+
+    def _load_weights(self, loaded: Loaded, strict: bool) -> None:
+        report = self.engine.strategy.load_model(self.module, loaded.source, strict)
+        if report:
+            logger.warning("%s fits in part: %s", loaded.path, report)
+
+    def _go_on(self, loaded: Loaded, how: Resume) -> None:
+        self._load_weights(loaded, how.strict)
+        shared = loaded.shared
+        if how.optimizer:
+            self._load_optimizers(loaded, shared["schedulers"], how.hyperparameters == "configured")
+        self.state = TrainState(**shared["state"])
+        # A window that an error cut short is run again as a whole.
+        self.state.batches -= self.state.batch_idx - self.state.whole_batches
+        self.state.batch_idx = self.state.whole_batches
+        if self.engine.scaler is not None and shared["scaler"]:
+            self.engine.scaler.load_state_dict(shared["scaler"])
+        self.metrics.update(shared["metrics"])
+        self._elapsed_before = shared["elapsed_s"]
+        self.val_every.load_state_dict(shared["val_every"])
+        self.reseed(shared["seed"])
+        if self.datamodule is not None and shared["datamodule"] is not None:
+            self.datamodule.load_state_dict(shared["datamodule"])
+        self.engine.load_registered_states(shared["registered"])
+        for callback in self.callbacks:
+            if _key(self.callbacks, callback) in shared["callbacks"]:
+                callback.load_state_dict(shared["callbacks"][_key(self.callbacks, callback)])
+        for hook in self.hooks.on_load_checkpoint:
+            hook(self, self.module, shared["user"])
+        own, mine = loaded.own()
+        if mine and own is not None:
+            self.recorder.load_state_dict(own["recorder"])
+            restore(own["rng"])
+        self.last_checkpoint = loaded.path
+        self.saver.postponed = list(shared["postponed"])
+        self.saver.kept = {str(loaded.path).rstrip("/").rpartition("/")[2]}
+        if self.engine.is_main_process:
+            logger.info("resumed from %s: epoch %d, step %d", loaded.path, self.state.epoch, self.state.step)
+
+    def _load_optimizers(self, loaded: Loaded, schedules: list[Any], configured: bool) -> None:
+        source = loaded.source
+        if len(source.optim) != len(self.optimizers) or len(schedules) != len(self.schedulers):
+            raise ValueError(
+                f"{loaded.path} has {len(source.optim)} optimizer(s) and {len(schedules)} scheduler(s), configure_optimizers gave "
+                f"{len(self.optimizers)} and {len(self.schedulers)}; Resume(path, optimizer=False) begins them anew"
+            )
+        given = [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups] for o in self.optimizers]
+        for index, optimizer in enumerate(self.optimizers):
+            self.engine.strategy.load_optimizer(optimizer, self.module, source.optim[str(index)], source)
+        for schedule, state in zip(self.schedulers, schedules, strict=True):
+            schedule.scheduler.load_state_dict(state)
+        if configured:
+            for optimizer, groups in zip(self.optimizers, given, strict=True):
+                _configure(optimizer, groups)
+            for schedule in self.schedulers:
+                _rebase(schedule.scheduler)
+
+
+def _configure(optimizer: Any, given: list[dict[str, Any]]) -> None:
+    """Let the given hyperparameters hold; what a schedule has done to a learning rate is done to the given one."""
+    for group, own in zip(optimizer.param_groups, given, strict=True):
+        saved = {name: group.get(name) for name in OPTIMIZER_NAMES}
+        group.update(own)
+        if saved["initial_lr"]:
+            group["lr"] = own.get("initial_lr", own["lr"]) * (saved["lr"] / saved["initial_lr"])
+
+
+def _rebase(scheduler: Any) -> None:
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
+    if hasattr(scheduler, "base_lrs"):
+        scheduler.base_lrs = [group.get("initial_lr", group["lr"]) for group in groups]
+        scheduler._last_lr = [group["lr"] for group in groups]
+
+
+def _readable(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What of ``values`` JSON can say; the rest as text."""
+    plain = (str, int, float, bool, type(None))
+    return {str(k): v if isinstance(v, plain) else repr(v)[:200] for k, v in values.items()}
+
+
+def _key(callbacks: tuple[Hooked, ...], callback: Hooked) -> str:
+    """A callback's name in checkpoints: its class, numbered among those of the same class."""
+    same = [c for c in callbacks if type(c) is type(callback)]
+    name = type(callback).__qualname__
+    return name if len(same) == 1 else f"{name}.{next(i for i, c in enumerate(same) if c is callback)}"

@@ -1,0 +1,142 @@
+"""Which checkpoint a run goes on from, and how it is opened by all ranks together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.files import DamagedCheckpoint
+from engine.checkpoint.places import Place, split
+from engine.checkpoint.source import Source
+from engine.checkpoint.store import FOLDERS, RANK, SHARED, Opened
+from engine.distributed.collectives import gather_json
+from engine.distributed.group import Group
+from engine.log import logger
+from engine.saving import together
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What ``Fit.run(resume=...)`` goes on from, and how much of it is taken. A plain name or path means the same with the defaults."""
+
+    path: str | Path = "last"
+    """``"last"`` (the newest checkpoint of this run's folder), ``"auto"`` (the same, if there is one), ``"best"`` (by the score that
+    ``ModelCheckpoint(monitor=...)`` saved with it), or a checkpoint's path or URL."""
+    weights_only: bool = False
+    """Take parameters and buffers, and begin at step 0."""
+    optimizer: bool = True
+    """``False``: optimizers and schedulers begin anew; counters and data position go on."""
+    strict: bool = True
+    """``False``: parameters that only one side has, or that have other shapes, are left out and named in a warning."""
+    hyperparameters: str = "checkpoint"
+    """``"configured"``: learning rates, weight decays and the like are those of ``configure_optimizers`` rather than the saved ones; a
+    learning rate that a schedule has changed is changed by the same factor. Optimizer states and schedules go on."""
+
+    def __post_init__(self) -> None:
+        if self.hyperparameters not in ("checkpoint", "configured"):
+            raise ValueError(f"Resume(hyperparameters={self.hyperparameters!r}) is unknown; possible: 'checkpoint', 'configured'")
+
+
+class Loaded:
+    """A checkpoint that all ranks have opened and checked."""
+
+    def __init__(self, opened: Opened, path: Path | str, group: Group) -> None:
+        self._opened, self.path, self._group = opened, path, group
+        self.manifest = opened.manifest
+
+    @property
+    def source(self) -> Source:
+        """Its models and optimizers."""
+        return Source(self._opened)
+
+    @property
+    def shared(self) -> Any:
+        """What is the same on all ranks."""
+        return self._opened.tree(SHARED)
+
+    def own(self) -> tuple[Any, bool]:
+        """This rank's state, and whether it is its own: rank 0's when another number of ranks has saved."""
+        mine = self.manifest["world_size"] == self._group.world_size
+        return self._opened.tree(RANK.format(self._group.rank if mine else 0)), mine
+
+
+@contextmanager
+def opening(group: Group, place: Place, wanted: str, folders: tuple[str, ...] = FOLDERS) -> Iterator[Loaded]:
+    """Open the checkpoint that ``wanted`` means, on all ranks; they share the work of checking it.
+
+    Args:
+        place: where the names ``"last"``, ``"auto"`` and ``"best"`` are looked for. A damaged one is reported and passed over.
+        folders: those that will be read.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DamagedCheckpoint: the one whose path was given is damaged.
+    """
+    named = wanted in ("last", "auto", "best")
+    if named:
+        candidates = gather_json(group, _ranked(place, wanted) if group.is_main else None)[0]
+        where = place
+    else:
+        where, name = split(wanted)
+        candidates = [name]
+    for name in candidates:
+        opened, damage = _open(group, where, name, folders)
+        if opened is not None:
+            with opened:
+                yield Loaded(opened, where.path(name), group)
+            return
+        if not named:
+            raise DamagedCheckpoint(damage)
+        if group.is_main:
+            logger.error("%s; the checkpoint before it is taken", damage)
+    what = "no complete checkpoint" if not candidates else "no checkpoint that is not damaged"
+    raise FileNotFoundError(f"resume={wanted!r}: {what}{' with a score' if wanted == 'best' else ''} in {place.root}")
+
+
+def _ranked(place: Place, wanted: str) -> list[str]:
+    """Names of complete checkpoints, the wanted one first."""
+    manifests = place.manifests()
+    newest = list(reversed(manifests))
+    if wanted != "best":
+        return newest
+    scores: dict[str, dict[str, Any]] = {name: manifests[name]["score"] for name in newest if isinstance(manifests[name].get("score"), dict)}
+    scored = [name for name, score in scores.items() if score["value"] is not None and not math.isnan(score["value"])]
+    if scored:
+        first = scores[scored[0]]  # another monitor's scores are no rivals
+        scored = [name for name in scored if (scores[name]["monitor"], scores[name]["mode"]) == (first["monitor"], first["mode"])]
+        scored.sort(key=lambda name: scores[name]["value"], reverse=first["mode"] == "max")
+    return scored
+
+
+def _open(group: Group, place: Place, name: str, folders: tuple[str, ...]) -> tuple[Opened | None, str]:
+    """The checkpoint; ``None`` and the reason, the same on all ranks, when it is damaged."""
+    found: Opened | None = None
+
+    def work() -> str | None:
+        nonlocal found
+        share = (group.rank, group.world_size) if place.shared else (0, 1)
+        try:
+            found = Opened(place.fetch(name), share, folders)
+        except DamagedCheckpoint as error:
+            return str(error)
+        return None
+
+    try:
+        damage = next((text for text in together(group, work) if text is not None), None)
+    except BaseException:
+        _close(found)
+        raise
+    if damage is None:
+        return found, ""
+    _close(found)
+    return None, damage
+
+
+def _close(opened: Opened | None) -> None:
+    if opened is not None:
+        with suppress(OSError):
+            opened.close()
