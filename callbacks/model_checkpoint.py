@@ -60,19 +60,7 @@ class ModelCheckpoint(Callback):
         Raises:
             ValueError: an argument is not possible, or nothing would be kept.
         """
-        if mode not in ("min", "max"):
-            raise ValueError(f"ModelCheckpoint(mode={mode!r}): mode must be 'min' or 'max'")
-        if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
-            raise ValueError(f"ModelCheckpoint(save_top_k={save_top_k!r}): it must be a number of checkpoints, or -1 for all")
-        if save_top_k == 0 and not save_last and keep_every is None:
-            raise ValueError("ModelCheckpoint(save_top_k=0, save_last=False) would keep no checkpoint; raise one of the two")
-        if isinstance(max_failures, bool) or not isinstance(max_failures, int) or max_failures < 1:
-            raise ValueError(f"ModelCheckpoint(max_failures={max_failures!r}): it must be a number of failures, at least 1")
-        try:
-            names = re.findall(r"{([^{}:!]*)", filename)
-            filename.format_map(dict.fromkeys(names, 0))
-        except (ValueError, LookupError, AttributeError) as error:
-            raise ValueError(f"ModelCheckpoint(filename={filename!r}) is no format ({error}); an example: 'epoch={{epoch}}-{{loss:.2f}}'") from error
+        _check(mode, save_top_k, save_last or keep_every is not None, max_failures, filename)
         self.every = Every(every)
         self.keep_every = Every(keep_every)
         self.monitor = monitor
@@ -182,7 +170,7 @@ class ModelCheckpoint(Callback):
         """Save this step if it would be kept, and remove those that no longer are. All ranks come here at the same step.
 
         Args:
-            last: the run ends here: it is kept whatever its score, as what a later run goes on from.
+            last: the run ends here. After Ctrl-C or SIGTERM the step is kept whatever its score: a later run goes on from it.
         """
         self._owed = False
         self._catch_up(run)
@@ -190,7 +178,7 @@ class ModelCheckpoint(Callback):
         scores = {**self.scores, step: self._score(run)}
         if self._permanent_next:
             self.permanent.add(step)
-        kept = self._kept(scores) | ({step} if last and run.stopping else set())
+        kept = self._kept(scores) | ({step} if last and run.preempted else set())
         if step not in kept:
             return
         self._permanent_next = False
@@ -280,6 +268,22 @@ class ModelCheckpoint(Callback):
             best = next(iter(self._ranked({step: score for step, score in self.scores.items() if step != on_its_way})), None)
             score = None if best is None else self.scores[best]
             run.best_checkpoint = None if best is None or score is None or math.isnan(score) else run.checkpoint_path(self.names[best])
+
+
+def _check(mode: str, save_top_k: Any, keeps_others: bool, max_failures: Any, filename: str) -> None:
+    if mode not in ("min", "max"):
+        raise ValueError(f"ModelCheckpoint(mode={mode!r}): mode must be 'min' or 'max'")
+    if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
+        raise ValueError(f"ModelCheckpoint(save_top_k={save_top_k!r}): it must be a number of checkpoints, or -1 for all")
+    if save_top_k == 0 and not keeps_others:
+        raise ValueError("ModelCheckpoint(save_top_k=0, save_last=False) would keep no checkpoint; raise one of the two")
+    if isinstance(max_failures, bool) or not isinstance(max_failures, int) or max_failures < 1:
+        raise ValueError(f"ModelCheckpoint(max_failures={max_failures!r}): it must be a number of failures, at least 1")
+    try:
+        names = re.findall(r"{([^{}:!]*)", filename)
+        filename.format_map(dict.fromkeys(names, 0))
+    except (ValueError, LookupError, AttributeError) as error:
+        raise ValueError(f"ModelCheckpoint(filename={filename!r}) is no format ({error}); an example: 'epoch={{epoch}}-{{loss:.2f}}'") from error
 
 
 def _all_held(run: Run) -> dict[int, str]:

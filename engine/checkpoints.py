@@ -5,12 +5,14 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from engine.checkpoint.state import pack
 from engine.config.duration import Every
 from engine.config.schema import Settings
 from engine.data.loader import PreparedLoader
@@ -20,6 +22,7 @@ from engine.engine import Engine
 from engine.hooks import Hooked, Hooks
 from engine.loading import Loaded, Resume, opening
 from engine.log import logger
+from engine.metric_states import load_logged_metrics, load_metric_states, logged_metrics, metric_states
 from engine.metrics import Recorder
 from engine.module import TrainModule
 from engine.optimizers import Schedule
@@ -53,6 +56,8 @@ class Checkpoints:
     root_dir: Path
     _saved: tuple[tuple[int, int, int], str] | None = None
     _chosen: str | None = None
+    _stream_state: Any = None
+    """The state of the training data's stream, until its loader takes it."""
 
     def clock(self) -> float:
         raise NotImplementedError
@@ -113,6 +118,7 @@ class Checkpoints:
         if self._saved is not None and (key == self._saved[0] or (state.batch_idx != state.whole_batches and self._saved[0][0] == state.step)):
             known = self._saved[1]
             if known not in self.saver.lost and name in (None, known):
+                self.saver.discard(remove)
                 return self.saver.place.path(known)
         name = f"step={state.step:08d}" if name is None else name
         manual = not self.module.automatic_optimization
@@ -160,7 +166,14 @@ class Checkpoints:
             model=strategy.model_parts(self.module),
             optim={str(i): strategy.optimizer_parts(o, self.module) for i, o in enumerate(self.optimizers)},
             shared=shared,
-            own={"rng": capture(), "recorder": self.recorder.state_dict()},
+            own={
+                "place": self._place(),
+                "rng": capture(),
+                "recorder": self.recorder.state_dict(),
+                "metrics": metric_states(self.module),
+                "logged": logged_metrics(self.module, self.recorder.slots),
+                "stream": self._stream(),
+            },
             facts=facts if score is None else {**facts, "score": dict(score)},
             partial=strategy.parts_differ,
         )
@@ -176,11 +189,16 @@ class Checkpoints:
             "elapsed_s": self.clock(),
             "val_every": self.val_every.state_dict(),
             "datamodule": None if self.datamodule is None else self.datamodule.state_dict(),
-            "hparams": dict(self.module.hparams),
+            "hparams": _storable(self.module.hparams),
             "registered": self.engine.registered_states(),
             "postponed": list(self.saver.postponed),
             "user": {},
         }
+
+    def _stream(self) -> Any:
+        """The state of training data that a position says too little of; ``None`` for other data."""
+        state = getattr(self.train_loader, "state", None)
+        return state() if callable(state) and not self.state.epoch_done else None
 
     # -- loading ----------------------------------------------------------------------------------------------------------------
 
@@ -237,15 +255,33 @@ class Checkpoints:
                 callback.load_state_dict(shared["callbacks"][_key(self.callbacks, callback)])
         for hook in self.hooks.on_load_checkpoint:
             hook(self, self.module, shared["user"])
-        own, mine = loaded.own()
-        if mine and own is not None:
-            self.recorder.load_state_dict(own["recorder"])
-            restore(own["rng"])
+        self._load_own(loaded)
         self.last_checkpoint = loaded.path
         self.saver.postponed = list(shared["postponed"])
         self.saver.kept = {str(loaded.path).rstrip("/").rpartition("/")[2]}
         if self.engine.is_main_process:
             logger.info("resumed from %s: epoch %d, step %d", loaded.path, self.state.epoch, self.state.step)
+
+    def _load_own(self, loaded: Loaded) -> None:
+        """What each rank has of its own. Ranks of another number, or with other parts in the model, share out what the saving ones had gathered;
+        their random numbers are those of a new run."""
+        own = loaded.own(self._place())
+        if own is not None:
+            restore(own["rng"])
+            rows = [own]
+        elif self.engine.data_group.rank == 0:
+            rows = [row for row in loaded.every() if row["place"][-1]]
+        else:
+            rows = []
+        self.recorder.load_state_dicts(row["recorder"] for row in rows)
+        load_metric_states(self.module, [row["metrics"] for row in rows])
+        load_logged_metrics(self.module, (loaded.of_rank(0) if own is None else own)["logged"], self.recorder.restore_metric)
+        self._stream_state = (loaded.of_rank(0) if own is None else own)["stream"]
+
+    def _place(self) -> list[int]:
+        """Where this rank is among those that see different data, and whether it speaks for what it sees."""
+        engine = self.engine
+        return [engine.data_group.world_size, engine.data_group.rank, int(engine.strategy.speaks)]
 
     def _load_optimizers(self, loaded: Loaded, schedules: list[Any], configured: bool) -> None:
         source = loaded.source
@@ -257,6 +293,7 @@ class Checkpoints:
         given = [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups] for o in self.optimizers]
         for index, optimizer in enumerate(self.optimizers):
             self.engine.strategy.load_optimizer(optimizer, self.module, source.optim[str(index)], source)
+            optimizer._opt_called = loaded.manifest["counters"]["step"] > 0  # else torch warns of a scheduler that steps first, at an epoch's end
         for schedule, state in zip(self.schedulers, schedules, strict=True):
             schedule.scheduler.load_state_dict(state)
         if configured:
@@ -280,6 +317,16 @@ def _rebase(scheduler: Any) -> None:
     if hasattr(scheduler, "base_lrs"):
         scheduler.base_lrs = [group.get("initial_lr", group["lr"]) for group in groups]
         scheduler._last_lr = [group["lr"] for group in groups]
+
+
+def _storable(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What of hyperparameters a checkpoint can hold; a network or a function among them is given again when the module is made."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        with suppress(TypeError):
+            pack(value)
+            found[name] = value
+    return found
 
 
 def _readable(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -58,10 +58,23 @@ class Loaded:
         """What is the same on all ranks."""
         return self._opened.tree(SHARED)
 
-    def own(self) -> tuple[Any, bool]:
-        """This rank's state, and whether it is its own: rank 0's when another number of ranks has saved."""
-        mine = self.manifest["world_size"] == self._group.world_size
-        return self._opened.tree(RANK.format(self._group.rank if mine else 0)), mine
+    def of_rank(self, rank: int) -> Any:
+        """The state of one of the ranks that saved."""
+        return self._opened.tree(RANK.format(rank))
+
+    def own(self, place: Any) -> Any:
+        """This rank's state, if all ranks are where they were; else ``None``, on all ranks.
+
+        Args:
+            place: where this rank is (JSON); its state has it under ``"place"``.
+        """
+        same = self.manifest["world_size"] == self._group.world_size
+        state = self.of_rank(self._group.rank) if same else None
+        return state if all(gather_json(self._group, state is not None and state["place"] == place)) else None
+
+    def every(self) -> list[Any]:
+        """The states of all ranks that saved."""
+        return [self.of_rank(rank) for rank in range(self.manifest["world_size"])]
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from engine.data.loader import PreparedLoader
 from engine.distributed.collectives import gather_object
 from engine.gradients import Loss, loss_in
+from engine.metric_states import unchanged
 from engine.run import Run
 from engine.seed import isolated
 from engine.tree import map_tensors, whole
@@ -63,7 +64,7 @@ def train_epoch(run: Run) -> None:
         if hooks.on_train_batch_start and any([hook(run, module, batch, index) == -1 for hook in hooks.on_train_batch_start]):  # noqa: C419  (all are called)
             break
         with autocast:
-            outputs = call(batch, index)
+            outputs = call(batch, index) if share.size else matched_only(run, call, batch, index)
         if separate:
             backward(run, outputs)
         state.batch_idx = index + 1
@@ -86,6 +87,12 @@ def train_epoch(run: Run) -> None:
     times.data += waited
     times.compute += clock() - entered - (times.apart - apart)
     end_epoch(run)
+
+
+def matched_only(run: Run, call: Callable[..., Any], batch: Any, index: int) -> Any:
+    """A training step that only keeps the ranks matched: its samples were trained on before."""
+    with unchanged(run.module):
+        return call(batch, index)
 
 
 def backward(run: Run, outputs: Any) -> None:
@@ -122,7 +129,7 @@ def optimizer_step(run: Run) -> None:
 
 def end_step(run: Run, seconds: float) -> bool:
     """After an optimizer step: whatever is due. Whether the epoch is to be left."""
-    if run.agreement.poll(run.stop_wish is not None, seconds):
+    if run.agreement.poll(run.stop_level, seconds):
         run.accept_stop()
     left = run.due_step - run.state.step
     if left <= 0 or (left == 1 and run.engine.pending_steps) or run.stop_reason:
@@ -194,7 +201,7 @@ def end_epoch(run: Run) -> None:
         state.epoch_done = True
         for hook in run.hooks.last_on_train_epoch_end:
             hook(run, module)
-        if run.agreement.now(run.stop_wish is not None):
+        if run.agreement.now(run.stop_level):
             run.accept_stop()
 
 
@@ -209,16 +216,22 @@ def next_epoch(run: Run) -> None:
 
 def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
     """Validation inside of a training; it leaves gradients, random numbers and every module's train/eval flag as they were."""
+    before = run.state.validated_step
     if run.stage == "fit":
-        if run.state.validated_step == run.state.step:
+        if before == run.state.step:
             return []
         run.state.validated_step = run.state.step
-    began, saving = time.perf_counter(), run.times.checkpoint
+    began, saving, outer = time.perf_counter(), run.times.checkpoint, run.recorder
+    run.saver.hold()  # callbacks may put other weights in place
     for loader in run.val_loaders:
         loader.set_epoch(run.state.epoch)  # a shuffled one gives the same order after a resume
-    results = evaluate(run, run.val_loaders, "validation", run.method("validation_step"), limit)
+    try:
+        results = evaluate(run, run.val_loaders, "validation", run.method("validation_step"), limit)
+    except Preempted:
+        run.record_to(outer)
+        run.state.validated_step, results = before, []
     run.times.validation += time.perf_counter() - began - (run.times.checkpoint - saving)
-    if run.stage == "fit" and run.agreement.now(run.stop_wish is not None):
+    if run.stage == "fit" and run.agreement.now(run.stop_level):
         run.accept_stop()
     return results
 
@@ -280,13 +293,27 @@ def predict(run: Run, loaders: Sequence[PreparedLoader]) -> list[list[Any]]:
 _NOTHING = object()
 
 
+class Preempted(Exception):
+    """Ctrl-C or SIGTERM during an evaluation: all ranks leave it at the same batch, without results."""
+
+
 def batches(run: Run, loader: PreparedLoader, name: str, step: Callable[..., Any], index: int | None, limit: int | None) -> Iterator[Any]:
-    """The outputs of ``step`` on this rank's batches. ``index``: the loader's, when there are several."""
+    """The outputs of ``step`` on this rank's batches. ``index``: the loader's, when there are several.
+
+    Raises:
+        Preempted: Ctrl-C or SIGTERM on some rank.
+    """
     engine, module = run.engine, run.module
     starts, ends = getattr(run.hooks, f"on_{name}_batch_start"), getattr(run.hooks, f"on_{name}_batch_end")
     place = () if index is None else (index,)
     autocast = engine.autocast()
+    began = time.perf_counter()
     for number, batch in enumerate(loader if limit is None else itertools.islice(loader, limit)):
+        began, waited = time.perf_counter(), time.perf_counter() - began
+        if run.agreement.poll(run.stop_level, waited):
+            run.accept_stop()
+            if run.preempted:
+                raise Preempted
         size = engine.window.share.size
         if not size and not engine.strategy.matched_forward:
             continue  # repeated samples of a rank that has run out
@@ -294,14 +321,12 @@ def batches(run: Run, loader: PreparedLoader, name: str, step: Callable[..., Any
         # A batch that only keeps the ranks matched is not told to anyone.
         for hook in starts if size else ():
             hook(run, module, batch, number, *place)
-        with autocast:
+        with autocast, nullcontext() if size else unchanged(module):
             outputs = step(batch, number, *place)
         for hook in ends if size else ():
             hook(run, module, outputs, batch, number, *place)
         if size:
             yield outputs
-        if run.interrupted and run.world_size == 1:
-            raise KeyboardInterrupt
     run.recorder.size = 1
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -263,7 +263,7 @@ class Recorder:
         return {**self._over_ranks(columns), **computed}
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the epoch so far (torchmetrics objects are submodules: their states are the module's)."""
+        """This rank's part of the epoch so far (of torchmetrics objects see :mod:`engine.metric_states`)."""
         state = {}
         for name, slot in self.slots.items():
             slot.fold()
@@ -271,11 +271,22 @@ class Recorder:
                 state[name] = {"options": list(slot.options), "total": slot.total, "weight": slot.weight}
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
-        for name, saved in state.items():
-            slot = self.slots[name] = Slot(name, tuple(saved["options"]))
-            slot.total, slot.weight = saved["total"], saved["weight"]
+    def load_state_dicts(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Go on from :meth:`state_dict` of this rank, or of several that it stands for now."""
+        for name, saved in ((name, saved) for state in states for name, saved in state.items()):
+            slot = self.slots.get(name)
+            if slot is None or slot.total is None:
+                slot = self.slots[name] = Slot(name, tuple(saved["options"]))
+                slot.total, slot.weight = saved["total"], saved["weight"]
+            elif slot.reduce in ("mean", "sum"):
+                slot.total, slot.weight = slot.total + saved["total"], slot.weight + saved["weight"]
+            else:
+                slot.total = reduced([slot.total, saved["total"]], [1.0, 1.0], slot.reduce)[0]
+                slot.weight = slot.weight + saved["weight"]
+
+    def restore_metric(self, name: str, metric: Any, options: tuple[Any, ...]) -> None:
+        """Know a torchmetrics object under the name and the options that it was logged with before."""
+        self._other(self.slots.setdefault(name, Slot(name, options)), metric)
 
     def progress_names(self) -> set[str]:
         """The names to show in a progress bar, in each of their forms."""

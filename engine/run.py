@@ -16,7 +16,7 @@ from engine.config.duration import Every
 from engine.config.schema import Settings
 from engine.data.loader import PreparedLoader
 from engine.datamodule import DataModule
-from engine.distributed.agreement import Agreement
+from engine.distributed.agreement import HURRY, STOP, TERMINATE, Agreement
 from engine.engine import Engine
 from engine.hooks import Hooked, Hooks
 from engine.log import logger
@@ -73,7 +73,10 @@ class Run(Checkpoints):
         """What a full window adds to the data position."""
         self.due_step = 0
         """The next step after which more than the step itself may happen."""
-        self.interrupted = False
+        self.interrupted = self.terminated = False
+        """Ctrl-C has reached this rank; SIGTERM has reached some rank."""
+        self.preempted = False
+        """The ranks have agreed to end early, by Ctrl-C or SIGTERM."""
         self.call: Callable[..., Any] = module.training_step
         """What runs ``training_step``: the module itself, or the strategy's wrapper around it."""
         self.method: Callable[[str], Callable[..., Any]] = partial(getattr, module)
@@ -81,6 +84,8 @@ class Run(Checkpoints):
         self.stop_reason = ""
         self.stop_wish: str | None = None
         """Why this rank wants to stop; the ranks agree on it."""
+        self.stop_level = 0
+        """How urgent that is, as of :mod:`engine.distributed.agreement`."""
         self._started = time.monotonic()
         self._elapsed_before = 0.0
         self._logged_step = -1
@@ -132,10 +137,10 @@ class Run(Checkpoints):
 
     # -- stopping ---------------------------------------------------------------------------------------------------------------
 
-    def stop(self, reason: str = "asked to stop") -> None:
+    def stop(self, reason: str = "asked to stop", level: int = STOP) -> None:
         """End the training after this step; with several ranks, at the next step where they agree (about 0.5 s)."""
-        if self.stop_wish is None:
-            self.stop_wish = reason
+        if self.stop_wish is None or level > self.stop_level:
+            self.stop_wish, self.stop_level = reason, max(level, self.stop_level)
 
     @property
     def stopping(self) -> bool:
@@ -144,8 +149,10 @@ class Run(Checkpoints):
 
     def accept_stop(self) -> None:
         """All ranks have agreed to stop."""
+        level = self.agreement.level
+        self.preempted, self.terminated = self.preempted or level >= HURRY, self.terminated or level >= TERMINATE
         if not self.stop_reason:
-            self.stop_reason = self.stop_wish or "another rank asked to stop"
+            self.stop_reason = self.stop_wish or ("terminated (SIGTERM on another rank)" if level >= TERMINATE else "another rank asked to stop")
 
     def applied(self, happened: bool) -> None:
         """An optimizer step was taken (or skipped: counters and schedulers then stay where they are)."""
@@ -207,10 +214,15 @@ class Run(Checkpoints):
     # -- the end ----------------------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Let go of loaders (their worker processes end) and of the model's wrapper."""
+        """Let go of loaders (their worker processes end) and of the model's wrapper; wait for a checkpoint on its way."""
+        try:
+            self.saver.close(self.exception is not None)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
         self.engine.release()
         self.call, self.method = self.module.training_step, partial(getattr, self.module)
-        self.saver.close()
         for loader in self.loaders:
             loader.close()
         self.loaders.clear()

@@ -25,6 +25,9 @@ from engine.distributed.group import Group
 from engine.errors import RankError
 from engine.log import logger
 
+CLOSE_S = 30.0
+"""How long a run that has failed waits for a checkpoint that was on its way (s)."""
+
 Packed = tuple[Any, dict[str, Tensor]]
 
 
@@ -141,11 +144,10 @@ class Saver:
             TimeoutError: it takes longer than ``timeout`` (s).
         """
         job, self._job = self._job, None
-        if job is None or job.future is None:
-            return
-        error = job.future.exception(timeout)
-        if error is None:
+        error = None if job is None or job.future is None else job.future.exception(timeout)
+        if error is None or job is None:
             self._failures = 0
+            self.remove([])
             return
         self._failures += 1
         self.lost.add(job.name)
@@ -155,19 +157,34 @@ class Saver:
         if self.group.is_main:
             logger.error("%s; training goes on (failure %d in a row, %d are an error)", message, self._failures, self.max_failures)
 
-    def close(self) -> None:
-        """End the thread and give the buffers' memory back."""
+    def close(self, failed: bool = False) -> None:
+        """Wait for the checkpoint on its way, end the thread and give the buffers' memory back.
+
+        Args:
+            failed: the run has ended with an error, and other ranks may be gone: wait a little only, and raise nothing.
+        """
+        try:
+            self.wait(CLOSE_S if failed else None)
+        except Exception as error:
+            if not failed:
+                raise
+            logger.error("%s: %s", type(error).__name__, error)
         if self._thread is not None:
             self._thread.shutdown(wait=False)
         if self._staging is not None:
             self._staging.clear()
         self._thread = self._staging = self._rows = None
 
+    def discard(self, names: Sequence[str]) -> None:
+        """Delete checkpoints (on the main process) when the one on its way is complete."""
+        if self.group.is_main:
+            self.postponed += names
+
     def remove(self, names: Sequence[str]) -> None:
         """Delete checkpoints (on the main process); one that is in use is tried again later."""
-        if self.group.is_main:
-            wanted = [*self.postponed, *names]
-            self.postponed = [name for name in dict.fromkeys(wanted) if name in self.kept or not self.place.remove(name)]
+        if self.group.is_main and (names or self.postponed):
+            wanted, self.postponed = [*self.postponed, *names], []
+            self.postponed += [name for name in dict.fromkeys(wanted) if name in self.kept or not self.place.remove(name)]
 
     def _prepare(self, name: str, content: Content, remove: Sequence[str]) -> tuple[_Job, set[str]]:
         """All that must be done while nothing changes. The ranks agree that it can be stored, and who writes what.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -15,11 +16,16 @@ import torch
 from engine.data.sampler import mixed
 from engine.datamodule import DataModule
 from engine.distributed import relaunch
+from engine.distributed.agreement import HURRY, TERMINATE
 from engine.errors import RankError
 from engine.log import logger
+from engine.loop import Preempted
 from engine.prepare import deterministic
 from engine.run import Run
 from engine.seed import seed_everything
+
+TERMINATED = 128 + signal.SIGTERM
+"""The exit code after SIGTERM, as a shell shows it."""
 
 
 @contextmanager
@@ -31,10 +37,12 @@ def session(run: Run, datamodule: DataModule | None) -> Iterator[None]:
         try:
             module.attach(run)
             _set_up(run, datamodule)
-            yield
-            if run.interrupted:
-                raise KeyboardInterrupt
+            with suppress(Preempted):
+                yield
+            _end_early(run)
         except BaseException as error:
+            if isinstance(error, SystemExit) and run.terminated:
+                raise
             cause = _cause(run, error)
             run.exception = cause
             run.engine.group.failed = True
@@ -45,6 +53,15 @@ def session(run: Run, datamodule: DataModule | None) -> Iterator[None]:
         finally:
             _tear_down(run, datamodule)
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _end_early(run: Run) -> None:
+    """After Ctrl-C or SIGTERM: everything is saved and closed; whoever has sent it is told."""
+    if run.interrupted:
+        raise KeyboardInterrupt
+    if run.terminated:
+        run.engine.group.barrier()  # a rank that ends first would look like a failure to the others
+        raise SystemExit(TERMINATED)
 
 
 def _cause(run: Run, error: BaseException) -> BaseException:
@@ -116,20 +133,31 @@ def _tear_down(run: Run, datamodule: DataModule | None) -> None:
 
 @contextmanager
 def interruptible(run: Run) -> Iterator[None]:
-    """Ctrl-C ends the run after the step; a second one at once. A handler of the user's own stays in place."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
+    """Ctrl-C and SIGTERM end the run after the step; a second one at once. Handlers of the user's own stay in place."""
+    owner, main = os.getpid(), threading.current_thread() is threading.main_thread()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if run.interrupted:
             raise KeyboardInterrupt
         run.interrupted = True
-        run.stop("interrupted (Ctrl-C)")
+        run.stop("interrupted (Ctrl-C)", HURRY)
         logger.warning("Ctrl-C: the run ends after this step; again to end it at once")
 
-    signal.signal(signal.SIGINT, interrupt)
+    def terminate(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # a process that was forked meanwhile: nobody listens to it
+            os._exit(TERMINATED)
+        if run.stop_level >= TERMINATE:
+            raise SystemExit(TERMINATED)
+        run.terminated = True
+        run.stop("terminated (SIGTERM)", TERMINATE)
+        logger.warning("SIGTERM: the run ends after this step, with exit code %d", TERMINATED)
+
+    ours = [(signal.SIGINT, signal.default_int_handler, interrupt), (signal.SIGTERM, signal.SIG_DFL, terminate)]
+    taken = [(number, before, handler) for number, before, handler in ours if main and signal.getsignal(number) is before]
+    for number, _, handler in taken:
+        signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, before, _ in taken:
+            signal.signal(number, before)

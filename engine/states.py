@@ -118,13 +118,14 @@ class States(Preparing):
                 self.strategy.load_optimizer(optimizer, module, source.optim[str(index)], source)
             for scheduler, state in zip(self._schedulers, shared["schedulers"], strict=True):
                 scheduler.scheduler.load_state_dict(state)
-            own, mine = loaded.own()
+            own = loaded.own(self._place())
+            streams = (loaded.of_rank(0) if own is None else own)["streams"]
             for index, loader in enumerate(self._loaders):
-                loader.load_state_dict({**shared["loaders"][index], "stream": own["streams"][index]})
+                loader.load_state_dict({**shared["loaders"][index], "stream": streams[index]})
             if self.scaler is not None and shared["scaler"]:
                 self.scaler.load_state_dict(shared["scaler"])
             self.load_registered_states(shared["registered"])
-            if mine:
+            if own is not None:
                 restore(own["rng"])
             return loaded.manifest
 
@@ -161,10 +162,13 @@ class States(Preparing):
                 "registered": self.registered_states(),
                 "seed": self.seed,
             },
-            own={"rng": capture(), "streams": [state["stream"] for state in loaders]},
+            own={"place": self._place(), "rng": capture(), "streams": [state["stream"] for state in loaders]},
             facts=facts,
             partial=strategy.parts_differ,
         )
+
+    def _place(self) -> list[int]:
+        return [self.data_group.world_size, self.data_group.rank]
 
     def _whole_module(self) -> nn.Module:
         """The one model that was prepared; several as members of one module."""

@@ -22,6 +22,7 @@ LAYERS: dict[str, int] = {
     "engine.precision": 2,
     "engine.gradients": 2,
     "engine.metrics": 2,
+    "engine.metric_states": 2,
     "engine.transforms": 2,
     "engine.data": 2,
     "engine.checkpoint": 2,

@@ -152,7 +152,7 @@ def test_the_state_goes_on(tmp_path: Path) -> None:
     first.size = 3
     first.record("a", torch.tensor(1.0))
     first.record("m", 2.0, reduce="max")
-    second.load_state_dict(first.state_dict())
+    second.load_state_dicts([first.state_dict()])
     second.size = 1
     second.record("a", torch.tensor(5.0))
     second.record("m", 1.0, reduce="max")

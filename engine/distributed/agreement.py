@@ -14,15 +14,18 @@ PERIOD_S = 0.5
 MAX_INTERVAL = 256
 """Steps between two checks at most: bounds the delay when steps suddenly become slow."""
 
+STOP, HURRY, TERMINATE = 1, 2, 3
+"""Wishes: to stop when it suits; at the next batch (Ctrl-C); at the next batch and end the process (SIGTERM)."""
+
 
 class Agreement:
-    """One flag, true on every rank at the same call as soon as any rank has raised it.
+    """One flag, true on every rank at the same call as soon as any rank has raised it, and how urgent it was.
 
     All ranks make the same calls in the same order. The interval between two checks follows the slowest rank's steps, from
     values that the check itself has reduced, so that all ranks compute the same one.
     """
 
-    __slots__ = ("_cpu", "_interval", "_left", "_slowest_s", "_stop", "clock", "elapsed_s")
+    __slots__ = ("_cpu", "_interval", "_left", "_slowest_s", "_stop", "clock", "elapsed_s", "level")
 
     def __init__(self, group: Group) -> None:
         self._cpu = group.cpu
@@ -30,8 +33,10 @@ class Agreement:
         """This rank's seconds of training."""
         self.elapsed_s = 0.0
         """The largest of the ranks' clocks at the last check: a time that is the same on all of them."""
+        self.level = 0
+        """The highest wish at the last check: :data:`STOP`, :data:`HURRY`, :data:`TERMINATE`, or 0."""
         self._interval = self._left = 1
-        self._stop = False
+        self._stop = 0
         self._slowest_s = 0.0
 
     @property
@@ -39,25 +44,29 @@ class Agreement:
         """Steps between two checks, 1 to ``MAX_INTERVAL``; the same on all ranks."""
         return self._interval
 
-    def poll(self, stop: bool, elapsed_step_s: float) -> bool:
+    def poll(self, stop: int, elapsed_step_s: float) -> bool:
         """Call once a step with this rank's wish and the step's duration (s): whether all ranks stop now.
 
-        A wish is kept until the next check, so it may be given for one step only. Alone, the answer is ``stop``.
+        A wish is kept until the next check, so it may be given for one step only. Alone, the answer is at once.
+
+        Args:
+            stop: 0, or :data:`STOP`, :data:`HURRY`, :data:`TERMINATE`.
         """
         if self._cpu is None:
-            return stop
-        if stop:
-            self._stop = True
+            self.level = stop
+            return stop > 0
+        if stop > self._stop:
+            self._stop = stop
         if elapsed_step_s > self._slowest_s:
             self._slowest_s = elapsed_step_s
         self._left -= 1
         return self._check() if self._left <= 0 else False
 
-    def now(self, stop: bool) -> bool:
+    def now(self, stop: int) -> bool:
         """Agree at once (blocks for all ranks): whether any rank wishes to stop. For ends of epochs and of validation."""
         if self._cpu is None:
-            return stop
-        self._stop = self._stop or stop
+            return self.poll(stop, 0.0)
+        self._stop = max(self._stop, stop)
         return self._check()
 
     def _check(self) -> bool:
@@ -68,5 +77,6 @@ class Agreement:
         if slowest_s > 0.0:  # no step since the last check: the interval stays
             self._interval = max(1, min(MAX_INTERVAL, round(PERIOD_S / slowest_s)))
         self._left = self._interval
-        self._stop, self._slowest_s = False, 0.0
+        self._stop, self._slowest_s = 0, 0.0
+        self.level = int(stop)
         return stop > 0.0

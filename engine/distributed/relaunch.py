@@ -90,7 +90,7 @@ class Started:
         self._reported = False
         self._back = threading.Event()  # rank 0's thread needs the others no longer, or knows of the failure
         self._broken = False  # the last training ended with an error: the others may wait for ever
-        self._terminated = False
+        self._terminated = self._preempted = False
         self._threads: list[threading.Thread] = []
         for child in children:
             self._run_beside(functools.partial(self._wait, child), f"fit-rank-{child.rank}")
@@ -112,6 +112,7 @@ class Started:
             yield
             self._broken = False
         except BaseException as error:
+            self._preempted = isinstance(error, SystemExit)
             self._broken = not isinstance(error, KeyboardInterrupt)
             self.check(error)
             raise
@@ -169,7 +170,8 @@ class Started:
         """Whether a rank has failed by now; its story is kept when it is the first time."""
         with self._lock:
             if not self._failed.is_set() and not self._terminated:
-                dead = [child for child in self._children if child.ended and (child.process.returncode != 0 or not self._back.is_set())]
+                fine = (0, 128 + signal.SIGTERM) if self._preempted else (0,)  # all ranks end so after a SIGTERM
+                dead = [child for child in self._children if child.ended and (child.process.returncode not in fine or not self._back.is_set())]
                 if dead:
                     self._story = min(dead, key=_Child.blame).story()
                     self._failed.set()

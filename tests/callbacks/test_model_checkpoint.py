@@ -18,7 +18,7 @@ def steps_in(root):
 
 
 def weight_in(checkpoint):
-    return load_file(checkpoint / "model" / "model.safetensors")["weight"].item()
+    return load_file(checkpoint / "model" / "rank=00000.safetensors")["weight"].item()
 
 
 def path(root, step):
@@ -197,10 +197,12 @@ def test_resuming_goes_on_with_the_scores(make_fit, scripted, batches, tmp_path)
     callback = ModelCheckpoint(monitor="score")
     fit = make_fit(max_epochs=4, callbacks=[callback])
     result = fit.run(scripted([0.3, 0.4]), batches, batches, resume=path(tmp_path, 8))
-    assert steps_in(tmp_path) == [4, 16]
+    assert steps_in(tmp_path) == [4, 8, 16]  # what it was resumed from stays
     assert callback.scores == {4: 0.1, 16: 0.4}
     assert result.best_checkpoint == path(tmp_path, 4)
     assert weight_in(result.last_checkpoint) == -16.0
+    make_fit(max_epochs=5, callbacks=[ModelCheckpoint(monitor="score")]).run(scripted([0.5]), batches, batches, resume="last")
+    assert steps_in(tmp_path) == [4, 16, 20]  # until a run goes on from another one
 
 
 def test_a_run_with_nothing_to_do_saves_nothing(make_fit, scripted, batches, tmp_path):

@@ -1,0 +1,90 @@
+"""A run that is killed twelve times, some of them inside a save, ends with the very bits of one that is left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from job import read_diary
+from processes import clean_environment
+from saved import read
+
+# One process imports everything and forks the runs: a start takes milliseconds, so that a dozen kills take seconds.
+SCRIPT = """
+import json, os, random, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import torch
+torch.set_num_threads(1)
+from job import read_diary, train
+
+root, kills, chance = Path(sys.argv[1]), int(sys.argv[3]), random.Random(int(sys.argv[4]))
+
+def start(place):
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            metrics = train(place, place / "diary.jsonl")
+            (place / "metrics.json").write_text(json.dumps(metrics))
+            code = 0
+        finally:
+            os._exit(code)
+    return child
+
+(root / "whole").mkdir()
+begun = time.monotonic()
+assert os.waitpid(start(root / "whole"), 0)[1] == 0
+length = time.monotonic() - begun
+place = root / "killed"
+place.mkdir()
+inside = 0
+for number in range(kills):
+    child = start(place)
+    if number % 2:  # inside of a save: a draft is there
+        wanted, waited = chance.randrange(4), 0
+        while waited <= wanted and os.waitpid(child, os.WNOHANG)[0] == 0:
+            before = waited
+            if list((place / "checkpoints").glob(".*.partial")):
+                waited += 1
+                while waited <= wanted and list((place / "checkpoints").glob(".*.partial")):
+                    pass
+    else:
+        time.sleep(length * chance.uniform(0.1, 0.5))
+    inside += bool(list((place / "checkpoints").glob(".*.partial")))
+    try:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    except (ProcessLookupError, ChildProcessError):
+        raise SystemExit(f"the run was over before kill {number}")
+assert os.waitpid(start(place), 0)[1] == 0
+print(json.dumps({"inside": inside, "length": length, "lines": len(read_diary(place / "diary.jsonl"))}))
+"""
+
+
+def test_twelve_kills_change_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path), str(Path(__file__).parent), "12", "1"]
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["inside"] >= 3, report
+    whole, killed = (read_diary(tmp_path / name / "diary.jsonl") for name in ("whole", "killed"))
+    expected = {line["step"]: line for line in whole}
+    assert len(expected) == len(whole)
+    assert sorted(i for line in whole if line["epoch"] == 0 for i in line["ids"]) == list(range(61))
+    assert {line["step"] for line in killed} >= set(expected)
+    for line in killed:
+        assert line == expected[line["step"]]
+    one, other = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("whole", "killed"))
+    assert one == other
+    last = max(os.listdir(tmp_path / "whole" / "checkpoints"))
+    for folder in ("model", "optim"):
+        for file in sorted((tmp_path / "whole" / "checkpoints" / last / folder).iterdir()):
+            assert file.read_bytes() == (tmp_path / "killed" / "checkpoints" / last / folder / file.name).read_bytes(), file.name
+    states = [read(tmp_path / name / "checkpoints" / last).shared for name in ("whole", "killed")]
+    assert states[0]["state"] == states[1]["state"]
+    assert states[0]["metrics"] == states[1]["metrics"]
+    assert states[0]["schedulers"] == states[1]["schedulers"]

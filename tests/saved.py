@@ -1,0 +1,58 @@
+"""Checkpoints made and read by one process, for tests of what is on the disk."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.places import split
+from engine.checkpoint.source import Source, whole
+from engine.checkpoint.store import RANK, SHARED, Opened
+from engine.distributed.environment import Environment
+from engine.distributed.group import Group
+from engine.saving import Content, Saver
+
+
+def alone() -> Group:
+    return Group(Environment("single", 0, 1, 0, 1, 1, "", 0), torch.device("cpu"))
+
+
+def content(value: float = 1.0, **changes: Any) -> Content:
+    tied = torch.full((2, 3), value)
+    arguments: dict[str, Any] = {
+        "model": {"head.weight": tied, "body.weight": tied, "body.bias": torch.zeros(2)},
+        "optim": {"0": {"state": {"w": {"step": torch.tensor(3.0)}}, "param_groups": [{"betas": (0.9, 0.999), "params": ["w"]}]}},
+        "shared": {"scheduler": {"best": math.inf}},
+        "own": {"rng": torch.arange(4)},
+        "facts": {"step": 3, "metrics": {"loss": math.nan}},
+    }
+    return Content(**arguments | changes)
+
+
+def save(directory: Path | str, value: float = 1.0, **changes: Any) -> Any:
+    place, name = split(directory)
+    return Saver(alone(), place.root).save(name, content(value, **changes))
+
+
+@dataclass
+class Read:
+    model: dict[str, Tensor]
+    optim: Any
+    shared: Any
+    own: Any
+    manifest: dict[str, Any]
+
+
+def read(directory: Path | str) -> Read:
+    """Everything, checked."""
+    place, name = split(directory)
+    with Opened(place.fetch(name)) as opened:
+        source = Source(opened)
+        model = opened.tensors("model").whole()
+        model |= {alias: model[kept] for alias, kept in source.aliases.items()}
+        return Read(model, source.read_optim(source.optim, whole), opened.tree(SHARED), opened.tree(RANK.format(0)), opened.manifest)
