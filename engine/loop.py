@@ -307,6 +307,7 @@ def batches(run: Run, loader: PreparedLoader, name: str, step: Callable[..., Any
     starts, ends = getattr(run.hooks, f"on_{name}_batch_start"), getattr(run.hooks, f"on_{name}_batch_end")
     place = () if index is None else (index,)
     autocast = engine.autocast()
+    run.agreement.restart()
     began = time.perf_counter()
     for number, batch in enumerate(loader if limit is None else itertools.islice(loader, limit)):
         began, waited = time.perf_counter(), time.perf_counter() - began

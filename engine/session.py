@@ -133,7 +133,7 @@ def _tear_down(run: Run, datamodule: DataModule | None) -> None:
 
 @contextmanager
 def interruptible(run: Run) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the run after the step; a second one at once. Handlers of the user's own stay in place."""
+    """Ctrl-C and SIGTERM end the run after the step; a second Ctrl-C at once. Handlers of the user's own stay in place."""
     owner, main = os.getpid(), threading.current_thread() is threading.main_thread()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -146,11 +146,10 @@ def interruptible(run: Run) -> Iterator[None]:
     def terminate(number: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:  # a process that was forked meanwhile: nobody listens to it
             os._exit(TERMINATED)
-        if run.stop_level >= TERMINATE:
-            raise SystemExit(TERMINATED)
-        run.terminated = True
-        run.stop("terminated (SIGTERM)", TERMINATE)
-        logger.warning("SIGTERM: the run ends after this step, with exit code %d", TERMINATED)
+        if run.stop_level < TERMINATE:  # a launcher and a scheduler may both send one
+            run.terminated = True
+            run.stop("terminated (SIGTERM)", TERMINATE)
+            logger.warning("SIGTERM: the run ends after this step, with exit code %d", TERMINATED)
 
     ours = [(signal.SIGINT, signal.default_int_handler, interrupt), (signal.SIGTERM, signal.SIG_DFL, terminate)]
     taken = [(number, before, handler) for number, before, handler in ours if main and signal.getsignal(number) is before]

@@ -62,6 +62,10 @@ class Agreement:
         self._left -= 1
         return self._check() if self._left <= 0 else False
 
+    def restart(self) -> None:
+        """What is polled from now on takes another time than before: check at the next call, and find the interval anew."""
+        self._interval = self._left = 1
+
     def now(self, stop: int) -> bool:
         """Agree at once (blocks for all ranks): whether any rank wishes to stop. For ends of epochs and of validation."""
         if self._cpu is None:
@@ -75,7 +79,8 @@ class Agreement:
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._cpu)
         stop, slowest_s, self.elapsed_s = flags.tolist()
         if slowest_s > 0.0:  # no step since the last check: the interval stays
-            self._interval = max(1, min(MAX_INTERVAL, round(PERIOD_S / slowest_s)))
+            # At most four times the last one: the first durations after a change may not be typical.
+            self._interval = max(1, min(MAX_INTERVAL, 4 * self._interval, round(PERIOD_S / slowest_s)))
         self._left = self._interval
         self._stop, self._slowest_s = 0, 0.0
         self.level = int(stop)

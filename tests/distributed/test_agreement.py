@@ -53,8 +53,8 @@ def results():
     ("name", "expected"),
     [
         ("first step", [0, MAX_INTERVAL, 1]),
-        ("fast", [256, MAX_INTERVAL, 1]),  # checks after calls 0, 256, ...
-        ("0.02 s on the slower", [25, 25, 1]),  # 0.5 s / 0.02 s: checks after calls 0, 25
+        ("fast", [340, MAX_INTERVAL, 1]),  # checks after calls 0, 4, 20, 84, 340: the interval grows fourfold
+        ("0.02 s on the slower", [20, 25, 1]),  # checks after calls 0, 4, 20; then 0.5 s / 0.02 s
         ("slow", [7, 1, 1]),
         ("never", [None, MAX_INTERVAL, 0]),
         ("odd durations", [2, 1, 1]),
