@@ -190,7 +190,8 @@ class ModelCheckpoint(Callback):
         score = None if scores[step] is None else {"monitor": self.monitor, "mode": self.mode, "value": scores[step]}
         try:
             held = _held(run)
-            run.save_checkpoint(self.names[step], score=score, asynchronous=self.asynchronous, remove=[name for name in gone if name not in held])
+            gone = [name for name in gone if name not in held]
+            run.save_checkpoint(self.names[step], score=score, asynchronous=self.asynchronous, tolerant=True, remove=gone)
         except BaseException:
             self.scores, self.names = earlier
             raise

@@ -93,7 +93,13 @@ class Checkpoints:
         return set(found)
 
     def save_checkpoint(
-        self, name: str | None = None, *, score: Mapping[str, Any] | None = None, asynchronous: bool = False, remove: Sequence[str] = ()
+        self,
+        name: str | None = None,
+        *,
+        score: Mapping[str, Any] | None = None,
+        asynchronous: bool = False,
+        tolerant: bool = False,
+        remove: Sequence[str] = (),
     ) -> Path | str:
         """Save everything that the run needs to go on; all ranks call this together. A place in the run that is saved already is not saved again.
 
@@ -101,6 +107,7 @@ class Checkpoints:
             name: of its directory; by default ``step=00000120``.
             score: ``{"monitor": name, "mode": "min", "value": number}``: what ``resume="best"`` compares.
             asynchronous: return as soon as the training may go on; see :meth:`wait_for_checkpoint`.
+            tolerant: a failure to write is logged, unless it is the last of ``max_failures`` in a row (:meth:`checkpoints_at`).
             remove: names of checkpoints that are to go when this one is complete.
 
         Returns:
@@ -108,7 +115,7 @@ class Checkpoints:
 
         Raises:
             TypeError: something that cannot be stored, named by its place in the state.
-            OSError: it cannot be written.
+            OSError: it cannot be written (and neither ``asynchronous`` nor ``tolerant``).
         """
         began = time.perf_counter()
         self.engine.settle()
@@ -122,8 +129,10 @@ class Checkpoints:
                 return self.saver.place.path(known)
         name = f"step={state.step:08d}" if name is None else name
         manual = not self.module.automatic_optimization
-        path = self.saver.save(name, self.content(score), asynchronous=asynchronous, remove=remove, unchanging=not manual)
         self.saver.lost.discard(name)
+        path = self.saver.save(
+            name, self.content(score), asynchronous=asynchronous, tolerant=tolerant, remove=remove, unchanging=not manual
+        )
         self._saved = (key, name)
         if asynchronous:
             self.engine.before_step(self.saver.hold)

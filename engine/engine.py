@@ -104,7 +104,7 @@ class Engine(States):
         self.accumulate_grad_batches = accumulate_grad_batches
         self.strategy.window = self.window
         self.scaler = self.strategy.scaler()
-        self.seed: int = collectives.broadcast_object(group, torch.initial_seed() if seed is None else seed)
+        self.seed: int = collectives.gather_json(group, torch.initial_seed() if seed is None else seed)[0]
         self._low = Layers(self.precision.fp8, group.device)
         self._stepper = (OwnedStepper if self.strategy.owns_step else Stepper)(self.window, self.strategy, self.scaler, on_nonfinite)
         self._stepper.describe = self._describe_gradients

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.distributed.collectives import gather_object, gather_row
+from engine.distributed.collectives import gather_json, gather_row
 from engine.distributed.group import Group
 from engine.errors import nearest
 from engine.tree import batch_size as samples
@@ -317,7 +317,7 @@ class Recorder:
                 return [(names, ops, [])]
             rows = gather_row(self.group, torch.tensor(numbers, dtype=torch.float64))
             return [(names, ops, row) for row in rows.tolist()]
-        return gather_object(self.group, (names, ops, numbers))
+        return gather_json(self.group, (names, ops, numbers))
 
 
 def combined(every: list[tuple[list[str], list[str], list[float]]]) -> dict[str, float]:

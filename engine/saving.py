@@ -94,12 +94,20 @@ class Saver:
     # -- saving -----------------------------------------------------------------------------------------------------------------
 
     def save(
-        self, name: str, content: Content, *, asynchronous: bool = False, remove: Sequence[str] = (), unchanging: bool = True
+        self,
+        name: str,
+        content: Content,
+        *,
+        asynchronous: bool = False,
+        tolerant: bool = False,
+        remove: Sequence[str] = (),
+        unchanging: bool = True,
     ) -> Path | str:
         """Write the checkpoint ``name``; all ranks call this together.
 
         Args:
             asynchronous: return when copies are begun; errors are found by :meth:`wait`.
+            tolerant: a failure to write is treated as :meth:`wait` does.
             remove: checkpoints that are no longer wanted once this one is complete.
             unchanging: until :meth:`hold`, nobody changes parameters and optimizer states.
 
@@ -108,13 +116,18 @@ class Saver:
 
         Raises:
             TypeError: something that cannot be stored; the message has its place.
-            OSError: (not ``asynchronous``) the disk is full, a permission is missing, and the like.
+            OSError: (neither ``asynchronous`` nor ``tolerant``) the disk is full, a permission is missing, and the like.
             RankError: another rank failed; the message has its error. No rank has the new checkpoint then, and the earlier ones are as they were.
         """
         self.wait()
         job, later = self._prepare(name, content, remove)
         if not asynchronous:
-            self._write(job, self.group)
+            try:
+                self._write(job, self.group)
+            except Exception as error:
+                if not tolerant:
+                    raise
+                self._ended(name, error)
             return self.place.path(name)
         if self._thread is None:
             # Collectives of another thread need a process group of their own.
@@ -144,14 +157,17 @@ class Saver:
             TimeoutError: it takes longer than ``timeout`` (s).
         """
         job, self._job = self._job, None
-        error = None if job is None or job.future is None else job.future.exception(timeout)
-        if error is None or job is None:
+        if job is not None and job.future is not None:
+            self._ended(job.name, job.future.exception(timeout))
+        self.remove([])
+
+    def _ended(self, name: str, error: BaseException | None) -> None:
+        if error is None:
             self._failures = 0
-            self.remove([])
             return
         self._failures += 1
-        self.lost.add(job.name)
-        message = f"checkpoint {job.name} was not written: {type(error).__name__}: {error}"
+        self.lost.add(name)
+        message = f"checkpoint {name} was not written: {type(error).__name__}: {error}"
         if self._failures >= self.max_failures:
             raise RuntimeError(f"{message} ({self._failures} failure(s) in a row). Earlier checkpoints are as they were") from error
         if self.group.is_main:

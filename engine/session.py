@@ -52,7 +52,8 @@ def session(run: Run, datamodule: DataModule | None) -> Iterator[None]:
             raise
         finally:
             _tear_down(run, datamodule)
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            if run.settings.deterministic:  # the call alone imports torch's compiler
+                torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _end_early(run: Run) -> None:

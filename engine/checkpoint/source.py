@@ -39,12 +39,14 @@ class Source:
     def __init__(self, opened: Opened) -> None:
         self.where = opened.directory
         self._model, self._optim = opened.tensors("model"), opened.tensors("optim")
-        tree = opened.tree("model/model", {}) or {"aliases": {}, "extra": {}}
+        tree = opened.tree("model/model", {})
+        if not isinstance(tree, dict) or not all(isinstance(tree.get(name), dict) for name in ("aliases", "extra")):
+            raise DamagedCheckpoint(f"{self.where}: model/model.json has no aliases and extra states")
         self.aliases: dict[str, str] = tree["aliases"]
         self.extra: dict[str, Any] = tree["extra"]
         if lost := sorted(set(self.aliases.values()) - self._model.stored.keys()):
             raise DamagedCheckpoint(f"{self.where}: model/model.json names {lost[0]!r}, which is not there")
-        self.optim: dict[str, Any] = opened.tree("optim/optim", self._optim.stored) or {}
+        self.optim: dict[str, Any] = opened.tree("optim/optim", self._optim.stored)
         """``{number: state}`` of each optimizer, by names of parameters, with :class:`Stored` for tensors."""
 
     def __contains__(self, name: str) -> bool:

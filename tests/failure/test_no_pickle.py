@@ -1,0 +1,184 @@
+"""Saving, loading, resuming and exporting work where ``pickle.load``, ``pickle.loads`` and ``torch.load`` raise; hostile directories are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import run_ranks, run_script
+from saved import read, save
+
+from engine.checkpoint.files import DamagedCheckpoint
+from engine.checkpoint.source import Source
+from engine.checkpoint.store import Opened
+
+SCRIPT = """
+import os, pickle, sys
+from pathlib import Path
+import torch
+
+def refused(*arguments, **options):
+    raise AssertionError("a pickle was read")
+
+pickle.load = pickle.loads = torch.load = pickle._loads = pickle._load = refused
+sys.path.insert(0, sys.argv[1])
+from job import Net, train
+from engine import Engine
+from torch.utils.data import DataLoader, TensorDataset
+
+root, strategy = Path(sys.argv[2]), sys.argv[3]
+rank = os.environ.get("RANK", "0")
+for epochs in (1, 2):
+    train(root / "fit", root / f"diary{rank}", strategy=strategy, dropout=0.0, workers=0, max_epochs=epochs)
+Net.load_from_checkpoint(max((root / "fit" / "checkpoints").iterdir()))
+
+def objects():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    engine = Engine(strategy=strategy, accelerator="cpu")
+    data = TensorDataset(torch.randn(8, 2))
+    return engine, *engine.prepare(model, optimizer, DataLoader(data, batch_size=2), torch.optim.lr_scheduler.StepLR(optimizer, 1))
+
+engine, model, optimizer, loader, scheduler = objects()
+for (x,) in loader:
+    engine.backward(model(x).square().mean())
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+engine.save_state(root / "state")
+engine.save_model(model, root / "model")
+engine, model, optimizer, loader, scheduler = objects()
+engine.load_state(root / "state")
+assert scheduler.last_epoch > 0
+"""
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+def test_no_pickle_is_read(tmp_path: Path, strategy: str, ranks: int) -> None:
+    args = (Path(__file__).parent, tmp_path, strategy)
+    if ranks == 1:
+        run_script(SCRIPT, *args, timeout=100)
+    else:
+        run_ranks(SCRIPT, ranks, *args, timeout=100)
+    suffixes = {path.suffix for path in (tmp_path / "fit").rglob("*") if path.is_file()}
+    assert suffixes == {".json", ".safetensors"}
+    for path in tmp_path.rglob("*.safetensors"):
+        assert not pickle_like(path), path
+
+
+def pickle_like(path: Path) -> bool:
+    return path.read_bytes()[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK")
+
+
+class Evil:
+    """Unpickling it would write a file."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch ran",)
+
+
+def swapped(path: Path, name: str, content: bytes) -> None:
+    """Another content under a name of the manifest, with checksums that fit: what an attacker would do."""
+    (path / name).write_bytes(content)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][name] = {"bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}
+    write_manifest(path, manifest)
+
+
+def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
+    rest = {name: value for name, value in manifest.items() if name != "crc32"}
+    manifest["crc32"] = f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def safetensors(header: Any, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+WEIGHTS, OPTIM = "model/rank=00000.safetensors", "optim/optim.json"
+HUGE = {"w": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}
+SHARDED = {"format": "pt", "DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [1 << 50]}})}
+LINKED = {"aliases": {"head.weight": "not there"}, "extra": {}}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (WEIGHTS, pickle.dumps(Evil())),
+        (WEIGHTS, b""),
+        (WEIGHTS, struct.pack("<Q", 1 << 62) + b"{}"),
+        (WEIGHTS, safetensors(HUGE, b"\0" * 16)),
+        (WEIGHTS, safetensors({"w": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, b"\0" * 4)),
+        (WEIGHTS, safetensors({"w": {"dtype": "F32", "shape": [4], "data_offsets": [8, 4]}}, b"\0" * 4)),
+        (WEIGHTS, safetensors({"__metadata__": SHARDED, "w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"\0" * 4)),
+        (WEIGHTS, safetensors({"__metadata__": {"DCP_SHARDING_INFO": "[]"}, "w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"\0" * 4)),
+        (WEIGHTS, safetensors(b"{" * 1000)),
+        ("model/model.json", json.dumps(LINKED).encode()),
+        ("model/model.json", b"[]"),
+        (OPTIM, b"NaN"),
+        (OPTIM, b'{"0": NaN}'),
+        (OPTIM, pickle.dumps(Evil())),
+        (OPTIM, b'{"0": {"$": "object", "class": "os.system"}}'),
+        (OPTIM, b'{"0": {"$": "tensor", "name": "../../secret"}}'),
+        (OPTIM, b"[" * 100_000),
+        ("state/shared.json", b'{"$": "eval"}'),
+    ],
+)
+def test_hostile_content_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = save(tmp_path / "step=1")
+    swapped(path, name, content)
+    with pytest.raises(DamagedCheckpoint, match="step=1"):
+        read(path)
+    assert not (tmp_path / "ran").exists()
+
+
+def renamed(name: str) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest["files"][name] = manifest["files"].pop(WEIGHTS)
+        (path.parent / "secret.safetensors").write_bytes((path / WEIGHTS).read_bytes())
+        write_manifest(path, manifest)
+
+    return change
+
+
+def extra_file(path: Path) -> None:
+    shutil.copy(path / WEIGHTS, path / "model" / "rank=00001.safetensors")
+
+
+def pickle_beside(path: Path) -> None:
+    (path / "model" / ".metadata").write_bytes(pickle.dumps(Evil()))
+
+
+@pytest.mark.parametrize("change", [renamed("../secret.safetensors"), renamed("model/../../secret.safetensors"), renamed("/etc/passwd"), extra_file])
+def test_hostile_names_are_refused(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    path = save(tmp_path / "step=1")
+    change(path)
+    with pytest.raises(DamagedCheckpoint):
+        read(path)
+
+
+def test_a_pickle_beside_is_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = save(tmp_path / "step=1")
+    pickle_beside(path)
+    assert read(path).model["body.bias"].tolist() == [0.0, 0.0]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_huge_shapes_take_no_memory(tmp_path: Path) -> None:
+    """What a tensor claims to be is compared with what its file holds before memory is taken for it."""
+    path = save(tmp_path / "step=1")
+    swapped(path, WEIGHTS, safetensors({"__metadata__": SHARDED, "w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"\0" * 4))
+    with Opened(path) as opened, pytest.raises(DamagedCheckpoint, match="parts of 'w' are missing"):
+        Source(opened)
