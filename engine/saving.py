@@ -261,8 +261,9 @@ class Saver:
         works: list[Callable[[], dict[str, Record]]] = []
         for kind in ("optim", "model"):
             own = {key.partition("/")[2]: part for key, part in job.parts.items() if key.startswith(f"{kind}/")}
-            if own:
-                works.append(partial(_tensors, folder, f"{kind}/rank={rank:05d}.safetensors", own))
+            for index, some in enumerate(plan.divide(own)):
+                name = f"{kind}/rank={rank:05d}.safetensors" if not index else f"{kind}/rank={rank:05d}-{index}.safetensors"
+                works.append(partial(_tensors, folder, name, some))
         works += [partial(write_tree, folder, stem, tree) for stem, tree in job.trees.items()]
         files = {name: known for found in in_parallel(lambda work: work(), works) for name, known in found.items()}
         self.place.send(job.name, files)

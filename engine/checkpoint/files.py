@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import mmap
 import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,13 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
-CHUNK = 1 << 24
+CHUNK = 1 << 22
 """Bytes that are written and summed at a time: they are still in the processor's cache for the second."""
-THREADS = 2
-"""Files that are checked at a time; a second thread halves the time, more only wait for memory."""
+BLOCK = 1 << 26
+"""Bytes of a file that have a checksum of their own: several threads, and several ranks, share the work of checking one file."""
+THREADS = min(8, os.cpu_count() or 1)
 
 Record = dict[str, Any]
-"""What a manifest says of a file: ``{"bytes": size, "crc32": checksum}``. CRC-32 finds damage (4 GB/s); it is no defence against an author."""
+"""What a manifest says of a file: ``{"bytes": size, "crc32": [checksum of each block of 64 MiB]}``. CRC-32 (4 GB/s a core) finds damage; it is
+no defence against an author."""
 
 
 class DamagedCheckpoint(ValueError):
@@ -39,32 +42,23 @@ def sync(path: Path) -> None:
 
 def write_file(path: Path, parts: Iterable[Any]) -> Record:
     """Write a new file out of bytes-like parts, straight from their memory, and wait until it is on the disk. No part is copied."""
-    size, total = 0, 0
+    size, sums = 0, [0]
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         for part in parts:
             view = memoryview(part).cast("B")
-            for low in range(0, len(view), CHUNK):
-                chunk = view[low : low + CHUNK]
-                total = zlib.crc32(chunk, total)
+            while view:
+                if size and size % BLOCK == 0:
+                    sums.append(0)
+                chunk = view[: min(CHUNK, BLOCK - size % BLOCK)]
+                view, size = view[len(chunk) :], size + len(chunk)
+                sums[-1] = zlib.crc32(chunk, sums[-1])
                 while chunk:
                     chunk = chunk[os.write(descriptor, chunk) :]
-            size += len(view)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return {"bytes": size, "crc32": f"{total:08x}"}
-
-
-def record(path: Path) -> Record:
-    """A file's size and checksum."""
-    size, total, buffer = 0, 0, bytearray(CHUNK // 4)
-    view = memoryview(buffer)
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            total = zlib.crc32(view[:count], total)
-            size += count
-    return {"bytes": size, "crc32": f"{total:08x}"}
+    return {"bytes": size, "crc32": [f"{each:08x}" for each in sums]}
 
 
 def write_json(path: Path, value: Any) -> Record:
@@ -100,23 +94,47 @@ def inside(directory: Path, name: str) -> Path:
     raise DamagedCheckpoint(f"{directory}: the manifest names the file {name!r}, which leads out of the checkpoint")
 
 
-def verify(directory: Path, files: Mapping[str, Record], names: Sequence[str]) -> None:
-    """Read these files and compare size and checksum with ``files``.
+def blocks(files: Mapping[str, Record], names: Iterable[str]) -> list[tuple[str, int]]:
+    """Everything that has a checksum: a file's name, and the number of the block."""
+    return [(name, index) for name in names for index in range(len(files[name]["crc32"]))]
+
+
+def verify(directory: Path, files: Mapping[str, Record], chosen: Sequence[tuple[str, int]]) -> None:
+    """Read these blocks and compare sizes and checksums with ``files``.
 
     Raises:
         DamagedCheckpoint: one is missing, or is not what was written.
     """
 
-    def check(name: str) -> None:
+    def check(block: tuple[str, int]) -> None:
+        name, index = block
         path, expected = inside(directory, name), files[name]
         try:
-            found = record(path)
+            found = _sum(path, expected["bytes"], index)
         except FileNotFoundError as error:
             raise DamagedCheckpoint(f"{directory}: {name} is missing") from error
-        if found != expected:
-            raise DamagedCheckpoint(f"{directory}: {name} is not what was written: found {found}, expected {expected}")
+        if found != expected["crc32"][index]:
+            raise DamagedCheckpoint(
+                f"{directory}: {name} is not what was written: block {index} of 64 MiB has the checksum {found}, expected {expected['crc32'][index]}"
+            )
 
-    in_parallel(check, sorted(names, key=lambda name: -int(files[name]["bytes"])))
+    in_parallel(check, chosen)
+
+
+def _sum(path: Path, size: int, index: int) -> str:
+    """The checksum of one block; of another text than any checksum when the file has another size."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if os.fstat(descriptor).st_size != size:
+            return f"of {os.fstat(descriptor).st_size} bytes"
+        low, high = index * BLOCK, min(size, (index + 1) * BLOCK)
+        if low >= high:
+            return f"{0:08x}"
+        # Mapped rather than read: half the time, since nothing is copied.
+        with mmap.mmap(descriptor, high - low, prot=mmap.PROT_READ, offset=low) as mapped:
+            return f"{zlib.crc32(mapped):08x}"
+    finally:
+        os.close(descriptor)
 
 
 def in_parallel(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:

@@ -19,6 +19,10 @@ class Part(NamedTuple):
     """Where in the whole tensor it begins."""
 
 
+FILE = 1 << 27
+"""Bytes above which a rank's parts go into several files, which are written at the same time."""
+MOST_FILES = 8
+
 Row = tuple[str, tuple[int, ...], int]
 """Name, offsets, bytes."""
 
@@ -64,3 +68,16 @@ def deal(every: list[Any], rank: int) -> set[str]:
         if writer == rank:
             mine.add(key[0])
     return mine
+
+
+def divide(parts: Mapping[str, Part]) -> list[dict[str, Part]]:
+    """A rank's parts in as many files as are worth writing at the same time, of about equal size; none for no parts."""
+    sizes = {name: size for name, _, size in rows(parts)}
+    count = min(MOST_FILES, max(1, sum(sizes.values()) // FILE))
+    files: list[dict[str, Part]] = [{} for _ in range(count)]
+    load = [0] * count
+    for name in sorted(parts, key=lambda name: (-sizes[name], name)):
+        least = load.index(min(load))
+        files[least][name] = parts[name]
+        load[least] += sizes[name]
+    return [file for file in files if file]

@@ -29,7 +29,7 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.checkpoint.files import DamagedCheckpoint, Record, inside, read_json, sync, verify, write_json
+from engine.checkpoint.files import BLOCK, DamagedCheckpoint, Record, blocks, inside, read_json, sync, verify, write_json
 from engine.checkpoint.state import pack, unpack
 from engine.checkpoint.tensors import TensorFiles, read_tensors, write_tensors
 
@@ -118,6 +118,12 @@ def manifest_of(world_size: int, facts: Mapping[str, Any], files: Mapping[str, R
     return {**manifest, "crc32": _sum(manifest)}
 
 
+def _sums(known: Mapping[str, Any]) -> bool:
+    """Whether a record has one checksum for each block."""
+    sums = known.get("crc32")
+    return isinstance(sums, list) and len(sums) == max(1, -(-known["bytes"] // BLOCK)) and all(type(each) is str for each in sums)
+
+
 def _sum(manifest: Mapping[str, Any]) -> str:
     rest = {name: value for name, value in manifest.items() if name != "crc32"}
     return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
@@ -140,7 +146,7 @@ def check_manifest(where: Any, manifest: Any) -> dict[str, Any]:
         if type(manifest.get(name)) is not kind:
             raise DamagedCheckpoint(f"{where}: {MANIFEST} has no usable {name!r}")
     for name, known in manifest["files"].items():
-        if not isinstance(known, dict) or type(known.get("bytes")) is not int or type(known.get("crc32")) is not str:
+        if not isinstance(known, dict) or type(known.get("bytes")) is not int or not _sums(known):
             raise DamagedCheckpoint(f"{where}: {MANIFEST} says nothing usable of {name!r}")
     if _sum(manifest) != manifest["crc32"]:
         raise DamagedCheckpoint(f"{where}: {MANIFEST} is not what was written: its checksum is {_sum(manifest)}, expected {manifest['crc32']}")
@@ -190,7 +196,7 @@ class Opened:
         self._lock = _lock(directory, fcntl.LOCK_SH)
         chosen = [name for name in sorted(self.files) if name.split("/")[0] in (*folders, name)]
         try:
-            verify(directory, self.files, chosen[share[0] :: share[1]])
+            verify(directory, self.files, blocks(self.files, chosen)[share[0] :: share[1]])
         except BaseException:
             self.close()
             raise

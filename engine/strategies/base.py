@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -202,10 +201,14 @@ class Strategy:
         numbered = numbered_state(optimizer, module, state)
         numbers = [i for group in numbered["param_groups"] for i in group["params"]]
         of = dict(zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
-        entries = {
-            i: source.read_optim(entry, partial(self.part_like, parameter=of[i])) for i, entry in numbered["state"].items() if i in of
-        }
-        optimizer.load_state_dict({**source.read_optim({**numbered, "state": {}}, whole), "state": entries})
+        places: dict[str, Tensor] = {}
+        for i, entry in numbered["state"].items():
+            for key, stored in entry.items() if i in of else ():
+                if isinstance(stored, Stored):
+                    there, made = optimizer.state.get(of[i], {}).get(key), self.part_like(stored, of[i])
+                    places[stored.name] = there if _alike(there, made) else made
+        entries = {i: entry for i, entry in numbered["state"].items() if i in of}
+        optimizer.load_state_dict(source.read_optim({**numbered, "state": entries}, lambda stored: places.get(stored.name, whole(stored))))
 
     def part_like(self, stored: Stored, parameter: Tensor) -> Tensor:
         """An empty tensor for this rank's part of an entry of a parameter's optimizer state."""
@@ -277,6 +280,12 @@ def numbered_state(optimizer: Any, module: nn.Module, state: dict[str, Any]) -> 
     merged = [{**group, "params": ids} for group, ids in zip(state["param_groups"], groups, strict=True)]
     entries = {i: state["state"][names[i]] for i in names if names[i] in state["state"]}
     return {**state, "state": entries, "param_groups": merged}
+
+
+def _alike(there: Any, made: Tensor) -> bool:
+    """Whether a tensor that is there can take what was made for another's content."""
+    same = type(there) is type(made) and there.shape == made.shape and there.dtype == made.dtype and there.device == made.device
+    return same and getattr(there, "placements", None) == getattr(made, "placements", None)
 
 
 def _names(optimizer: Any, module: nn.Module) -> dict[int, str | int]:

@@ -1,0 +1,288 @@
+"""What a checkpoint costs: a blocking save, the stall of one in the background, a load, and a resume deep in an epoch.
+
+``python tests/benchmarks/checkpoint.py [--megabytes 400 1200] [--rounds 5] [--dir /tmp]``. A model with AdamW's state; every round runs each
+contestant once, so that a slow moment of the machine meets all of them; figures are medians, and ratios to ``torch.save`` and ``torch.load``.
+Ours waits for the disk (fsync) and checks checksums; ``torch.save`` does neither, so it is shown with an fsync, too. "+MB" is the most
+memory beyond what was there before; pages of a file that is mapped while it is read count.
+Lightning (Fabric) and Accelerate are timed when they are installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from engine import Engine
+
+try:
+    import lightning
+    import lightning.fabric
+except ImportError:
+    lightning = None  # type: ignore[assignment]
+try:
+    import accelerate
+except ImportError:
+    accelerate = None  # type: ignore[assignment]
+
+WIDTH = 1024
+
+
+class Net(nn.Module):
+    """Wide layers whose forward and backward passes take about as long as a copy of their state."""
+
+    def __init__(self, megabytes: int) -> None:
+        super().__init__()
+        count = max(1, megabytes * 10**6 // (3 * 4 * WIDTH * WIDTH))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
+def made(megabytes: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net(megabytes)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4, **options)
+
+
+def peak(work: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds, and the most memory in use beyond what was before (MB)."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the kernel's high-water mark begins anew
+    before, begun = _status("VmRSS"), time.perf_counter()
+    work()
+    return time.perf_counter() - begun, (_status("VmHWM") - before) / 1000
+
+
+def _status(name: str) -> float:
+    with open("/proc/self/status") as file:
+        return next(float(line.split()[1]) for line in file if line.startswith(name))
+
+
+Objects = dict[str, Any]
+
+
+class Ours:
+    """``Engine.save_state`` and ``load_state``."""
+
+    def make(self, megabytes: int) -> Objects:
+        engine = Engine(accelerator="cpu")
+        model, optimizer = engine.prepare(*made(megabytes))
+        return {"engine": engine, "model": model, "optimizer": optimizer}
+
+    def save(self, o: Objects, place: Path) -> None:
+        o["engine"].save_state(place / "ours")
+
+    def load(self, o: Objects, place: Path) -> None:
+        o["engine"].load_state(place / "ours")
+
+
+class Torch:
+    """``torch.save`` of two state dicts; ``torch.load`` and ``load_state_dict``."""
+
+    sync = False
+
+    def make(self, megabytes: int) -> Objects:
+        model, optimizer = made(megabytes)
+        return {"model": model, "optimizer": optimizer}
+
+    def save(self, o: Objects, place: Path) -> None:
+        with (place / "torch.pt").open("wb") as file:
+            torch.save({name: item.state_dict() for name, item in o.items()}, file)
+            if self.sync:
+                file.flush()
+                os.fsync(file.fileno())
+
+    def load(self, o: Objects, place: Path) -> None:
+        state = torch.load(place / "torch.pt")
+        for name, item in o.items():
+            item.load_state_dict(state[name])
+
+
+class SyncedTorch(Torch):
+    sync = True
+
+
+class Fabric:
+    """Lightning's, for loops of one's own."""
+
+    def make(self, megabytes: int) -> Objects:
+        fabric = lightning.fabric.Fabric(accelerator="cpu", devices=1)
+        fabric.launch()
+        model, optimizer = fabric.setup(*made(megabytes))
+        return {"engine": fabric, "model": model, "optimizer": optimizer}
+
+    def save(self, o: Objects, place: Path) -> None:
+        o["engine"].save(place / "fabric.ckpt", {"model": o["model"], "optimizer": o["optimizer"]})
+
+    def load(self, o: Objects, place: Path) -> None:
+        o["engine"].load(place / "fabric.ckpt", {"model": o["model"], "optimizer": o["optimizer"]})
+
+
+class Accelerate:
+    def make(self, megabytes: int) -> Objects:
+        accelerator = accelerate.Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(*made(megabytes))
+        return {"engine": accelerator, "model": model, "optimizer": optimizer}
+
+    def save(self, o: Objects, place: Path) -> None:
+        o["engine"].save_state(str(place / "accelerate"))
+
+    def load(self, o: Objects, place: Path) -> None:
+        o["engine"].load_state(str(place / "accelerate"))
+
+
+CONTESTANTS: dict[str, Any] = {"ours": Ours(), "torch.save": Torch(), "torch.save + fsync": SyncedTorch()}
+if accelerate is not None:
+    CONTESTANTS["Accelerate"] = Accelerate()
+if lightning is not None:
+    CONTESTANTS["Lightning Fabric"] = Fabric()
+
+
+def measured(name: str, kind: str, megabytes: int, place: Path) -> tuple[float, float]:
+    """Seconds and extra memory (MB) of one save, or of one load into a model and an optimizer that has not stepped, in a process of its own."""
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        contestant = CONTESTANTS[name]
+        objects = contestant.make(megabytes)
+        if kind == "save":
+            step(objects["model"], objects["optimizer"], objects.get("engine"))
+        os.write(send, json.dumps(peak(lambda: getattr(contestant, kind)(objects, place))).encode())
+        os._exit(0)
+    os.close(send)
+    with os.fdopen(receive) as file:
+        took, extra = json.loads(file.read())
+    os.waitpid(child, 0)
+    return took, extra
+
+
+def step(model: Any, optimizer: Any, backward: Any = None, rows: int = 64) -> None:
+    loss = model(torch.ones(rows, WIDTH))
+    loss.backward() if backward is None else backward.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def saves_and_loads(megabytes: int, rounds: int, root: Path) -> float:
+    """Print the table; our blocking save (s)."""
+    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
+    memory: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for _ in range(rounds):
+        for name in CONTESTANTS:
+            place = root / "new"
+            place.mkdir()
+            for kind in ("save", "load"):
+                took, extra = measured(name, kind, megabytes, place)
+                seconds[name, kind].append(took)
+                memory[name, kind].append(extra)
+            shutil.rmtree(place)  # nobody's time holds the removal of an earlier file
+    print(f"\n{megabytes} MB of parameters and optimizer state, medians of {rounds} rounds, each save and load in a new process")
+    print(f"{'':<20}{'save s':>8}{'/torch':>8}{'+MB':>7}{'load s':>9}{'/torch':>8}{'+MB':>7}")
+    for name in CONTESTANTS:
+        row = f"{name:<20}"
+        for kind in ("save", "load"):
+            own, base = (statistics.median(seconds[each, kind]) for each in (name, "torch.save"))
+            row += f"{own:>8.3f}{own / base:>8.2f}{statistics.median(memory[name, kind]):>7.0f} "
+        print(row)
+    return statistics.median(seconds["ours", "save"])
+
+
+def stall(megabytes: int, rounds: int, root: Path, blocking: float) -> None:
+    """How long a step waits for a save in the background: the call, and what is left to copy when the optimizer wants to step."""
+    engine = Engine(accelerator="cpu")
+    model, optimizer = engine.prepare(*made(megabytes))
+    calls, holds, with_save, without = [], [], [], []
+    for round_ in range(rounds + 1):
+        for _ in range(2):
+            begun = time.perf_counter()
+            step(model, optimizer, engine)
+            without.append(time.perf_counter() - begun)
+        begun = time.perf_counter()
+        engine.save_state(root / "async", wait=False)
+        called = time.perf_counter()
+        held = 0.0
+        hold = engine._stepper.first
+
+        def timed(hold: Any = hold) -> None:
+            nonlocal held
+            start = time.perf_counter()
+            hold()
+            held = time.perf_counter() - start
+
+        engine.before_step(timed)
+        step(model, optimizer, engine)
+        if round_:
+            calls.append(called - begun)
+            holds.append(held)
+            with_save.append(time.perf_counter() - called)
+        engine.wait_for_checkpoint()
+    call, held, plain, slow = map(statistics.median, (calls, holds, without, with_save))
+    share = (call + held) / blocking
+    print(
+        f"in the background: stall {1e3 * (call + held):.1f} ms (call {1e3 * call:.1f}, wait before the optimizer {1e3 * held:.1f}) = "
+        f"{share:.1%} of our blocking save; the step meanwhile {slow:.3f} s, others {plain:.3f} s ({slow / plain:.2f}x)"
+    )
+
+
+def resume(rounds: int) -> None:
+    """From a prepared loader to its first batch, at the start and deep in an epoch of two million samples."""
+    data = TensorDataset(torch.zeros(2_000_000, 1))
+    engine = Engine(accelerator="cpu", seed=1)
+    times: dict[int, list[float]] = {0: [], 10**6: []}
+    for _ in range(rounds + 1):
+        for position, found in times.items():
+            loader = engine.prepare(DataLoader(data, batch_size=32, shuffle=True))
+            loader.resume(0, position)
+            begun = time.perf_counter()
+            next(iter(loader))
+            found.append(time.perf_counter() - begun)
+    first, deep = (statistics.median(found[1:]) for found in times.values())
+    print(f"\nresume at sample 10^6: {1e3 * deep:.1f} ms to the first batch, at 0: {1e3 * first:.1f} ms; ratio {deep / first:.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[400, 1200])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dir", default=tempfile.gettempdir())
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")  # the peers'
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    warm = Path(tempfile.mkdtemp())
+    for contestant in CONTESTANTS.values():  # imports belong to nobody's time
+        if isinstance(contestant, (Ours, Torch)):
+            objects = contestant.make(1)
+            step(objects["model"], objects["optimizer"], objects.get("engine"))
+            contestant.save(objects, warm)
+            contestant.load(objects, warm)
+    shutil.rmtree(warm)
+    for megabytes in given.megabytes:
+        root = Path(tempfile.mkdtemp(dir=given.dir))
+        try:
+            stall(megabytes, given.rounds, root, saves_and_loads(megabytes, given.rounds, root))
+        finally:
+            shutil.rmtree(root)
+    resume(given.rounds)
+
+
+if __name__ == "__main__":
+    main()
