@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,12 @@ def content(value: float = 1.0, **changes: Any) -> Content:
 def save(directory: Path | str, value: float = 1.0, **changes: Any) -> Any:
     place, name = split(directory)
     return Saver(alone(), place.root).save(name, content(value, **changes))
+
+
+def resummed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A changed manifest whose own checksum is right: what an attacker would write."""
+    rest = {name: value for name, value in manifest.items() if name != "crc32"}
+    return {**rest, "crc32": f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"}
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -126,7 +127,8 @@ class Remote:
         except (ValueError, ImportError) as error:
             raise ValueError(f"{root}: {error}") from error
         self._drafts: dict[str, Path] = {}
-        self._copies = tempfile.TemporaryDirectory(prefix="checkpoints-")
+        self._copies = Path(tempfile.mkdtemp(prefix="checkpoints-"))
+        weakref.finalize(self, shutil.rmtree, self._copies, ignore_errors=True)  # at the process's end, too
 
     def path(self, name: str) -> str:
         return f"{self.root}/{name}"
@@ -142,7 +144,7 @@ class Remote:
             if not self.files.exists(self._at(f"{name}/{MANIFEST}")) and not self._remains(name):
                 raise FileExistsError(f"{self.path(name)} exists and is no checkpoint ({MANIFEST} is missing): choose another place")
             self._delete(name)
-        self._drafts[name] = Path(tempfile.mkdtemp(dir=self._copies.name))
+        self._drafts[name] = Path(tempfile.mkdtemp(dir=self._copies))
         for folder in FOLDERS:
             (self._drafts[name] / folder).mkdir()
 
@@ -162,8 +164,9 @@ class Remote:
         self._drop(name)
 
     def abandon(self, name: str, first: bool) -> None:
+        begun = name in self._drafts
         self._drop(name)
-        if first:
+        if first and begun:
             with suppress(Exception):  # the error that led here is the one to be told
                 if not self.files.exists(self._at(f"{name}/{MANIFEST}")):
                     self._delete(name)
@@ -179,9 +182,17 @@ class Remote:
         return {name: manifest for _, name, manifest in sorted(found, key=lambda entry: entry[:2])}
 
     def fetch(self, name: str) -> Path:
-        target = Path(self._copies.name) / name
-        if not (target / MANIFEST).exists():
-            for file in [*self._manifest(name)["files"], MANIFEST]:
+        target = self._copies / name
+        try:
+            manifest = self._manifest(name)
+        except FileNotFoundError as error:
+            there = ", ".join(self.manifests()) or "none"
+            raise FileNotFoundError(
+                f"{self.path(name)} holds no complete checkpoint ({MANIFEST} is missing); complete ones beside it: {there}"
+            ) from error
+        if not (target / MANIFEST).exists() or store.read_manifest(target)["saved_at"] != manifest["saved_at"]:
+            shutil.rmtree(target, ignore_errors=True)
+            for file in [*manifest["files"], MANIFEST]:
                 path = inside(target, file)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self.files.get_file(self._at(f"{name}/{file}"), str(path))
@@ -212,13 +223,7 @@ class Remote:
         return any(path.rpartition("/")[2].startswith("rank=") for path in self.files.find(self._at(name)))
 
     def _manifest(self, name: str) -> dict[str, Any]:
-        try:
-            text = self.files.cat_file(self._at(f"{name}/{MANIFEST}"))
-        except FileNotFoundError as error:
-            there = ", ".join(self.manifests()) or "none"
-            raise FileNotFoundError(
-                f"{self.path(name)} holds no complete checkpoint ({MANIFEST} is missing); complete ones beside it: {there}"
-            ) from error
+        text = self.files.cat_file(self._at(f"{name}/{MANIFEST}"))
         return store.check_manifest(self.path(name), parse_json(self.path(name), text))
 
     def _delete(self, name: str) -> None:
@@ -226,4 +231,4 @@ class Remote:
             self.files.rm(self._at(name), recursive=True)
 
     def _drop(self, name: str) -> None:
-        shutil.rmtree(self._drafts.pop(name, self._copies.name + "/none"), ignore_errors=True)
+        shutil.rmtree(self._drafts.pop(name, self._copies / "none"), ignore_errors=True)

@@ -163,7 +163,7 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
 
 RANK_FAILS = """
 import os, sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], os.path.dirname(sys.argv[1])]
 from pathlib import Path
 from tiny import DATA, Net, fit, full
 from callbacks import ModelCheckpoint

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from processes import run_ranks, run_script
-from saved import read, save
+from saved import read, resummed, save
 
 from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.source import Source
@@ -89,14 +89,12 @@ def swapped(path: Path, name: str, content: bytes) -> None:
     """Another content under a name of the manifest, with checksums that fit: what an attacker would do."""
     (path / name).write_bytes(content)
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"][name] = {"bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}
+    manifest["files"][name] = {"bytes": len(content), "crc32": [f"{zlib.crc32(content):08x}"]}
     write_manifest(path, manifest)
 
 
 def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
-    rest = {name: value for name, value in manifest.items() if name != "crc32"}
-    manifest["crc32"] = f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "manifest.json").write_text(json.dumps(resummed(manifest)))
 
 
 def safetensors(header: Any, data: bytes = b"") -> bytes:

@@ -1,0 +1,153 @@
+"""Checkpoints in a directory and in places that fsspec reaches: the same verbs, the same content, the manifest last."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from processes import run_ranks
+from saved import alone, content, read, resummed, save
+from tiny import DATA, Net, fit
+
+from callbacks import ModelCheckpoint
+from engine.checkpoint.files import DamagedCheckpoint
+from engine.checkpoint.places import Local, Place, Remote, place, split
+from engine.loading import opening
+from engine.saving import Saver
+
+
+@pytest.fixture(params=["directory", "file", "memory"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "memory":
+        url = f"memory://{uuid.uuid4().hex}/checkpoints"
+        yield url
+        fsspec.filesystem("memory").rm(url.removeprefix("memory:/").rpartition("/")[0], recursive=True)
+    else:
+        yield f"file://{tmp_path}/checkpoints" if request.param == "file" else str(tmp_path / "checkpoints")
+
+
+def test_paths_and_urls() -> None:
+    assert isinstance(place("runs/a"), Local)
+    assert isinstance(place("memory://a/b"), Remote)
+    where, name = split("memory://a/b/step=1/")
+    assert (where.root, name, where.path(name)) == ("memory://a/b", "step=1", "memory://a/b/step=1")
+    with pytest.raises(ValueError, match=r"nope://x: .*nope"):
+        place("nope://x")
+
+
+def test_write_list_read_remove(root: str) -> None:
+    where = place(root)
+    assert where.manifests() == {}
+    for value, name in ((1.0, "step=2"), (2.0, "step=1")):
+        assert str(save(where.path(name), value)) == str(where.path(name))
+    assert list(where.manifests()) == ["step=2", "step=1"]  # in the order of writing
+    assert read(where.path("step=1")).model["head.weight"][0, 0] == 2
+    assert where.remove("step=2")
+    assert list(place(root).manifests()) == ["step=1"]
+    assert not where.remove("step=1")  # the only one
+    save(where.path("step=1"), 3.0)
+    assert read(place(root).path("step=1")).model["head.weight"][0, 0] == 3
+    with pytest.raises(FileNotFoundError, match=r"step=9 holds no complete checkpoint .*step=1"):
+        read(where.path("step=9"))
+
+
+class Stops(Exception):
+    pass
+
+
+def test_what_is_cut_short_is_not_there_and_swept(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = place(root)
+    save(where.path("step=1"))
+    saver = Saver(alone(), root)
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise Stops
+
+    for verb in ("send", "seal"):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(where), verb, stop)
+            patch.setattr(type(where), "abandon", lambda *_: None)  # as after a kill
+            with pytest.raises(Stops):
+                saver.save("step=2", content())
+        assert list(place(root).manifests()) == ["step=1"]
+    place(root).sweep()
+    saver.save("step=2", content())
+    assert list(place(root).manifests()) == ["step=1", "step=2"]
+
+
+def test_a_place_of_others_is_left_alone(root: str) -> None:
+    files, inside = fsspec.core.url_to_fs(root)
+    files.makedirs(f"{inside}/data")
+    files.pipe_file(f"{inside}/data/mine.txt", b"mine")
+    with pytest.raises(FileExistsError, match="no checkpoint"):
+        save(place(root).path("data"))
+    place(root).sweep()
+    assert files.cat_file(f"{inside}/data/mine.txt") == b"mine"
+
+
+def remote_damage(where: Place, name: str, change: Any) -> None:
+    files, inside = fsspec.core.url_to_fs(str(where.path(name)))
+    path = f"{inside}/model/rank=00000.safetensors"
+    files.pipe_file(path, change(files.cat_file(path)))
+
+
+def test_damage_far_away(root: str) -> None:
+    where = place(root)
+    save(where.path("step=1"))
+    remote_damage(where, "step=1", lambda found: found[:-1] + bytes([found[-1] ^ 1]))
+    with pytest.raises(DamagedCheckpoint, match="not what was written"), opening(alone(), where, str(where.path("step=1"))):
+        pass  # pragma: no cover
+    remote_damage(where, "step=1", lambda found: found[:-1])
+    assert place(root).manifests() == {}
+
+
+def test_names_that_lead_out_of_the_copy() -> None:
+    url = f"memory://{uuid.uuid4().hex}"
+    save(f"{url}/step=1")
+    files, inside = fsspec.core.url_to_fs(f"{url}/step=1/manifest.json")
+    manifest = json.loads(files.cat_file(inside))
+    manifest["files"]["../../evil"] = manifest["files"].pop("state/shared.json")
+    files.pipe_file(inside, json.dumps(resummed(manifest)).encode())
+    with pytest.raises(DamagedCheckpoint, match="leads out"):
+        place(url).fetch("step=1")
+
+
+def test_a_run_with_its_checkpoints_elsewhere(root: str, tmp_path: Path) -> None:
+    one = Net()
+    result = fit(tmp_path / "run", ModelCheckpoint(dirpath=root, save_top_k=2), max_epochs=2).run(one, DATA)
+    assert str(result.last_checkpoint) == str(place(root).path("step=00000008"))
+    assert list(place(root).manifests()) == ["step=00000004", "step=00000008"]
+    two = Net()
+    result = fit(tmp_path / "run", ModelCheckpoint(dirpath=root), max_epochs=2).run(two, DATA, resume="last")
+    assert result.step == 8
+    assert torch.equal(one.net.weight, two.net.weight)
+
+
+def test_two_places_for_one_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give one dirpath to all"):
+        fit(tmp_path, ModelCheckpoint(dirpath=tmp_path / "a"), ModelCheckpoint(dirpath=tmp_path / "b")).run(Net(), DATA)
+
+
+RANKS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from tiny import DATA, Net, fit
+from callbacks import ModelCheckpoint
+root, url = sys.argv[2:]
+for epochs in (1, 2):
+    fit(root, ModelCheckpoint(dirpath=url), devices=2, max_epochs=epochs).run(Net(), DATA, resume="auto")
+"""
+
+
+def test_two_ranks_send_their_files(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/far"
+    run_ranks(RANKS, 2, Path(__file__).parents[1], tmp_path / "run", url, timeout=60)
+    manifests = place(url).manifests()
+    assert [manifest["counters"]["step"] for manifest in manifests.values()] == [2, 4]  # the one that was resumed from stays
+    assert {"state/rank=00000.json", "state/rank=00001.json"} <= manifests["step=00000004"]["files"].keys()
