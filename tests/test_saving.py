@@ -1,0 +1,196 @@
+"""Saves in the background: what is written is what was there, the training waits only for copies, and nothing is lost at the end."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run_script
+from saved import alone, content, read
+from tiny import DATA, Net, fit
+from torch import nn
+
+from callbacks import ModelCheckpoint
+from engine import Callback, Engine
+from engine.saving import Saver, split
+
+
+class Gate:
+    """Stops the writing thread at a file operation until it is opened."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, name: str) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        call = getattr(os, name)
+
+        def waits(*arguments: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                self.reached.set()
+                assert self.open.wait(20)
+            return call(*arguments)
+
+        patch.setattr(os, name, waits)
+
+
+def test_the_caller_goes_on_while_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver, weight, buffer = Saver(alone(), tmp_path), nn.Parameter(torch.ones(3)), torch.ones(2)
+    gate = Gate(monkeypatch, "write")
+    saver.save("a", content(model={"w": weight, "b": buffer}), asynchronous=True)
+    buffer.zero_()  # a buffer may change at once
+    assert gate.reached.wait(20)
+    saver.hold()
+    with torch.no_grad():
+        weight.zero_()  # a parameter when hold() has returned
+    assert not (tmp_path / "a").exists()
+    gate.open.set()
+    saver.wait()
+    saved = read(tmp_path / "a").model
+    assert saved["w"].tolist() == [1, 1, 1]
+    assert saved["b"].tolist() == [1, 1]
+    saver.close()
+
+
+def test_hold_waits_for_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver, weight = Saver(alone(), tmp_path), nn.Parameter(torch.ones(3))
+    reached, opened = threading.Event(), threading.Event()
+    from engine.checkpoint.staging import Staging
+
+    copy = Staging._copy
+
+    def slowly(self: Staging) -> None:
+        reached.set()
+        assert opened.wait(20)
+        copy(self)
+
+    monkeypatch.setattr(Staging, "_copy", slowly)
+    saver.save("a", content(model={"w": weight}), asynchronous=True)
+    assert reached.wait(20)
+    threading.Timer(0.2, opened.set).start()
+    saver.hold()
+    assert opened.is_set()
+    saver.wait()
+    saver.close()
+
+
+def test_parameters_that_others_change_are_copied_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver, weight = Saver(alone(), tmp_path), nn.Parameter(torch.ones(3))
+    gate = Gate(monkeypatch, "mkdir")
+    saver.save("a", content(model={"w": weight}), asynchronous=True, unchanging=False)
+    with torch.no_grad():
+        weight.zero_()
+    gate.open.set()
+    saver.wait()
+    assert read(tmp_path / "a").model["w"].tolist() == [1, 1, 1]
+    saver.close()
+
+
+def test_buffers_are_used_again(tmp_path: Path) -> None:
+    saver, weight = Saver(alone(), tmp_path), nn.Parameter(torch.ones(3))
+    places = []
+    for name in ("a", "b"):
+        saver.save(name, content(model={"w": weight}), asynchronous=True)
+        saver.wait()
+        assert saver._staging is not None
+        places.append(saver._staging._buffers["model/w"].data_ptr())
+    assert places[0] == places[1] != weight.data_ptr()
+    saver.save("c", content(model={"w": nn.Parameter(torch.ones(4))}), asynchronous=True)  # another shape
+    saver.wait()
+    assert read(tmp_path / "c").model["w"].tolist() == [1, 1, 1, 1]
+    saver.close()
+
+
+def test_what_cannot_be_stored_is_an_error_at_once(tmp_path: Path) -> None:
+    saver = Saver(alone(), tmp_path)
+    for changes, message in (
+        ({"own": {"x": object()}}, r"the state\['x'\]"),
+        ({"facts": {"x": torch.ones(1)}}, "the manifest|small JSON"),
+        ({"model": {"w": torch.ones(1).to_sparse()}}, "the model's 'w'"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            saver.save("a", content(**changes), asynchronous=True)
+    assert not tmp_path.exists() or os.listdir(tmp_path) == []
+
+
+def test_a_failure_is_told_by_wait(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "mine").touch()
+    saver = Saver(alone(), tmp_path)
+    saver.save("a", content(), asynchronous=True)
+    with pytest.raises(RuntimeError, match="checkpoint a was not written: FileExistsError"):
+        saver.wait()
+    assert saver.lost == {"a"}
+    saver.wait()
+    saver.close()
+
+
+EXIT = """
+import sys
+from pathlib import Path
+import torch
+from engine import Engine
+
+engine = Engine(accelerator="cpu")
+model = engine.prepare(torch.nn.Linear(1000, 1000))
+engine.save_state(Path(sys.argv[1]) / "a", wait=False)
+"""
+
+
+def test_the_end_of_the_process_waits(tmp_path: Path) -> None:
+    run_script(EXIT, tmp_path)
+    assert read(tmp_path / "a").model["weight"].shape == (1000, 1000)
+
+
+def test_a_failing_run_completes_the_save_that_is_on_its_way(tmp_path: Path) -> None:
+    class Fails(Callback):
+        def on_train_batch_start(self, run: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if run.step == 3:
+                raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        fit(tmp_path, Fails(), ModelCheckpoint(every=1, save_top_k=-1)).run(Net(), DATA)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step=00000001", "step=00000002", "step=00000003"]
+
+
+class Heavy(Net):
+    """Copies of its parameters take longer than its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 500_000)
+
+
+def test_background_saves_hold_what_blocking_ones_do(tmp_path: Path) -> None:
+    for name, asynchronous in (("one", True), ("two", False)):
+        checkpoint = ModelCheckpoint(every=1, save_top_k=-1, asynchronous=asynchronous)
+        fit(tmp_path / name, checkpoint, max_epochs=1, seed=1).run(Heavy(), DATA)
+    names = sorted(path.name for path in (tmp_path / "one" / "checkpoints").iterdir())
+    assert len(names) == 4
+    for name in names:
+        for file in ("model", "optim"):
+            one, two = ((tmp_path / run / "checkpoints" / name / file / "rank=00000.safetensors").read_bytes() for run in ("one", "two"))
+            assert one == two, (name, file)
+
+
+def test_an_engine_loop_saves_what_was_there(tmp_path: Path) -> None:
+    engine = Engine(accelerator="cpu")
+    model = nn.Linear(2000, 500)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = engine.prepare(model, optimizer)
+    before = model.weight.detach().clone()
+    engine.save_state(tmp_path / "a", wait=False)
+    engine.backward(model(torch.ones(1, 2000)).sum())
+    optimizer.step()
+    engine.wait_for_checkpoint()
+    assert torch.equal(read(tmp_path / "a").model["weight"], before)
+    assert not torch.equal(model.weight, before)
+
+
+def test_tied_tensors_are_kept_once() -> None:
+    tied = torch.ones(2)
+    tensors, rest = split({"a": tied, "b": tied, "c": torch.ones(2), "state": {"n": (1, 2)}})
+    assert sorted(tensors) == ["a", "c"]
+    assert rest["aliases"] == {"b": "a"}
+    assert list(rest["extra"]) == ["state"]
