@@ -12,25 +12,33 @@ from engine.checkpoint.places import Place, Remote, place, reach, split
 from engine.checkpoint.store import FOLDERS, MANIFEST, Opened
 
 
+def folder(path: str | Path) -> Place | None:
+    """The folder of checkpoints that a path or a URL means: itself, or its ``checkpoints/``; ``None``: neither has any, or it is one itself."""
+    where, name = split(path)
+    if _has_manifest(where, name):
+        return None
+    root = str(path).rstrip("/")
+    tried = [place(root), place(f"{root}/checkpoints")]
+    return next((each for each in tried if each.manifests()), None) or next((each for each in tried if each.damaged()), None)
+
+
 def find(path: str | Path) -> tuple[Place, list[str]]:
-    """The checkpoints that a path or a URL means: itself; or the complete ones in it, oldest first; or those in its ``checkpoints/``.
+    """The checkpoints that a path or a URL means: itself, or the complete ones in a :func:`folder`, oldest first.
 
     Raises:
         FileNotFoundError: none is there, or the one that is named is not there.
         DamagedCheckpoint: there are incomplete ones only; the message has the reason.
     """
+    inner = folder(path)
+    if inner is not None and (names := list(inner.manifests())):
+        return inner, names
     where, name = split(path)
-    tried: list[Place] = []
-    if not _is_manifest_in(where, name):
-        for root in (str(path).rstrip("/"), f"{str(path).rstrip('/')}/checkpoints"):
-            tried.append(place(root))
-            if names := list(tried[-1].manifests()):
-                return tried[-1], names
-    elif name:
+    if inner is None and _has_manifest(where, name):
         return where, [name]
-    for each, damaged in [*((each, each.damaged()) for each in tried), (where, {k: v for k, v in where.damaged().items() if k == name})]:
-        if damaged:
-            raise DamagedCheckpoint(f"{each.path(next(iter(damaged)))}: {next(iter(damaged.values()))}; no complete checkpoint is there")
+    damaged = {str(inner.path(n)): why for n, why in inner.damaged().items()} if inner is not None else {}
+    damaged |= {str(where.path(n)): why for n, why in where.damaged().items() if n == name}
+    for what, why in damaged.items():
+        raise DamagedCheckpoint(f"{what}: {why}; no complete checkpoint is there")
     beside = ", ".join(where.manifests()) or "none"
     raise FileNotFoundError(f"{path} is no checkpoint, and holds none ({MANIFEST} is missing); complete ones beside it: {beside}")
 
@@ -91,7 +99,7 @@ def outgoing(path: str | Path) -> Iterator[Path]:
             files.put_file(str(file), f"{inner.rstrip('/')}/{file.name}")
 
 
-def _is_manifest_in(where: Place, name: str) -> bool:
+def _has_manifest(where: Place, name: str) -> bool:
     if isinstance(where, Remote):
         return bool(name) and where.has_manifest(name)
     return (Path(where.path(name)) / MANIFEST).is_file()

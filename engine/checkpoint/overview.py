@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.files import DamagedCheckpoint, inside, read_json, verify
-from engine.checkpoint.finding import find
-from engine.checkpoint.places import Place, place
+from engine.checkpoint.files import DamagedCheckpoint, read_json, verify
+from engine.checkpoint.finding import find, folder
+from engine.checkpoint.places import Place
 from engine.checkpoint.store import FOLDERS, MANIFEST, SHARED, Opened, check_manifest
-from engine.checkpoint.tensors import TensorFiles, read_tensors
+from engine.checkpoint.tensors import TensorFiles
 
 Entry = dict[str, Any]
 
@@ -26,13 +26,13 @@ def entries(root: str | Path) -> list[Entry]:
     Raises:
         FileNotFoundError: nothing there is a checkpoint, or began as one.
     """
-    for each in (place(root), place(f"{str(root).rstrip('/')}/checkpoints")):
-        found = [_entry(each, name, manifest) for name, manifest in each.manifests().items()]
-        found += [{"name": name, "path": str(each.path(name)), "complete": False, "reason": why} for name, why in each.damaged().items()]
-        if found:
-            return found
-    where, names = find(root)  # a checkpoint rather than a folder of them, or nothing at all
-    return [_entry(where, name, manifest) for name, manifest in where.manifests().items() if name in names]
+    where = folder(root)
+    if where is None:  # a checkpoint rather than a folder of them, or nothing at all
+        where, names = find(root)
+        return [_entry(where, name, manifest) for name, manifest in where.manifests().items() if name in names]
+    found = [_entry(where, name, manifest) for name, manifest in where.manifests().items()]
+    damaged = where.damaged().items()
+    return [*found, *({"name": name, "path": str(where.path(name)), "complete": False, "reason": why} for name, why in damaged)]
 
 
 def _entry(where: Place, name: str, manifest: Mapping[str, Any]) -> Entry:
@@ -64,7 +64,7 @@ def facts(path: str | Path, tensors: bool = False) -> dict[str, Any]:
     with Opened(where.fetch(names[-1]), folders=()) as found:
         entry = _entry(where, names[-1], found.manifest)
         rest = {name: value for name, value in found.manifest.items() if name not in (*entry, "files", "crc32", "counters")}
-        shared = found.tree(SHARED, _Shapes(found, SHARED)) or {}
+        shared = found.tree(SHARED) or {}
         report = {**entry, **rest, "files": {name: known["bytes"] for name, known in found.files.items()}}
         if isinstance(shared.get("hparams"), dict):
             report["hparams"] = {str(name): value for name, value in shared["hparams"].items()}
@@ -73,14 +73,6 @@ def facts(path: str | Path, tensors: bool = False) -> dict[str, Any]:
             model = found.tree("model/model", {}) or {}
             report["tied"] = dict(model.get("aliases") or {})
         return report
-
-
-class _Shapes(dict[str, Any]):
-    """Stands for the tensors of a tree that are not worth reading."""
-
-    def __init__(self, opened: Opened, stem: str) -> None:
-        name = f"{stem}.safetensors"
-        super().__init__(read_tensors(inside(opened.directory, name)) if name in opened.files else {})
 
 
 def _listed(files: TensorFiles) -> dict[str, Any]:
@@ -100,22 +92,24 @@ def problems(path: str | Path) -> dict[str, list[str]]:
     Raises:
         FileNotFoundError: there is none.
     """
+    where = folder(path)
+    if where is not None:
+        found = {str(where.path(name)): _problems(where, name) for name in where.manifests()}
+        return found | {str(where.path(name)): _problems(where, name, why) for name, why in where.damaged().items()}
     try:
         where, names = find(path)
     except DamagedCheckpoint as error:
         return {str(path): [str(error)]}
-    found = {str(where.path(name)): _problems(where, name) for name in names}
-    if not (Path(str(path)).name in names and len(names) == 1):
-        found |= {str(where.path(name)): [why] for name, why in where.damaged().items()}
-    return found
+    return {str(where.path(name)): _problems(where, name) for name in names}
 
 
-def _problems(where: Place, name: str) -> list[str]:
+def _problems(where: Place, name: str, known: str = "") -> list[str]:
+    """Of one checkpoint, whose problem is ``known`` when it has no manifest that says more."""
     try:
         directory = where.fetch(name)
         manifest = check_manifest(directory, read_json(directory / MANIFEST))
     except (OSError, ValueError) as error:
-        return [str(error)]
+        return [known or str(error)]
     files, found = manifest["files"], []
     for file in files:
         try:
@@ -149,7 +143,7 @@ def by_score(manifests: Mapping[str, Mapping[str, Any]]) -> list[str]:
     Args:
         manifests: oldest first.
     """
-    newest = list(reversed(manifests))
+    newest = list(manifests)[::-1]
     scores: dict[str, Any] = {name: manifests[name]["score"] for name in newest if isinstance(manifests[name].get("score"), dict)}
     scored = [name for name, score in scores.items() if score["value"] is not None and not math.isnan(score["value"])]
     if scored:
@@ -171,10 +165,11 @@ def prune(root: str | Path, keep: int, keep_best: int = 0, dry_run: bool = False
     """
     if keep < 0 or keep_best < 0 or keep + keep_best < 1:
         raise ValueError(f"keep={keep}, keep_best={keep_best}: at least one checkpoint must be kept")
-    where, _ = find(root)
-    if str(where.root) not in (str(root).rstrip("/"), str(Path(root)), f"{str(root).rstrip('/')}/checkpoints"):
+    where = folder(root)
+    manifests = {} if where is None else where.manifests()
+    if where is None or not manifests:
+        find(root)  # says what is there instead
         raise ValueError(f"{root} is a checkpoint: give the folder that it is in")
-    manifests = where.manifests()
     newest = list(manifests)[-keep:] if keep else []
     kept = {*newest, *by_score(manifests)[:keep_best]} or {list(manifests)[-1]}
     report: dict[str, list[str]] = {"removed": [], "kept": [name for name in manifests if name in kept], "in_use": []}
