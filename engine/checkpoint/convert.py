@@ -173,7 +173,8 @@ def _lightning(loaded: Mapping[str, Any], content: _Content) -> _Content:
 def _distributed(path: Path) -> _Content:
     files = DistributedFiles(path)
     paths = files.paths
-    while len({p[:1] for p in paths.values()}) == 1 and all(len(p) > 2 for p in paths.values()):  # one key around it all, such as "app"
+    tops = {p[0] for p in paths.values()}
+    if len(tops) == 1 and not tops & set(_MODELS) and all(len(p) > 2 for p in paths.values()):  # one key around it all, such as "app"
         paths = {name: p[1:] for name, p in paths.items()}
     key = next((key for key in _MODELS if any(p[0] == key and len(p) > 1 for p in paths.values())), None)
     inner = {name: p for name, p in paths.items() if (p[0] == key if key is not None else len(p) == 1)}
@@ -183,8 +184,10 @@ def _distributed(path: Path) -> _Content:
     content = _Content("torch.distributed.checkpoint directory", files, names)
     rest: dict[Any, dict[tuple[Any, ...], str]] = {}
     for name, p in paths.items():
-        if name not in inner or name not in files.stored:
+        if name not in inner:
             rest.setdefault(p[0], {})[p[1:]] = name
+        elif name not in files.stored:
+            content.notes.append(f"left out, as it is no tensor: {name}")
     for top, leaves in rest.items():
         if any(p[:1] == ("param_groups",) for p in leaves):
             values = {p: files.whole([name])[name] if name in files.stored else files.value(name) for p, name in leaves.items()}
