@@ -94,7 +94,9 @@ def load_pickle(file: Any, where: object, mmap: bool = False) -> Any:
         if mmap and "mmap" in str(error):  # a file of an old form
             return load_pickle(file, where)
         raise DamagedCheckpoint(f"{where} cannot be read: {str(error).splitlines()[0]}") from error
-    except (EOFError, LookupError, AttributeError, TypeError, UnicodeDecodeError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # what is damaged can fail in any way
         raise DamagedCheckpoint(f"{where} cannot be read: {type(error).__name__}: {error}") from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -163,10 +164,18 @@ class Remote:
         self.root = root.rstrip("/")
         self.files, self._inside = reach(self.root)
         self._drafts: dict[str, Path] = {}
-        self._copies = tempfile.TemporaryDirectory(prefix="checkpoints-")
+        self._folder: Path | None = None
 
     def path(self, name: str) -> str:
         return f"{self.root}/{name}"
+
+    @property
+    def _copies(self) -> Path:
+        """A local directory that goes when this object does."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="checkpoints-"))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        return self._folder
 
     def _at(self, name: str) -> str:
         return f"{self._inside}/{name}"
@@ -179,7 +188,7 @@ class Remote:
             if not self.files.exists(self._at(f"{name}/{MANIFEST}")) and not self._remains(name):
                 raise FileExistsError(f"{self.path(name)} exists and is no checkpoint ({MANIFEST} is missing): choose another place")
             self._delete(name)
-        self._drafts[name] = Path(tempfile.mkdtemp(dir=self._copies.name))
+        self._drafts[name] = Path(tempfile.mkdtemp(dir=self._copies))
         for folder in FOLDERS:
             (self._drafts[name] / folder).mkdir()
 
@@ -242,7 +251,7 @@ class Remote:
         return manifest
 
     def fetch(self, name: str) -> Path:
-        target = Path(self._copies.name) / name
+        target = self._copies / name
         if not (target / MANIFEST).exists():
             for file in [*self._manifest(name)["files"], MANIFEST]:
                 path = inside(target, file)
@@ -289,4 +298,5 @@ class Remote:
             self.files.rm(self._at(name), recursive=True)
 
     def _drop(self, name: str) -> None:
-        shutil.rmtree(self._drafts.pop(name, self._copies.name + "/none"), ignore_errors=True)
+        if name in self._drafts:
+            shutil.rmtree(self._drafts.pop(name), ignore_errors=True)
