@@ -143,6 +143,9 @@ def _tensors(kind: str, state: Mapping[str, Any], told: str) -> _Content:
     tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
     if not tensors:
         raise ValueError(f"{told} has no tensors by name; its keys are {', '.join(map(str, list(state)[:8])) or 'none'}")
+    for name, tensor in tensors.items():
+        if not storable(tensor):
+            raise ValueError(f"{told}: {name!r} ({tensor.dtype}, {tensor.layout}) cannot be stored: convert it to a dense tensor first")
     first: dict[Any, str] = {}
     aliases = {name: known for name, tensor in tensors.items() if (known := first.setdefault(same_memory(tensor), name)) != name}
     rest = [str(name) for name in state if str(name) not in tensors]

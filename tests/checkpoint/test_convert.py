@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import warnings
@@ -83,6 +84,9 @@ def ckpt(root: Path, epochs: int, **extra: Any) -> tuple[Path, Any]:
             def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
                 checkpoint |= extra
 
+            def on_train_epoch_end(self) -> None:
+                self.trainer.save_checkpoint(root / "inside.ckpt")
+
         torch.manual_seed(0)
         module = Theirs(width=4, decay=0.1)
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
@@ -111,6 +115,13 @@ def test_a_lightning_checkpoint(tmp_path: Path) -> None:
     fresh = Net(width=4)
     Fit(accelerator="cpu", max_steps=0, root_dir=tmp_path).run(fresh, batches(), resume=Resume(tmp_path / "ours", weights_only=True))
     assert same(fresh, theirs)
+
+
+def test_an_epoch_that_is_over_is_not_run_again(tmp_path: Path) -> None:
+    path, _ = ckpt(tmp_path, 1)
+    inside = path.with_name("inside.ckpt")  # as ModelCheckpoint writes it: Lightning still counts epoch 0
+    assert torch.load(inside, weights_only=True)["epoch"] == 0
+    assert convert(inside, tmp_path / "ours", trust_pickle=True).epoch == 1
 
 
 def test_its_optimizer_has_the_names_of_the_parameters(tmp_path: Path) -> None:
@@ -304,6 +315,7 @@ def test_what_cannot_be_converted_says_why(tmp_path: Path) -> None:
     ours = save(tmp_path / "run", Tied())
     torch.save([1], tmp_path / "list.pt")
     torch.save({"a": 1}, tmp_path / "none.pt")
+    torch.save({"a": torch.ones(2).to_sparse(), "b": torch.ones(2)}, tmp_path / "sparse.pt")
     (tmp_path / "junk.ckpt").write_bytes(b"junk")
     (tmp_path / "junk.safetensors").write_bytes(b"junk")
     (tmp_path / "empty").mkdir()
@@ -311,6 +323,7 @@ def test_what_cannot_be_converted_says_why(tmp_path: Path) -> None:
         (ours, ValueError, "is a checkpoint of this library already"),
         (tmp_path / "list.pt", ValueError, "holds a list: a dict of tensors by name is needed"),
         (tmp_path / "none.pt", ValueError, "has no tensors by name; its keys are a"),
+        (tmp_path / "sparse.pt", ValueError, "'a' .*sparse.* cannot be stored: convert it to a dense tensor first"),
         (tmp_path / "junk.ckpt", DamagedCheckpoint, "junk.ckpt cannot be read"),
         (tmp_path / "junk.safetensors", DamagedCheckpoint, "cannot be read as safetensors"),
         (tmp_path / "empty", ValueError, "has neither .metadata nor .safetensors files"),
@@ -322,6 +335,17 @@ def test_what_cannot_be_converted_says_why(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
     with pytest.raises(FileExistsError, match="exists already: choose another place"):
         convert(tmp_path / "a.safetensors", ours)
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
+    monkeypatch.setattr(converting, "write_tree", full)
+    with pytest.raises(OSError, match="No space left"):
+        convert(tmp_path / "a.safetensors", tmp_path / "ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
 
 
 def optimizer_state(shapes: list[list[tuple[int, ...] | None]], **group: Any) -> dict[str, Any]:

@@ -169,6 +169,9 @@ def test_export(written: Path, tmp_path: Path, run: Output) -> None:
     assert all(tensor.dtype is torch.bfloat16 for tensor in found.values())
     assert "holds model-00001-of" in run("export", written, out, status=1)
     assert run.json("export", written / NAMES[0], tmp_path / "two")["tensors"] == 8
+    newest, first = Tied.load_from_checkpoint(written / NAMES[2]), Tied.load_from_checkpoint(written / NAMES[0])
+    assert torch.equal(found["head.weight"], newest.model["head"].weight.bfloat16())  # a folder's newest
+    assert not torch.equal(found["head.weight"], first.model["head"].weight.bfloat16())
 
 
 def test_convert(tmp_path: Path, run: Output) -> None:
