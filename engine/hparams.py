@@ -54,7 +54,8 @@ def constructor_arguments(
 ) -> tuple[list[Any], dict[str, Any]]:
     """What to construct ``cls`` with, out of hyperparameters that were saved.
 
-    Those that the constructor has no argument for are left out. A constructor with one argument for all of them gets the dict.
+    Those that the constructor has no argument for are left out. A constructor with one argument for all of them gets the dict, in which
+    overrides may stand for entries.
 
     Args:
         overrides: they win over ``saved``.
@@ -69,13 +70,15 @@ def constructor_arguments(
     parameters = inspect.signature(cls).parameters
     named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if not takes_any and (strange := [name for name in overrides if name not in named]):
-        raise TypeError(f"{cls.__name__}.__init__ has no argument {strange[0]!r}{nearest(strange[0], named)}; it has {', '.join(named) or 'none'}")
     missing = [name for name, p in named.items() if p.default is p.empty and name not in saved and name not in overrides]
     if whole is None and saved and len(missing) == 1 and not named.keys() & saved.keys():
         whole = missing[0]
+    entries = {name: value for name, value in overrides.items() if whole in named and name in saved and name not in named}
+    overrides = {name: value for name, value in overrides.items() if name not in entries}
+    if not takes_any and (strange := [name for name in overrides if name not in named]):
+        raise TypeError(f"{cls.__name__}.__init__ has no argument {strange[0]!r}{nearest(strange[0], named)}; it has {', '.join(named) or 'none'}")
     if whole is not None and whole in named:
-        found = {whole: HParams(saved), **overrides}
+        found = {whole: HParams({**saved, **entries}), **overrides}
     else:
         found = {**{name: value for name, value in saved.items() if takes_any or name in named}, **overrides}
     if missing := [name for name in missing if name not in found]:

@@ -83,6 +83,9 @@ def test_one_dict_for_all_arguments(tmp_path: Path) -> None:
     assert same(Configured.load_from_checkpoint(path), module)
     found = Configured.load_from_checkpoint(path, config={"width": 2, "lr": 0.5})
     assert found.hparams == {"width": 2, "lr": 0.5}
+    assert Configured.load_from_checkpoint(path, lr=0.7).hparams == {"width": 2, "lr": 0.7}
+    with pytest.raises(TypeError, match=r"has no argument 'rate'; it has config"):
+        Configured.load_from_checkpoint(path, rate=0.7)
     # By the name that was saved, even where the constructor has an argument of the same name as an entry.
     assert constructor_arguments(_Named, {"width": 2}, {}, "config") == ([], {"config": {"width": 2}})
 

@@ -89,6 +89,8 @@ def convert(source: str | Path, out: str | Path, *, trust_pickle: bool = False) 
         DamagedCheckpoint: it cannot be read.
         FileExistsError, FileNotFoundError: ``out`` is there already; ``source`` is not.
     """
+    if "://" in str(out) and str(out).rstrip("/").count("/") < 3:
+        raise ValueError(f"{out} is a place by itself: give a name in it, such as {str(out).rstrip('/')}/step=00000000")
     place, name = split(out)
     if name in {*place.manifests(), *place.damaged()} or ("://" not in str(out) and Path(out).exists()):
         raise FileExistsError(f"{out} exists already: choose another place")

@@ -10,7 +10,7 @@ import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from pathlib import Path
+from pathlib import Path, PosixPath, WindowsPath
 from typing import Any, Protocol
 
 import torch
@@ -80,7 +80,8 @@ def load_pickle(file: Any, where: object, mmap: bool = False) -> Any:
         DamagedCheckpoint: it cannot be read.
     """
     try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+        with torch.serialization.safe_globals([PosixPath, WindowsPath]):  # frequent among hyperparameters, and only names
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         text = str(error)
         if "GLOBAL " in text or "global" in text:

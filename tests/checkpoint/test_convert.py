@@ -117,6 +117,26 @@ def test_a_lightning_checkpoint(tmp_path: Path) -> None:
     assert same(fresh, theirs)
 
 
+class Configured(TrainModule):
+    def __init__(self, conf: Any, width: int = 1) -> None:
+        super().__init__()
+        self.save_hyperparameters(conf)
+        self.net = nn.Linear(conf["width"], width)
+
+
+def test_one_dict_of_hyperparameters_and_what_cannot_be_kept_of_it(tmp_path: Path) -> None:
+    state = {f"net.{name}": tensor for name, tensor in nn.Linear(3, 1).state_dict().items()}
+    hparams = {"width": 3, "folder": Path("data")}
+    theirs = {"state_dict": state, "pytorch-lightning_version": "2.5", "hyper_parameters": hparams, "hparams_name": "conf"}
+    torch.save(theirs, tmp_path / "a.ckpt")
+    done = convert(tmp_path / "a.ckpt", tmp_path / "ours", trust_pickle=True)
+    assert done.hyperparameters == ["width"]
+    assert "the hyperparameter 'folder'" in done.notes[0]
+    module = Configured.load_from_checkpoint(tmp_path / "ours")
+    assert module.hparams == {"width": 3}
+    assert torch.equal(module.net.weight, state["net.weight"])
+
+
 def test_an_epoch_that_is_over_is_not_run_again(tmp_path: Path) -> None:
     path, _ = ckpt(tmp_path, 1)
     inside = path.with_name("inside.ckpt")  # as ModelCheckpoint writes it: Lightning still counts epoch 0
@@ -307,6 +327,10 @@ def test_from_and_to_a_url(tmp_path: Path) -> None:
     convert("memory://theirs/a.pt", "memory://ours/step=1", trust_pickle=True)
     assert same(Tied.load_from_checkpoint("memory://ours/step=1"), module)
     assert same(Tied.load_from_checkpoint("memory://ours"), module)
+    with pytest.raises(ValueError, match=r"give a name in it, such as memory://ours/step=00000000"):
+        convert("memory://theirs/a.pt", "memory://ours", trust_pickle=True)
+    with pytest.raises(FileExistsError, match=r"memory://ours/step=1 exists already"):
+        convert("memory://theirs/a.pt", "memory://ours/step=1", trust_pickle=True)
     memory.rm("/theirs", recursive=True)
     memory.rm("/ours", recursive=True)
 
