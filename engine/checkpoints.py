@@ -199,6 +199,7 @@ class Checkpoints:
             "val_every": self.val_every.state_dict(),
             "datamodule": None if self.datamodule is None else self.datamodule.state_dict(),
             "hparams": _storable(self.module.hparams),
+            "hparams_name": self.module.hparams_name,
             "registered": self.engine.registered_states(),
             "postponed": list(self.saver.postponed),
             "user": {},
@@ -255,7 +256,8 @@ class Checkpoints:
         self.metrics.update(shared["metrics"])
         self._elapsed_before = shared["elapsed_s"]
         self.val_every.load_state_dict(shared["val_every"])
-        self.reseed(shared["seed"])
+        if shared["seed"] is not None:
+            self.reseed(shared["seed"])
         if self.datamodule is not None and shared["datamodule"] is not None:
             self.datamodule.load_state_dict(shared["datamodule"])
         self.engine.load_registered_states(shared["registered"])
@@ -284,8 +286,10 @@ class Checkpoints:
             rows = []
         self.recorder.load_state_dicts(row["recorder"] for row in rows)
         load_metric_states(self.module, [row["metrics"] for row in rows])
-        load_logged_metrics(self.module, (loaded.of_rank(0) if own is None else own)["logged"], self.recorder.restore_metric)
-        self._stream_state = (loaded.of_rank(0) if own is None else own)["stream"]
+        known = own or loaded.of_rank(0)
+        if known is not None:  # a converted checkpoint has none
+            load_logged_metrics(self.module, known["logged"], self.recorder.restore_metric)
+            self._stream_state = known["stream"]
 
     def _place(self) -> list[int]:
         """Where this rank is among those that see different data, and whether it speaks for what it sees."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
+
+from engine.errors import nearest
 
 
 class HParams(dict[str, Any]):
@@ -39,3 +42,50 @@ def init_arguments(owner: object, frame: FrameType | None) -> dict[str, Any]:
         frame = frame.f_back
     found.pop("__class__", None)
     return found
+
+
+def argument_name(owner: object, frame: FrameType | None, value: object) -> str | None:
+    """The constructor's argument that ``value`` was given as, if it was."""
+    return next((name for name, given in init_arguments(owner, frame).items() if given is value), None)
+
+
+def constructor_arguments(
+    cls: type, saved: Mapping[str, Any], overrides: Mapping[str, Any], whole: str | None = None
+) -> tuple[list[Any], dict[str, Any]]:
+    """What to construct ``cls`` with, out of hyperparameters that were saved.
+
+    Those that the constructor has no argument for are left out. A constructor with one argument for all of them gets the dict, in which
+    overrides may stand for entries.
+
+    Args:
+        overrides: they win over ``saved``.
+        whole: the argument that all of ``saved`` was given as.
+
+    Returns:
+        Positional arguments and arguments by name.
+
+    Raises:
+        TypeError: a required argument is nowhere, or there is none for an override; names it.
+    """
+    parameters = inspect.signature(cls).parameters
+    named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    missing = [name for name, p in named.items() if p.default is p.empty and name not in saved and name not in overrides]
+    if whole is None and saved and len(missing) == 1 and not named.keys() & saved.keys():
+        whole = missing[0]
+    entries = {name: value for name, value in overrides.items() if whole in named and name in saved and name not in named}
+    overrides = {name: value for name, value in overrides.items() if name not in entries}
+    if not takes_any and (strange := [name for name in overrides if name not in named]):
+        raise TypeError(f"{cls.__name__}.__init__ has no argument {strange[0]!r}{nearest(strange[0], named)}; it has {', '.join(named) or 'none'}")
+    if whole is not None and whole in named:
+        found = {whole: HParams({**saved, **entries}), **overrides}
+    else:
+        found = {**{name: value for name, value in saved.items() if takes_any or name in named}, **overrides}
+    if missing := [name for name in missing if name not in found]:
+        has = ", ".join(map(str, saved)) or "none"
+        raise TypeError(
+            f"{cls.__name__}.__init__ needs {', '.join(map(repr, missing))}, not among the checkpoint's hyperparameters ({has}): give it as an "
+            f"override, load_from_checkpoint(path, {missing[0]}=...), or have it saved by save_hyperparameters()"
+        )
+    first = [name for name, p in named.items() if p.kind is p.POSITIONAL_ONLY and name in found]
+    return [found.pop(name) for name in first], found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.files import DamagedCheckpoint
+from engine.checkpoint.overview import by_score
 from engine.checkpoint.places import Place, split
 from engine.checkpoint.source import Source
 from engine.checkpoint.store import FOLDERS, RANK, SHARED, Opened
@@ -73,8 +73,9 @@ class Loaded:
         return state if all(gather_json(self._group, state is not None and state["place"] == place)) else None
 
     def every(self) -> list[Any]:
-        """The states of all ranks that saved."""
-        return [self.of_rank(rank) for rank in range(self.manifest["world_size"])]
+        """The states of all ranks that saved; none of a checkpoint that was converted."""
+        found = (self.of_rank(rank) for rank in range(self.manifest["world_size"]))
+        return [state for state in found if state is not None]
 
 
 @contextmanager
@@ -113,16 +114,7 @@ def opening(group: Group, place: Place, wanted: str, folders: tuple[str, ...] = 
 def _ranked(place: Place, wanted: str) -> list[str]:
     """Names of complete checkpoints, the wanted one first."""
     manifests = place.manifests()
-    newest = list(reversed(manifests))
-    if wanted != "best":
-        return newest
-    scores: dict[str, dict[str, Any]] = {name: manifests[name]["score"] for name in newest if isinstance(manifests[name].get("score"), dict)}
-    scored = [name for name, score in scores.items() if score["value"] is not None and not math.isnan(score["value"])]
-    if scored:
-        first = scores[scored[0]]  # another monitor's scores are no rivals
-        scored = [name for name in scored if (scores[name]["monitor"], scores[name]["mode"]) == (first["monitor"], first["mode"])]
-        scored.sort(key=lambda name: scores[name]["value"], reverse=first["mode"] == "max")
-    return scored
+    return by_score(manifests) if wanted == "best" else list(reversed(manifests))
 
 
 def _open(group: Group, place: Place, name: str, folders: tuple[str, ...]) -> tuple[Opened | None, str]:

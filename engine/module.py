@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
+from engine.checkpoint.finding import opened
+from engine.checkpoint.source import Source, own_state
+from engine.checkpoint.store import SHARED
 from engine.gradients import Loss
-from engine.hparams import HParams, init_arguments
-from engine.log import warn_once
+from engine.hparams import HParams, argument_name, constructor_arguments, init_arguments
+from engine.log import logger, warn_once
 from engine.strategies.deferred import reset
 
 
@@ -44,6 +48,10 @@ class TrainModule(nn.Module):
 
     automatic_optimization: bool = True
     """Set it to False to call ``manual_backward`` and the optimizers' ``step`` and ``zero_grad`` in ``training_step`` yourself."""
+    hparams_name: str | None = None
+    """The constructor's argument that was saved as the dict of all hyperparameters, if one was."""
+    built: bool = False
+    """:meth:`configure_model` was called already, and what it built has values that are to stay."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,11 +160,13 @@ class TrainModule(nn.Module):
             ignore: leave these out (modules given as arguments, for example).
         """
         ignored = {ignore} if isinstance(ignore, str) else set(ignore)
+        frame = inspect.currentframe()
+        caller = frame.f_back if frame else None
         if len(names) == 1 and isinstance(names[0], Mapping):
             found = dict(names[0])
+            self.hparams_name = argument_name(self, caller, names[0])
         else:
-            frame = inspect.currentframe()
-            found = init_arguments(self, frame.f_back if frame else None)
+            found = init_arguments(self, caller)
             unknown = [name for name in names if name not in found]
             if unknown:
                 has = ", ".join(found)
@@ -169,6 +179,39 @@ class TrainModule(nn.Module):
     def hparams(self) -> HParams:
         """What :meth:`save_hyperparameters` kept; entries are attributes too."""
         return self._hparams
+
+    @classmethod
+    def load_from_checkpoint(cls, path: str | Path, *, strict: bool = True, map_location: Any = None, **overrides: Any) -> Self:
+        """A new module of this class with a checkpoint's weights, whatever strategy and number of ranks wrote them::
+
+            hyperparameters -> __init__ -> configure_model -> on_load_checkpoint -> weights, in place -> map_location
+
+        Opening a checkpoint runs no code of its own: the class is the one that this is called on. Each process that calls it reads all.
+
+        Args:
+            path: of the checkpoint, or of a folder whose newest is meant; a directory or a URL that fsspec knows.
+            strict: ``False``: parameters that only one side has, or that have other shapes, are left out and named in a warning.
+            map_location: the device that the module is moved to; by default where its constructor has put it.
+            overrides: arguments of the constructor; they win over the hyperparameters that :meth:`save_hyperparameters` kept. Of those,
+                the ones that the constructor does not take are left out.
+
+        Raises:
+            FileNotFoundError, DamagedCheckpoint: there is none, or it is damaged.
+            TypeError: an argument of the constructor is missing, or an override is none; names it.
+            ValueError: the weights do not fit, and ``strict`` was asked for.
+        """
+        with opened(path, ("model", "state")) as found:
+            shared = found.tree(SHARED) or {}
+            saved = shared.get("hparams") or {}
+            positional, named = constructor_arguments(cls, saved, overrides, shared.get("hparams_name"))
+            module = cls(*positional, **named)
+            module.configure_model()
+            module.built = True
+            module.on_load_checkpoint(shared.get("user") or {})
+            report = Source(found).load_model(module, own_state(module), strict)
+            if report:
+                logger.warning("%s fits in part: %s", path, report)
+        return module if map_location is None else module.to(torch.device(map_location))
 
     # -- manual optimization ----------------------------------------------------------------------------------------------------
 

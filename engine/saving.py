@@ -18,7 +18,7 @@ from engine.checkpoint.places import place
 from engine.checkpoint.plan import Part
 from engine.checkpoint.staging import Staging
 from engine.checkpoint.state import pack, same_memory
-from engine.checkpoint.store import RANK, SHARED, write_tree
+from engine.checkpoint.store import RANK, SHARED, packed_facts, write_tree
 from engine.checkpoint.tensors import storable, write_tensors
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
@@ -216,7 +216,7 @@ class Saver:
         def work() -> bool:
             tensors, model = split(content.model)
             optim, states = pack(dict(content.optim), DTensor)
-            pack(dict(content.facts))
+            packed_facts(content.facts)
             trees.update({"model/model": (model, {}), "optim/optim": (optim, {}), RANK.format(self.group.rank): pack(content.own)})
             if self.group.is_main:
                 trees[SHARED] = pack(content.shared)

@@ -95,8 +95,9 @@ def _set_up(run: Run, datamodule: DataModule | None) -> None:
     run.datamodule = datamodule
     for hook in run.hooks.setup:
         hook(run, module, stage)
-    with run.engine.strategy.building():
-        module.configure_model()
+    if not module.built:
+        with run.engine.strategy.building():
+            module.configure_model()
     stream = run.engine.strategy.random_stream
     if stream and stage == "fit":
         # Ranks see different samples: with the same random numbers they would drop out the same units of each.

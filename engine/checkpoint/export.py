@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from engine.checkpoint.files import write_json
+from engine.checkpoint.finding import opened, outgoing
+from engine.checkpoint.source import Source
 from engine.checkpoint.state import same_memory
-from engine.checkpoint.tensors import storable, write_tensors
+from engine.checkpoint.tensors import Stored, TensorFiles, storable, write_tensors
+from engine.config.size import size_in_bytes
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def size_in_bytes(value: int | str) -> int:
-    """``5_000_000_000`` or ``"5GB"``, ``"200MiB"``.
-
-    Raises:
-        ValueError: neither.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value), re.IGNORECASE)
-    if found is None or found[2].upper() not in _UNITS or float(found[1]) <= 0:
-        raise ValueError(f"max_shard_size={value!r} is no size: give bytes, or text such as '5GB' or '200MiB'")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""What an export may turn floating point tensors into."""
+INDEX = "model.safetensors.index.json"
+_CONVERTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def export_tensors(state: Mapping[str, Any], directory: Path, *, max_shard_size: int | str = "5GB") -> list[Path]:
@@ -44,30 +40,158 @@ def export_tensors(state: Mapping[str, Any], directory: Path, *, max_shard_size:
         TypeError: a tensor that safetensors cannot hold.
         FileExistsError: such files are there already.
     """
-    limit = size_in_bytes(max_shard_size)
     kept: dict[Any, str] = {}
-    shards: list[dict[str, Tensor]] = [{}]
-    filled = 0
+    chosen: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor) or kept.setdefault(same_memory(tensor), name) != name:
             continue
         if not storable(tensor):
-            raise TypeError(f"{name!r} ({tensor.dtype} on {tensor.device}) cannot be written as safetensors: convert it to a dense tensor first")
-        if shards[-1] and filled + tensor.nbytes > limit:
-            shards.append({})
+            raise TypeError(
+                f"{name!r} ({tensor.dtype} on {tensor.device}) cannot be written as safetensors: convert it to a dense tensor first"
+            )
+        chosen[name] = tensor
+    sizes = {name: tensor.nbytes for name, tensor in chosen.items()}
+    return _write(sizes, lambda names: {name: chosen[name] for name in names}, directory, size_in_bytes(max_shard_size))
+
+
+@dataclass
+class Exported:
+    """What :func:`export_checkpoint` wrote."""
+
+    files: list[str]
+    """Paths or URLs of the files with tensors."""
+    tensors: int
+    bytes: int
+    """Of the tensors."""
+    tied: dict[str, str] = field(default_factory=dict)
+    """Names that share a tensor with another one, which stands for both."""
+    left_out: list[str] = field(default_factory=list)
+    """Names that the patterns did not choose, and state that is no tensor."""
+
+
+def export_checkpoint(
+    path: str | Path,
+    out: str | Path,
+    *,
+    dtype: str | None = None,
+    max_shard_size: int | str = "5GB",
+    prefix_strip: str = "",
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> Exported:
+    """Write the model of a checkpoint as files that ``transformers`` and ``safetensors.torch.load_file`` read.
+
+    One file's tensors are in memory at a time. Tied weights are written once, under the first of their names that is chosen.
+
+    Args:
+        path: of a checkpoint, or of a folder whose newest is meant; a directory or a URL.
+        out: the directory, or a URL.
+        dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"`` for floating point tensors; by default each keeps its own. fp8 and integers keep theirs.
+        max_shard_size: bytes of a file, or ``"5GB"``; a larger tensor has a file of its own.
+        prefix_strip: is taken off names that begin with it.
+        include, exclude: patterns (``*``, ``?``, ``[...]``) of the checkpoint's names; by default all of them.
+
+    Raises:
+        FileNotFoundError, DamagedCheckpoint: there is no checkpoint, or it is damaged.
+        FileExistsError: ``out`` has such files already.
+        ValueError: no tensor is left, two would have one name, a pattern or the prefix fits none, or a number is too large for fp16.
+    """
+    limit = size_in_bytes(max_shard_size)
+    wanted = _dtype(dtype)
+    with opened(path, ("model",)) as found, outgoing(out) as directory:
+        source, files = Source(found), found.tensors("model")
+        everything = [*files.stored, *source.aliases, *source.extra]
+        names = [name for name in _chosen(everything, include, exclude) if name not in source.extra]
+        first: dict[str, str] = {}
+        for name in names:
+            first.setdefault(source.aliases.get(name, name), name)
+        if not first:
+            raise ValueError(f"{path}: no tensor of the model's {len(everything)} is chosen: widen include, or narrow exclude")
+        targets = _stripped(first, prefix_strip)
+        stored = {new: files.stored[old] for new, old in targets.items()}
+        sizes = {new: known.shape.numel() * _as(known, wanted).itemsize for new, known in stored.items()}
+        written = _write(sizes, lambda chosen: _read(files, {name: stored[name] for name in chosen}, wanted), directory, limit)
+        return Exported(
+            files=[str(file) if directory == Path(out) else f"{str(out).rstrip('/')}/{file.name}" for file in written],
+            tensors=len(sizes),
+            bytes=sum(sizes.values()),
+            tied={name: first[source.aliases.get(name, name)] for name in names if first[source.aliases.get(name, name)] != name},
+            left_out=sorted(set(everything) - set(names)),
+        )
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is not None and name not in DTYPES:
+        raise ValueError(f"dtype={name!r} is unknown; possible: {', '.join(DTYPES)}")
+    return None if name is None else DTYPES[name]
+
+
+def _as(known: Stored, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and known.dtype in _CONVERTED else known.dtype
+
+
+def _chosen(names: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
+    for pattern in (*include, *exclude):
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"the pattern {pattern!r} fits none of the model's names, such as {', '.join(names[:5])}")
+    kept = [name for name in names if not include or any(fnmatchcase(name, pattern) for pattern in include)]
+    return [name for name in kept if not any(fnmatchcase(name, pattern) for pattern in exclude)]
+
+
+def _stripped(first: Mapping[str, str], prefix: str) -> dict[str, str]:
+    """The names to write, with the checkpoint's name of the tensor for each."""
+    if prefix and not any(name.startswith(prefix) for name in first.values()):
+        raise ValueError(f"no name begins with {prefix!r}; names are such as {', '.join(list(first.values())[:5])}")
+    found: dict[str, str] = {}
+    for old, name in first.items():
+        new = name.removeprefix(prefix)
+        if not new or new in found:
+            raise ValueError(
+                f"without {prefix!r}, {name!r} would have {'no name' if not new else f'the name of {found[new]!r}'}: exclude one"
+            )
+        found[new] = old
+    return found
+
+
+def _read(files: TensorFiles, stored: Mapping[str, Stored], wanted: torch.dtype | None) -> dict[str, Tensor]:
+    """Whole tensors under their new names; converted while they are read."""
+    found = {new: torch.empty(known.shape, dtype=_as(known, wanted)) for new, known in stored.items()}
+    files.read_into({known.name: found[new] for new, known in stored.items()})
+    if wanted is torch.float16:
+        for new, known in stored.items():
+            if known.dtype in _CONVERTED and found[new].isinf().any():
+                own = files.whole([known.name])[known.name]
+                if (found[new].isinf() & ~own.isinf()).any():
+                    raise ValueError(
+                        f"{known.name!r} has the number {own.abs().max().item():g}, and fp16 ends at 65504: export as bf16 or fp32"
+                    )
+    return found
+
+
+def _write(sizes: Mapping[str, int], read: Callable[[list[str]], dict[str, Tensor]], directory: Path, limit: int) -> list[Path]:
+    """Write the tensors of these names and sizes (bytes), the ones of a file read together; on an error nothing is left."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > limit:
+            shards.append([])
             filled = 0
-        shards[-1][name] = tensor
-        filled += tensor.nbytes
+        shards[-1].append(name)
+        filled += size
     directory.mkdir(parents=True, exist_ok=True)
     if there := sorted(path.name for path in directory.glob("model*.safetensors*")):
         raise FileExistsError(f"{directory} holds {there[0]} already: choose another directory, or remove it")
-    if len(shards) == 1:
-        write_tensors(directory / "model.safetensors", shards[0])
-        return [directory / "model.safetensors"]
-    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    for file, tensors in zip(names, shards, strict=True):
-        write_tensors(directory / file, tensors)
-    total = sum(t.nbytes for tensors in shards for t in tensors.values())
-    weights = {name: file for file, tensors in zip(names, shards, strict=True) for name in tensors}
-    write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weights})
-    return [directory / file for file in names]
+    count = len(shards)
+    names = ["model.safetensors"] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    paths = [directory / name for name in names]
+    try:
+        for path, shard in zip(paths, shards, strict=True):
+            write_tensors(path, read(shard))
+        if count > 1:
+            weights = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+            write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weights})
+    except BaseException:
+        for path in (*paths, directory / INDEX):
+            path.unlink(missing_ok=True)
+        raise
+    return paths

@@ -6,9 +6,9 @@ import errno
 import json
 import mmap
 import os
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -144,11 +144,35 @@ def _sum(path: Path, size: int, index: int) -> str:
 
 
 def in_parallel(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """``work`` of each item, a few at a time; the first error is raised when all have ended."""
-    if len(items) < 2:
-        return [work(item) for item in items]
-    with ThreadPoolExecutor(min(THREADS, len(items))) as pool:
-        return [future.result() for future in [pool.submit(work, item) for item in items]]
+    """``work`` of each item, a few at a time; the first error is raised when all have ended.
+
+    Plain threads: a pool of ``concurrent.futures`` takes nothing any more while the interpreter ends, and a last checkpoint may be written then.
+    """
+    results: list[Any] = [None] * len(items)
+    errors: list[BaseException] = []
+    left = iter(enumerate(items))
+    lock = threading.Lock()
+
+    def run() -> None:
+        while not errors:
+            with lock:
+                index, item = next(left, (-1, None))
+            if index < 0:
+                return
+            try:
+                results[index] = work(item)
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(min(THREADS, len(items)) - 1)]
+    for thread in threads:
+        thread.start()
+    run()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -44,6 +44,9 @@ class Place(Protocol):
     def manifests(self) -> dict[str, dict[str, Any]]:
         """Of the complete checkpoints by name, oldest first."""
 
+    def damaged(self) -> dict[str, str]:
+        """What began as a checkpoint and is not complete: the reason by name."""
+
     def fetch(self, name: str) -> Path:
         """A local directory with the checkpoint's files."""
 
@@ -66,6 +69,13 @@ def split(path: str | Path) -> tuple[Place, str]:
         return Remote(root), name
     local = Path(path)
     return Local(local.parent), local.name
+
+
+_REMAINS = {
+    ".partial": "not finished: a run is writing it, or was killed while it did",
+    ".replaced": "an older one of the same name, which a newer one has replaced",
+    ".removed": "its removal was cut short",
+}
 
 
 class Local:
@@ -99,6 +109,23 @@ class Local:
     def manifests(self) -> dict[str, dict[str, Any]]:
         return {path.name: store.read_manifest(path) for path in store.list_checkpoints(self.directory)}
 
+    def damaged(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        complete = {path.name for path in store.list_checkpoints(self.directory)}
+        for path in sorted(self.directory.iterdir()) if self.directory.is_dir() else []:
+            if path.name in complete or not path.is_dir() or not any((path / name).exists() for name in (*FOLDERS, MANIFEST)):
+                continue
+            if path.suffix in _REMAINS and path.name.startswith("."):
+                found[path.name] = _REMAINS[path.suffix]
+                continue
+            try:
+                store.read_manifest(path)
+            except FileNotFoundError:
+                found[path.name] = f"{MANIFEST} is missing"
+            except (DamagedCheckpoint, OSError) as error:
+                found[path.name] = str(error).removeprefix(f"{path}: ")
+        return found
+
     def fetch(self, name: str) -> Path:
         return self.path(name)
 
@@ -107,6 +134,21 @@ class Local:
 
     def sweep(self) -> None:
         store.sweep(self.directory)
+
+
+def reach(url: str) -> tuple[Any, str]:
+    """The fsspec file system of a URL, and the path in it.
+
+    Raises:
+        ValueError: fsspec does not know the protocol, or its package is missing.
+    """
+    import fsspec
+
+    try:
+        files, inner = fsspec.core.url_to_fs(url)
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"{url}: {error}") from error
+    return files, str(inner)
 
 
 class Remote:
@@ -119,19 +161,21 @@ class Remote:
     shared = False
 
     def __init__(self, root: str) -> None:
-        import fsspec
-
         self.root = root.rstrip("/")
-        try:
-            self.files, self._inside = fsspec.core.url_to_fs(self.root)
-        except (ValueError, ImportError) as error:
-            raise ValueError(f"{root}: {error}") from error
+        self.files, self._inside = reach(self.root)
         self._drafts: dict[str, Path] = {}
-        self._copies = Path(tempfile.mkdtemp(prefix="checkpoints-"))
-        weakref.finalize(self, shutil.rmtree, self._copies, ignore_errors=True)  # at the process's end, too
+        self._folder: Path | None = None
 
     def path(self, name: str) -> str:
         return f"{self.root}/{name}"
+
+    @property
+    def _copies(self) -> Path:
+        """A local directory that goes when this object does."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="checkpoints-"))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        return self._folder
 
     def _at(self, name: str) -> str:
         return f"{self._inside}/{name}"
@@ -175,21 +219,41 @@ class Remote:
         found: list[tuple[float, str, dict[str, Any]]] = []
         for name in self._names():
             with suppress(DamagedCheckpoint, FileNotFoundError):
-                manifest = self._manifest(name)
-                sizes = {path: entry["size"] for path, entry in self.files.find(self._at(name), detail=True).items()}
-                if all(sizes.get(self._at(f"{name}/{file}")) == known["bytes"] for file, known in manifest["files"].items()):
-                    found.append((manifest["saved_at"], name, manifest))
+                manifest = self._whole(name)
+                found.append((manifest["saved_at"], name, manifest))
         return {name: manifest for _, name, manifest in sorted(found, key=lambda entry: entry[:2])}
+
+    def damaged(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for name in self._names():
+            try:
+                self._whole(name)
+            except FileNotFoundError:
+                if self._remains(name):
+                    found[name] = f"{MANIFEST} is missing: a run is writing it, or was killed while it did"
+            except (DamagedCheckpoint, OSError) as error:
+                found[name] = str(error).removeprefix(f"{self.path(name)}: ")
+        return found
+
+    def has_manifest(self, name: str) -> bool:
+        """Whether there is one; it may be damaged."""
+        return bool(self.files.exists(self._at(f"{name}/{MANIFEST}")))
+
+    def _whole(self, name: str) -> dict[str, Any]:
+        """The manifest of a checkpoint whose files are there with the right sizes; errors as of :func:`store.read_manifest`."""
+        text = self.files.cat_file(self._at(f"{name}/{MANIFEST}"))
+        manifest = store.check_manifest(self.path(name), parse_json(self.path(name), text))
+        sizes = {path: entry["size"] for path, entry in self.files.find(self._at(name), detail=True).items()}
+        for file, known in manifest["files"].items():
+            size = sizes.get(self._at(f"{name}/{file}"))
+            if size != known["bytes"]:
+                what = "is missing" if size is None else f"has {size} bytes, and had {known['bytes']} when it was written"
+                raise DamagedCheckpoint(f"{self.path(name)}: {file} {what}")
+        return manifest
 
     def fetch(self, name: str) -> Path:
         target = self._copies / name
-        try:
-            manifest = self._manifest(name)
-        except FileNotFoundError as error:
-            there = ", ".join(self.manifests()) or "none"
-            raise FileNotFoundError(
-                f"{self.path(name)} holds no complete checkpoint ({MANIFEST} is missing); complete ones beside it: {there}"
-            ) from error
+        manifest = self._manifest(name)
         if not (target / MANIFEST).exists() or store.read_manifest(target)["saved_at"] != manifest["saved_at"]:
             shutil.rmtree(target, ignore_errors=True)
             for file in [*manifest["files"], MANIFEST]:
@@ -223,7 +287,13 @@ class Remote:
         return any(path.rpartition("/")[2].startswith("rank=") for path in self.files.find(self._at(name)))
 
     def _manifest(self, name: str) -> dict[str, Any]:
-        text = self.files.cat_file(self._at(f"{name}/{MANIFEST}"))
+        try:
+            text = self.files.cat_file(self._at(f"{name}/{MANIFEST}"))
+        except FileNotFoundError as error:
+            there = ", ".join(self.manifests()) or "none"
+            raise FileNotFoundError(
+                f"{self.path(name)} holds no complete checkpoint ({MANIFEST} is missing); complete ones beside it: {there}"
+            ) from error
         return store.check_manifest(self.path(name), parse_json(self.path(name), text))
 
     def _delete(self, name: str) -> None:
@@ -231,4 +301,5 @@ class Remote:
             self.files.rm(self._at(name), recursive=True)
 
     def _drop(self, name: str) -> None:
-        shutil.rmtree(self._drafts.pop(name, self._copies / "none"), ignore_errors=True)
+        if name in self._drafts:
+            shutil.rmtree(self._drafts.pop(name), ignore_errors=True)

@@ -109,13 +109,19 @@ def seal(directory: Path, world_size: int, facts: Mapping[str, Any], files: Mapp
 
 def manifest_of(world_size: int, facts: Mapping[str, Any], files: Mapping[str, Record]) -> dict[str, Any]:
     """The manifest of a checkpoint that is complete now; errors as of :func:`seal`."""
+    value = packed_facts(facts)
+    manifest = {"format": FORMAT, "saved_at": time.time(), "world_size": world_size, **value, "files": dict(sorted(files.items()))}
+    return {**manifest, "crc32": _sum(manifest)}
+
+
+def packed_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON; errors as of :func:`seal`."""
     if taken := [name for name in _OURS if name in facts]:
         raise ValueError(f"the manifest's {taken} are the store's own: give them other names")
     value, tensors = pack(dict(facts))
     if tensors or not isinstance(value, dict) or "$" in value:
         raise TypeError(f"the manifest is for small JSON values by name; found tensors {sorted(tensors)}, names {list(facts)}")
-    manifest = {"format": FORMAT, "saved_at": time.time(), "world_size": world_size, **value, "files": dict(sorted(files.items()))}
-    return {**manifest, "crc32": _sum(manifest)}
+    return value
 
 
 def _sums(known: Mapping[str, Any]) -> bool:

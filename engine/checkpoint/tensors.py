@@ -98,6 +98,11 @@ class TensorFiles(HuggingFaceStorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
 
+    def parts(self) -> dict[str, int]:
+        """In how many parts each tensor lies in the files."""
+        entries = self._metadata.state_dict_metadata.items()
+        return {name: len(entry.chunks) for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
         """Fill tensors by name, whole ones or this rank's parts (``DTensor``), on any device. No other rank is asked.
 

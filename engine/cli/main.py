@@ -11,6 +11,7 @@ from importlib import metadata
 from engine.errors import nearest
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "checkpoint": ("engine.cli.checkpoint", "list, show, verify, export, convert and prune checkpoints"),
     "env": ("engine.cli.env", "print versions, devices, the distributed environment, and each setting with its origin"),
 }
 """Command -> the module whose ``main(arguments) -> exit status`` runs it, and its line of help."""

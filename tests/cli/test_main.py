@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ def fit(*arguments: str, cwd: Path = ROOT, **environ: str) -> subprocess.Complet
     return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.mark.parametrize("arguments", ["['--help']", "['--version']"])
+@pytest.mark.parametrize("arguments", ["['--help']", "['--version']", "['checkpoint', '--help']", "['checkpoint', 'export', '--help']"])
 def test_the_start_imports_no_torch(arguments: str) -> None:
     code = (
         "import sys, engine.cli.main as cli\n"
@@ -44,7 +45,8 @@ def test_help_lists_the_commands(arguments: tuple[str, ...]) -> None:
     done = fit(*arguments)
     assert done.returncode == 0
     assert "usage: fit" in done.stdout
-    assert "  env  print versions" in done.stdout
+    assert re.search(r"\n  env +print versions", done.stdout)
+    assert re.search(r"\n  checkpoint +list, show", done.stdout)
 
 
 def test_an_unknown_command_is_an_error() -> None:

@@ -1,0 +1,76 @@
+"""Optimizer states by numbers given the names of parameters; trees put together from paths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from engine.checkpoint.tensors import Stored
+
+_LIKE_THE_PARAMETER = ("exp_avg", "momentum_buffer", "square_avg", "exp_avg_sq", "sum", "ax", "acc_delta", "prev")
+"""Entries of torch's optimizers that have the shape of their parameter."""
+_BUFFERS = ("running_mean", "running_var")
+
+
+def named(state: Mapping[str, Any], model: Mapping[str, Stored]) -> dict[str, Any] | None:
+    """An ``optimizer.state_dict()`` with the model's names for its numbers; ``None`` when it does not say which are which.
+
+    It says so when its groups hold ``param_names``, or when there is only one way to choose each group's parameters out of the model's
+    names, in their order, that fits the shapes of the states. That the groups follow the model's order is taken for granted, as
+    ``module.parameters()`` gives it.
+
+    Args:
+        model: what the model has, in its order; tied weights once.
+    """
+    groups = state["param_groups"]
+    if all("param_names" in group for group in groups):
+        found = [list(group["param_names"]) for group in groups]
+    else:
+        usable = {
+            n: s for n, s in model.items() if (s.dtype.is_floating_point or s.dtype.is_complex) and n.rpartition(".")[2] not in _BUFFERS
+        }
+        found = [_only_order([_shape(state["state"].get(number)) for number in group["params"]], usable) for group in groups]
+    every = [name for names in found for name in names]
+    whole = [len(names) == len(group["params"]) for names, group in zip(found, groups, strict=True)]
+    if not all(whole) or len(set(every)) != len(every) or not set(every) <= model.keys():
+        return None
+    name_of = dict(zip((number for group in groups for number in group["params"]), every, strict=True))
+    return {
+        **state,
+        "state": {name_of.get(number, number): entry for number, entry in state["state"].items()},
+        "param_groups": [{**group, "params": names} for group, names in zip(groups, found, strict=True)],
+    }
+
+
+def _shape(entry: Any) -> tuple[int, ...] | None:
+    if not isinstance(entry, Mapping):
+        return None
+    return next((tuple(entry[name].shape) for name in _LIKE_THE_PARAMETER if isinstance(entry.get(name), Tensor)), None)
+
+
+def _only_order(shapes: Sequence[tuple[int, ...] | None], model: Mapping[str, Stored]) -> list[str]:
+    """The names for ``shapes`` (``None``: any), in the model's order, if there is one choice; else an empty list."""
+    names = list(model)
+
+    def first_fit(shapes: Sequence[tuple[int, ...] | None], names: Sequence[str]) -> list[str]:
+        left = iter(names)
+        return [name for shape in shapes if (name := next((n for n in left if shape in (None, tuple(model[n].shape))), None)) is not None]
+
+    forward, backward = first_fit(shapes, names), first_fit(shapes[::-1], names[::-1])[::-1]
+    # The earliest choice and the latest are the same: there is no other.
+    return forward if forward == backward and len(forward) == len(shapes) else []
+
+
+def nested(values: Mapping[tuple[Any, ...], Any]) -> Any:
+    """The tree whose leaves stand at these paths; numbers from 0 on make a list."""
+    if () in values:
+        return values[()]
+    inner: dict[Any, dict[tuple[Any, ...], Any]] = {}
+    for path, value in values.items():
+        inner.setdefault(path[0], {})[path[1:]] = value
+    tree = {key: nested(rest) for key, rest in inner.items()}
+    if tree and all(type(key) is int for key in tree) and sorted(tree) == list(range(len(tree))):
+        return [tree[index] for index in range(len(tree))]
+    return tree

@@ -1,0 +1,19 @@
+"""Sizes of files as people write them. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def size_in_bytes(value: int | str) -> int:
+    """``5_000_000_000`` or ``"5GB"``, ``"200MiB"``.
+
+    Raises:
+        ValueError: neither.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value), re.IGNORECASE)
+    if found is None or found[2].upper() not in _UNITS or float(found[1]) * _UNITS[found[2].upper()] < 1:
+        raise ValueError(f"max_shard_size={value!r} is no size: give bytes, or text such as '5GB' or '200MiB'")
+    return int(float(found[1]) * _UNITS[found[2].upper()])

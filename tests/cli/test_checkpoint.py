@@ -1,0 +1,283 @@
+"""``fit checkpoint``: what it prints, its exit status, and what is there afterwards."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trained import Tied, save
+
+from engine.checkpoint.files import record_of
+from engine.cli.main import main
+
+SCORES = {1: 0.5, 2: 0.1, 3: 0.3}
+NAMES = [f"step={step:08d}" for step in SCORES]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with three checkpoints."""
+    root = tmp_path_factory.mktemp("run")
+    torch.manual_seed(0)
+    save(root, Tied(), [torch.randn(8, 6) for _ in SCORES], scores=SCORES)
+    return root / "checkpoints"
+
+
+@pytest.fixture
+def folder(written: Path, tmp_path: Path) -> Path:
+    """A copy that may be changed."""
+    subprocess.run(["cp", "-r", str(written), str(tmp_path / "checkpoints")], check=True)
+    return tmp_path / "checkpoints"
+
+
+class Output:
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: object, status: int = 0) -> str:
+        """What ``fit checkpoint`` prints, with ``status`` 1 on stderr too."""
+        self._capsys.readouterr()
+        assert main(["checkpoint", *map(str, arguments)]) == status
+        out, err = self._capsys.readouterr()
+        assert bool(err) <= bool(status), err
+        return out + err
+
+    def json(self, *arguments: object, status: int = 0) -> Any:
+        return json.loads(self(*arguments, "--json", status=status))
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Output:
+    return Output(capsys)
+
+
+def damage(path: Path) -> Path:
+    """Change one bit of the model's file."""
+    file = next((path / "model").glob("*.safetensors"))
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    return file
+
+
+def test_list(written: Path, run: Output) -> None:
+    lines = run("list", written).splitlines()
+    assert lines[0].split()[:6] == ["name", "step", "epoch", "time", "size", "ranks"]
+    assert [line.split()[:2] for line in lines[1:]] == [[name, str(step)] for name, step in zip(NAMES, SCORES, strict=True)]
+    assert all(f"val={score} (min)" in line for line, score in zip(lines[1:], SCORES.values(), strict=True))
+    assert run("list", written.parent).splitlines() == lines  # the run's folder
+    found = run.json("list", written)
+    assert [entry["name"] for entry in found] == NAMES
+    assert found[1]["score"] == {"monitor": "val", "mode": "min", "value": 0.1}
+    assert (found[2]["step"], found[2]["world_size"], found[2]["complete"]) == (3, 1, True)
+    size = sum(file.stat().st_size for file in (written / NAMES[2]).rglob("*") if file.is_file() and file.name != "manifest.json")
+    assert found[2]["bytes"] == size
+    assert [entry["name"] for entry in run.json("list", written / NAMES[1])] == [NAMES[1]]
+
+
+def test_list_says_what_is_incomplete(folder: Path, run: Output) -> None:
+    (folder / NAMES[0] / "manifest.json").unlink()
+    next((folder / NAMES[1] / "optim").glob("*.safetensors")).unlink()
+    (folder / ".step=00000009.partial" / "model").mkdir(parents=True)
+    (folder / "notes").mkdir()
+    text = run("list", folder, status=1)
+    assert f"{NAMES[0]}  incomplete or damaged: manifest.json is missing" in text
+    assert f"{NAMES[1]}  incomplete or damaged: optim/rank=00000.safetensors is missing" in text
+    assert ".step=00000009.partial  incomplete or damaged: not finished: a run is writing it, or was killed" in text
+    assert "notes" not in text
+    found = run.json("list", folder, status=1)
+    assert [entry["name"] for entry in found if entry["complete"]] == [NAMES[2]]
+
+
+def test_show(written: Path, run: Output) -> None:
+    lines = [line.split() for line in run("show", written).splitlines()]
+    assert lines[0] == [NAMES[2]]  # the newest
+    assert ["width", "4"] in lines
+    assert ["torch", torch.__version__] in lines
+    assert ["strategy", "auto"] in lines
+    assert not any("shard(s)" in line for line in lines)
+    text = run("show", written / NAMES[0], "--tensors")
+    assert next(line.split() for line in text.splitlines() if "head.weight" in line) == ["model.head.weight", "[6,", "4]", "float32", "1", "shard(s)"]
+    assert "model.up.weight is model.embed.weight" in text
+    found = run.json("show", written / NAMES[0], "--tensors")
+    assert found["hparams"] == {"width": 4, "scale": 1.0, "rate": 0.1}
+    assert found["tensors"]["model"]["model.head.weight"] == {"shape": [6, 4], "dtype": "float32", "shards": 1}
+    assert found["tied"] == {"model.up.weight": "model.embed.weight"}
+    assert found["tensors"]["optim"]
+    assert found["step"] == 1
+
+
+def test_verify(folder: Path, run: Output) -> None:
+    assert run("verify", folder / NAMES[0], folder / NAMES[1]).count("all is as it was written") == 2
+    assert list(run.json("verify", folder)) == [str(folder / name) for name in NAMES]
+    one = damage(folder / NAMES[0])
+    two = folder / NAMES[0] / "state" / "shared.json"
+    two.write_bytes(two.read_bytes()[:-1])
+    three = folder / NAMES[1] / "optim" / "optim.json"
+    three.unlink()
+    found = run.json("verify", folder, status=1)
+    assert [line.split()[0] for line in found[str(folder / NAMES[0])]] == [f"model/{one.name}", "state/shared.json"]
+    assert found[str(folder / NAMES[1])] == ["optim/optim.json is missing"]
+    assert found[str(folder / NAMES[2])] == []
+    text = run("verify", folder / NAMES[0], folder / NAMES[2], status=1)
+    assert f"{folder / NAMES[0]}: model/{one.name} is not what was written" in text
+    assert f"{folder / NAMES[2]}: all is as it was written" in text
+
+
+def test_verify_finds_what_is_no_checkpoint_or_has_more(folder: Path, run: Output) -> None:
+    (folder / NAMES[2] / "model" / "more.safetensors").write_bytes(b"")
+    assert run.json("verify", folder / NAMES[2], status=1)[str(folder / NAMES[2])] == ["model/more.safetensors is not in the manifest"]
+    (folder / NAMES[0] / "manifest.json").write_text("{}")
+    assert "manifest.json has no format version" in run("verify", folder / NAMES[0], status=1)
+    assert "is no checkpoint" in run("verify", folder / "nothing", status=1)
+    (folder / NAMES[1] / "manifest.json").unlink()
+    assert "manifest.json is missing" in run("verify", folder / NAMES[1], status=1)
+
+
+def test_verify_opens_the_files(folder: Path, run: Output) -> None:
+    """A file whose checksum is right and that is no safetensors file."""
+    path = folder / NAMES[0]
+    file = next((path / "model").glob("*.safetensors"))
+    file.write_bytes(b"x" * 100)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][f"model/{file.name}"] = record_of(file)
+    manifest.pop("crc32")
+    text = json.dumps(manifest, sort_keys=True)
+    (path / "manifest.json").write_text(json.dumps({**manifest, "crc32": f"{zlib.crc32(text.encode()):08x}"}))
+    assert "a safetensors file cannot be read" in run("verify", path, status=1)
+
+
+def test_export(written: Path, tmp_path: Path, run: Output) -> None:
+    out = tmp_path / "out"
+    text = run("export", written, out, "--dtype", "bf16", "--prefix-strip", "model.", "--exclude", "*.norm.*", "--max-shard-size", "60B")
+    assert "tied, written once: model.up.weight is model.embed.weight" in text
+    assert "left out: model.norm.bias" in text
+    files = [Path(line) for line in text.splitlines() if line.endswith(".safetensors")]
+    assert len(files) > 1
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert set(found) == {"embed.weight", "head.weight", "head.bias"}
+    assert all(tensor.dtype is torch.bfloat16 for tensor in found.values())
+    assert "holds model-00001-of" in run("export", written, out, status=1)
+    assert run.json("export", written / NAMES[0], tmp_path / "two")["tensors"] == 8
+    newest, first = Tied.load_from_checkpoint(written / NAMES[2]), Tied.load_from_checkpoint(written / NAMES[0])
+    assert torch.equal(found["head.weight"], newest.model["head"].weight.bfloat16())  # a folder's newest
+    assert not torch.equal(found["head.weight"], first.model["head"].weight.bfloat16())
+
+
+def test_convert(tmp_path: Path, run: Output) -> None:
+    module = Tied()
+    torch.save(module.state_dict(), tmp_path / "a.pt")
+    text = run("convert", tmp_path / "a.pt", tmp_path / "ours", status=1)
+    assert text.startswith(f"fit checkpoint convert: {tmp_path / 'a.pt'} is a pickle, which can run code when it is opened: --trust-pickle")
+    assert len(text.splitlines()) == 1
+    assert not (tmp_path / "ours").exists()
+    assert "from a torch.save file" in run("convert", tmp_path / "a.pt", tmp_path / "ours", "--trust-pickle")
+    assert torch.equal(Tied.load_from_checkpoint(tmp_path / "ours").model["head"].weight, module.model["head"].weight)
+    assert run.json("convert", tmp_path / "a.pt", tmp_path / "two", "--trust-pickle")["tensors"] == 8
+
+
+def test_prune(folder: Path, run: Output) -> None:
+    dry = run("prune", folder, "--keep", 1, "--dry-run").splitlines()
+    assert dry == [f"{NAMES[0]}: would be removed", f"{NAMES[1]}: would be removed", f"{NAMES[2]}: kept"]
+    assert sorted(path.name for path in folder.iterdir()) == NAMES
+    assert run.json("prune", folder, "--keep", 1, "--keep-best", 1) == {"removed": [NAMES[0]], "kept": NAMES[1:], "in_use": []}
+    assert sorted(path.name for path in folder.iterdir()) == NAMES[1:]
+    run("prune", folder, "--keep", 1)
+    assert [path.name for path in folder.iterdir()] == [NAMES[2]]
+    assert run("prune", folder, "--keep", 1).splitlines() == [f"{NAMES[2]}: kept"]
+
+
+def test_prune_keeps_what_is_being_read_and_what_is_incomplete(folder: Path, run: Output) -> None:
+    descriptor = os.open(folder / NAMES[0] / "manifest.json", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    (folder / NAMES[2] / "manifest.json").unlink()
+    # The newest complete one is the second: an incomplete one does not count.
+    assert run.json("prune", folder, "--keep", 1) == {"removed": [], "kept": [NAMES[1]], "in_use": [NAMES[0]]}
+    assert sorted(path.name for path in folder.iterdir()) == NAMES
+    os.close(descriptor)
+    assert run.json("prune", folder, "--keep", 1)["removed"] == [NAMES[0]]
+    assert sorted(path.name for path in folder.iterdir()) == NAMES[1:]
+    assert "give the folder that it is in" in run("prune", folder / NAMES[1], "--keep", 1, status=1)
+
+
+@pytest.fixture
+def url(written: Path) -> Iterator[str]:
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    memory.put(str(written), "/runs/checkpoints", recursive=True)
+    yield "memory://runs/checkpoints"
+    memory.rm("/runs", recursive=True)
+
+
+def test_places_that_fsspec_reaches(written: Path, url: str, tmp_path: Path, run: Output) -> None:
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    assert [entry["name"] for entry in run.json("list", url)] == NAMES
+    assert run.json("show", f"{url}/{NAMES[0]}")["step"] == 1
+    assert run.json("show", "memory://runs")["step"] == 3
+    assert run.json("verify", url) == {f"{url}/{name}": [] for name in NAMES}
+    assert run.json("list", f"file://{written}")[0]["name"] == NAMES[0]
+    run("export", url, tmp_path / "out")
+    assert len(load_file(tmp_path / "out" / "model.safetensors")) == 8
+    memory.rm_file(f"/runs/checkpoints/{NAMES[0]}/state/shared.json")
+    assert "incomplete or damaged: state/shared.json is missing" in run("list", url, status=1)
+    assert run.json("verify", url, status=1)[f"{url}/{NAMES[1]}"] == []
+    memory.pipe_file(f"/runs/checkpoints/{NAMES[1]}/state/shared.json", b"{}")
+    assert "state/shared.json has 2 bytes" in run("list", url, status=1)
+    assert run.json("prune", url, "--keep", 1)["kept"] == [NAMES[2]]
+    assert "nowhere://a" in run("list", "nowhere://a", status=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["list"], "required: root"),
+        (["lst", "a"], "invalid choice"),
+        (["prune", "a"], "required: --keep"),
+        (["prune", "a", "--keep", "0"], "'0' is no whole number of at least 1"),
+        (["export", "a", "b", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["export", "a", "b", "--max-shard-size", "big"], "'big' is no size: give bytes, or text such as '5GB'"),
+        ([], "required"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["checkpoint", *arguments])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("action", ["list", "show", "verify", "prune", "export"])
+def test_nothing_there(action: str, tmp_path: Path, run: Output) -> None:
+    more = {"prune": ["--keep", "1"], "export": [str(tmp_path / "out")]}.get(action, [])
+    text = run(action, tmp_path / "nothing", *more, status=1)
+    assert f"{tmp_path / 'nothing'} is no checkpoint, and holds none" in text
+    assert len(text.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("action", ["list", "show", "verify", "export", "convert", "prune"])
+def test_each_has_help(action: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["checkpoint", action, "--help"])
+    assert caught.value.code == 0
+    assert "--json" in capsys.readouterr().out
+
+
+def test_as_a_process(written: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "engine.cli.main", "checkpoint", "list", str(written)], cwd=Path(__file__).parents[2], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert NAMES[0] in done.stdout
+    assert done.stderr == ""
