@@ -1,0 +1,226 @@
+"""What a run takes out of a checkpoint: all of it, or a chosen part."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import DATA, fit
+from torch import nn
+
+from callbacks import ModelCheckpoint
+from engine import Callback, Resume, TrainModule
+
+
+class Net(TrainModule):
+    """Counts as it learns; the rate halves at each epoch's end."""
+
+    def __init__(self, lr: float = 0.1, decay: float = 0.0, extra: bool = False, width: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lr, self.decay = lr, decay
+        self.net = nn.Linear(4, width)
+        if extra:
+            self.head = nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", float(self.current_epoch in (0, 2)))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9, weight_decay=self.decay)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+class Watch(Callback):
+    """What holds when the training begins."""
+
+    def on_train_start(self, run: Any, module: Any) -> None:
+        (self.group,) = run.optimizers[0].param_groups
+        self.group = dict(self.group)
+        self.state, self.step = len(run.optimizers[0].state), run.step
+        self.schedule = run.schedulers[0].scheduler.last_epoch
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three epochs of four steps; every epoch's end is kept."""
+    root = tmp_path_factory.mktemp("run")
+    fit(root, ModelCheckpoint(monitor="val", save_top_k=-1)).run(Net(), DATA, DATA)
+    return root
+
+
+def resumed(root: Path, tmp_path: Path, module: TrainModule, wanted: Any, **settings: Any) -> tuple[Watch, Any]:
+    watch = Watch()
+    result = fit(tmp_path, watch, ModelCheckpoint(dirpath=root / "checkpoints", every=None, save_last=False, save_top_k=1), **settings).run(
+        module, DATA, DATA, resume=wanted
+    )
+    return watch, result
+
+
+def path(root: Path, step: int) -> Path:
+    return root / "checkpoints" / f"step={step:08d}"
+
+
+def start(root: Path, module: TrainModule, wanted: Any) -> Watch:
+    """Where a run begins that goes on from ``wanted``; nothing is trained or saved."""
+    watch = Watch()
+    fit(root, watch, max_epochs=0).run(module, DATA, resume=wanted)
+    return watch
+
+
+def test_more_epochs(root: Path, tmp_path: Path) -> None:
+    one, two = Net(), Net()
+    fit(tmp_path, max_epochs=5).run(one, DATA)
+    assert fit(tmp_path, max_epochs=5).run(two, DATA, resume=path(root, 8)).step == 20
+    assert torch.equal(one.net.weight, two.net.weight)
+
+
+def test_best_by_the_score_of_the_manifests(root: Path) -> None:
+    # val is 1, 0, 1 after the epochs.
+    assert start(root, Net(), "best").step == 8
+    assert start(root, Net(), "last").step == 12
+    assert start(root, Net(), Resume("best")).step == 8
+
+
+def test_best_without_scores(tmp_path: Path) -> None:
+    fit(tmp_path, ModelCheckpoint(), max_epochs=1).run(Net(), DATA)
+    with pytest.raises(FileNotFoundError, match="resume='best': no complete checkpoint with a score"):
+        start(tmp_path, Net(), "best")
+
+
+def test_weights_only(root: Path) -> None:
+    module = Net()
+    watch = start(root, module, Resume(path(root, 8), weights_only=True))
+    assert (watch.step, watch.state, watch.schedule, watch.group["lr"]) == (0, 0, 0, 0.1)
+    assert not torch.equal(module.net.weight, Net().net.weight)
+
+
+def test_without_the_optimizer(root: Path) -> None:
+    watch = start(root, Net(), Resume(path(root, 8), optimizer=False))
+    assert (watch.step, watch.state, watch.schedule, watch.group["lr"]) == (8, 0, 0, 0.1)
+
+
+def test_configured_hyperparameters_hold(root: Path) -> None:
+    # Saved after two epochs: 0.1 * 0.5 ** 2. The new rate is twice as high, and has the same steps behind it.
+    watch = start(root, Net(lr=0.2, decay=0.3), Resume(path(root, 8), hyperparameters="configured"))
+    saved = start(root, Net(lr=0.2, decay=0.3), path(root, 8))
+    assert (saved.group["lr"], saved.group["weight_decay"]) == (pytest.approx(0.025), 0.0)
+    assert (watch.group["lr"], watch.group["weight_decay"]) == (pytest.approx(0.05), 0.3)
+    assert (watch.step, watch.state, watch.schedule) == (saved.step, saved.state, saved.schedule) == (8, 2, 2)
+
+
+def test_schedules_go_on_from_the_configured_rate(root: Path, tmp_path: Path) -> None:
+    class Last(Callback):
+        def on_train_end(self, run: Any, module: Any) -> None:
+            self.lr = run.optimizers[0].param_groups[0]["lr"]
+
+    last = Last()
+    fit(tmp_path, last, max_epochs=4).run(Net(lr=0.4), DATA, resume=Resume(path(root, 8), hyperparameters="configured"))
+    assert last.lr == pytest.approx(0.4 * 0.5**4)
+
+
+def test_parts_that_do_not_fit_are_named(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ValueError, match=r"does not fit Net: missing in the checkpoint: head\.bias, head\.weight"):
+        start(root, Net(extra=True), Resume(path(root, 8), weights_only=True))
+    with pytest.raises(ValueError, match=r"of another shape: net\.weight .*net\.bias \(\[1\] there, \[2\] here\)"):
+        start(root, Net(width=2), path(root, 8))
+    module = Net(extra=True)
+    with caplog.at_level(logging.WARNING, "engine"):
+        start(root, module, Resume(path(root, 8), weights_only=True, strict=False))
+    assert "fits in part: missing in the checkpoint: head.bias, head.weight" in caplog.text
+    assert not torch.equal(module.net.weight, Net().net.weight)
+
+
+def test_other_optimizers_are_refused(root: Path) -> None:
+    with pytest.raises(ValueError, match=r"parameters.*only in the optimizer: \['head"):
+        start(root, Net(extra=True), Resume(path(root, 8), strict=False))
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="hyperparameters='mine'"):
+        Resume(hyperparameters="mine")
+
+
+def test_registered_objects_and_hyperparameters(tmp_path: Path) -> None:
+    class Counter:
+        def __init__(self) -> None:
+            self.n = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"n": self.n}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.n = state["n"]
+
+    class Counts(Callback):
+        def __init__(self) -> None:
+            self.counter = Counter()
+
+        def on_fit_start(self, run: Any, module: Any) -> None: ...
+
+        def setup(self, run: Any, module: Any, stage: str) -> None:
+            run.engine.register_for_checkpointing(self.counter)
+
+        def on_train_batch_end(self, run: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.counter.n += 1
+
+    fit(tmp_path, Counts(), ModelCheckpoint(), max_epochs=1).run(Net(), DATA)
+    counts = Counts()
+    fit(tmp_path, counts, max_epochs=2).run(Net(), DATA, resume="last")
+    assert counts.counter.n == 8
+    with pytest.raises(ValueError, match=r"has 1 object\(s\) of register_for_checkpointing, and 0 are registered"):
+        fit(tmp_path, max_epochs=2).run(Net(), DATA, resume="last")
+    with pytest.raises(TypeError, match="Linear|object"):
+        fit(tmp_path, Bad(), max_epochs=2).run(Net(), DATA)
+
+
+class Bad(Callback):
+    def setup(self, run: Any, module: Any, stage: str) -> None:
+        run.engine.register_for_checkpointing(object())
+
+
+def test_evaluation_takes_the_best(root: Path, tmp_path: Path) -> None:
+    class Weight(Callback):
+        def on_validation_start(self, run: Any, module: Any) -> None:
+            self.weight = module.net.weight.detach().clone()
+
+    weight, module = Weight(), Net()
+    fit(root, weight).validate(module, DATA, checkpoint="best")
+    expected = Net()
+    start(root, expected, path(root, 8))
+    assert torch.equal(weight.weight, expected.net.weight)
+
+
+def test_several_names_and_a_time(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(monitor="val", filename="epoch={epoch}-val={val:.2f}", save_top_k=-1, keep_every="2 epochs")
+    result = fit(tmp_path, callback).run(Net(), DATA, DATA)
+    names = sorted(each.name for each in (tmp_path / "checkpoints").iterdir())
+    assert names == ["epoch=0-val=1.00", "epoch=1-val=0.00", "epoch=2-val=1.00"]
+    assert str(result.best_checkpoint).endswith("epoch=1-val=0.00")
+    assert callback.permanent == {8}
+
+
+def test_one_name_for_all_and_what_is_kept_for_ever(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(every=1, filename="only", keep_every=5)
+    fit(tmp_path, callback).run(Net(), DATA)
+    names = dict(callback.names)
+    assert sorted(names) == [5, 10, 12]
+    assert len(set(names.values())) == 3
+    assert sorted(each.name for each in (tmp_path / "checkpoints").iterdir()) == sorted(names.values())
+
+
+@pytest.mark.parametrize("filename", ["{", "{epoch:x.y}", "{step.a}"])
+def test_wrong_names(filename: str) -> None:
+    with pytest.raises(ValueError, match="is no format"):
+        ModelCheckpoint(filename=filename)
+
+
+def test_an_unknown_metric_in_a_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"there is no 'vla'; there are epoch, step"):
+        fit(tmp_path, ModelCheckpoint(filename="{vla:.2f}")).run(Net(), DATA, DATA)
