@@ -99,6 +99,22 @@ class Preparing(Processes):
         """
         return PreparedLoader(loader, group=self.data_group, window=self.window, seed=self.seed, dtype=self.precision.parameters, place=place)
 
+    def skip_first_batches(self, loader: Any, num_batches: int = 0) -> PreparedLoader:
+        """A loader that goes on in the middle of an epoch: its first pass leaves out ``num_batches`` micro-batches of each process.
+
+        That costs nothing where the data has indices; streams are read up to there. Later passes are whole. The pass counts as ``loader``'s
+        own: the one that ``loader`` gives next is of the next epoch, unless ``set_epoch`` is called.
+
+        Args:
+            loader: what :meth:`prepare` gave back, or a plain one.
+            num_batches: a whole number of windows, so that later ones hold what they would have held.
+
+        Raises:
+            ValueError: ``num_batches`` is negative.
+        """
+        prepared = loader if isinstance(loader, PreparedLoader) else self.prepare_data_loader(loader)
+        return prepared.skipping(num_batches)
+
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The module that the user gave to :meth:`prepare`."""
         inner = self.strategy.unwrap(model)

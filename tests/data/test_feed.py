@@ -315,5 +315,5 @@ def test_a_streams_length() -> None:
         def __init__(self) -> None:
             super().__init__(range(5))
 
-    source = Stream(Divided(), Stand(2, 1))  # type: ignore[arg-type]
+    source = Stream(Divided(), Stand(2, 1), 0)  # type: ignore[arg-type]
     assert source.length(None) == 5

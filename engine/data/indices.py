@@ -1,0 +1,201 @@
+"""Data with indices: loaders over map-style datasets and lists of batches. Their place in an epoch is one number, entered at no cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
+
+from engine.data.sampler import Deal, Share, mixed, permutation, shares
+from engine.data.stateful import altered
+from engine.distributed.collectives import broadcast_object
+from engine.distributed.group import Group
+from engine.seed import isolated, seed_everything
+from engine.tree import batch_size
+
+Micro = tuple[Any, Share]
+_WHOLE = Share(size=-1, divisor=1.0, alone=1.0, last=True)
+"""A batch that is its own window on one process: its size matters to nobody but metrics, which look themselves."""
+
+
+class _Indices(Sampler[Any]):
+    """The index stream that is put under a user's loader; it yields what its owner set."""
+
+    def __init__(self) -> None:
+        self.stream: Iterable[Any] = ()
+        self.count = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.stream)
+
+    def __len__(self) -> int:
+        return self.count
+
+
+class Order:
+    """The order that a user's sampler asks for, as a function of (seed, epoch)."""
+
+    def __init__(self, sampler: Any, dataset: Any, group: Group, seed: int) -> None:
+        self.group, self.seed, self.sampler = group, seed, sampler
+        plain = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset)
+        self.count = len(dataset)
+        if isinstance(sampler, DistributedSampler):
+            self.kind, self.seed, self.count = ("shuffled" if sampler.shuffle else "sequential"), sampler.seed, len(sampler.dataset)  # type: ignore[arg-type]
+        elif type(sampler) is SequentialSampler:
+            self.kind = "sequential"
+        elif plain:
+            self.kind = "shuffled"
+            if sampler.generator is not None:
+                self.seed = sampler.generator.initial_seed()
+        else:
+            self.kind = "drawn"
+
+    def draw(self, epoch: int) -> Sequence[Any] | torch.Tensor:
+        """The order of the epoch; the same on every rank."""
+        if self.kind == "sequential":
+            return range(self.count)
+        if self.kind == "shuffled":
+            return permutation(self.count, self.seed, epoch)
+        # A sampler of the user's own: drawn on rank 0 under a seed of this epoch, so that resuming draws the same again.
+        with isolated():
+            seed_everything(mixed(self.seed, epoch) % 2**32)
+            if isinstance(getattr(self.sampler, "generator", None), torch.Generator):
+                self.sampler.generator.manual_seed(mixed(self.seed, epoch))
+            if callable(getattr(self.sampler, "set_epoch", None)):
+                self.sampler.set_epoch(epoch)
+            drawn = list(self.sampler) if self.group.is_main else None
+        return list(broadcast_object(self.group, drawn))
+
+    def length(self) -> int:
+        return self.count if self.kind != "drawn" else len(self.sampler)
+
+
+class _Positioned:
+    """Data whose position says everything."""
+
+    iterator: Iterator[Any] | None = None
+
+    def state(self, closed: bool) -> Any:
+        return None
+
+
+class SampleIndices(_Positioned):
+    """A ``DataLoader`` over a map-style dataset: samples are dealt to ranks and micro-batches.
+
+    The loader is copied shallowly and only the copy's index stream is replaced: class, workers and collate function stay the user's.
+    """
+
+    def __init__(self, loader: DataLoader[Any], group: Group, seed: int) -> None:
+        batches = loader.batch_sampler  # the loader's own attributes say nothing when the user made it
+        assert isinstance(batches, BatchSampler)
+        sampler = batches.sampler
+        self.order = Order(sampler, loader.dataset, group, seed)
+        self.group = group
+        self.batch = batches.batch_size
+        self.drop_last = batches.drop_last or (isinstance(sampler, DistributedSampler) and sampler.drop_last)
+        self.indices = _Indices()
+        self.loader = altered(loader, batch_sampler=self.indices)
+        self.reads_ahead = loader.num_workers > 0  # in this process, the dataset takes random numbers that a checkpoint holds
+
+    def deal(self, units: int, window: int, limit: int | None) -> Deal:
+        return Deal(units, self.batch, window, self.group.world_size, self.group.rank, self.drop_last, limit)
+
+    def length(self, limit: int | None) -> int | None:
+        return len(self.deal(self.order.length(), 1, limit))
+
+    def advance(self, window: int) -> int:
+        return self.batch * self.group.world_size * window
+
+    def micros(self, epoch: int, start: int, window: int, limit: int | None, state: Any = None) -> Iterator[Micro]:
+        order = self.order.draw(epoch)
+        deal = self.deal(len(order), window, limit)
+        self.indices.stream, self.indices.count = _positions(order, deal, start), len(deal)
+        self.iterator = iter(self.loader)
+        return zip(self.iterator, _shares(deal, start), strict=True)
+
+
+def _positions(order: Sequence[Any] | torch.Tensor, deal: Deal, start: int) -> Iterator[list[Any]]:
+    for own, _ in deal.windows(start):
+        for part in own:
+            piece = order[part.start : part.stop]
+            yield piece.tolist() if isinstance(piece, torch.Tensor) else list(piece)
+
+
+def _shares(deal: Deal, start: int) -> Iterator[Share]:
+    full = shares(((deal.batch,) * deal.world_size,) * deal.window, deal.rank)
+    for _, dealt in deal.windows(start):
+        yield from shares(tuple(tuple(map(len, micro)) for micro in dealt), deal.rank) if dealt else full
+
+
+class Batches(_Positioned):
+    """A list of ready batches: they are dealt to the ranks one by one."""
+
+    reads_ahead = True
+
+    def __init__(self, batches: Sequence[Any], group: Group) -> None:
+        self.batches, self.group = batches, group
+
+    def length(self, limit: int | None) -> int | None:
+        return len(self.deal(1, limit))
+
+    def advance(self, window: int) -> int:
+        return self.group.world_size * window
+
+    def deal(self, window: int, limit: int | None) -> Deal:
+        return Deal(len(self.batches), 1, window, self.group.world_size, self.group.rank, limit=limit)
+
+    def micros(self, epoch: int, start: int, window: int, limit: int | None, state: Any = None) -> Iterator[Micro]:
+        deal, batches = self.deal(window, limit), self.batches
+        if deal.round * window == 1:
+            for i in range(start, deal.used):
+                yield batches[i], _WHOLE
+            return
+        for base, (own, dealt) in zip(range(start, deal.used, deal.round * window), deal.windows(start), strict=True):
+            if dealt:
+                sizes = [[self.size(part.start) if part else 0 for part in micro] for micro in dealt]
+            else:
+                sizes = [[self.size(base + j * deal.round + r) for r in range(deal.world_size)] for j in range(window)]
+            for part, share in zip(own, shares(tuple(map(tuple, sizes)), deal.rank), strict=True):
+                yield batches[part.start], share
+
+    def size(self, index: int) -> int:
+        return batch_size(self.batches[index]) or 1
+
+
+class BatchIndices(_Positioned):
+    """A ``DataLoader`` with a batch sampler of the user's own, or with ``batch_size=None``: its batches stay whole and are dealt to the ranks."""
+
+    def __init__(self, loader: DataLoader[Any], group: Group, seed: int) -> None:
+        self.group = group
+        self.batched = loader.batch_sampler is not None
+        sampler = loader.batch_sampler if self.batched else loader.sampler
+        self.order = Order(sampler, loader.dataset, group, seed)
+        self.indices = _Indices()
+        self.loader = altered(loader, **{"batch_sampler" if self.batched else "sampler": self.indices})
+        self.reads_ahead = loader.num_workers > 0
+
+    def length(self, limit: int | None) -> int | None:
+        try:
+            units = self.order.length()
+        except TypeError:  # a batch sampler without a length
+            return None
+        return len(Deal(units, 1, 1, self.group.world_size, self.group.rank, limit=limit))
+
+    def advance(self, window: int) -> int:
+        return self.group.world_size * window
+
+    def micros(self, epoch: int, start: int, window: int, limit: int | None, state: Any = None) -> Iterator[Micro]:
+        order = self.order.draw(epoch)
+        deal = Deal(len(order), 1, window, self.group.world_size, self.group.rank, limit=limit)
+        self.indices.count = len(deal)
+        self.indices.stream = (order[int(part.start)] for own, _ in deal.windows(start) for part in own)
+        self.iterator = iter(self.loader)
+        return zip(self.iterator, self._shares(order, deal, start), strict=True)
+
+    def _shares(self, order: Sequence[Any] | torch.Tensor, deal: Deal, start: int) -> Iterator[Share]:
+        for base, (_, dealt) in zip(range(start, deal.used, deal.round * deal.window), deal.windows(start), strict=True):
+            full = [[range(base + j * deal.round + r, base + j * deal.round + r + 1) for r in range(deal.world_size)] for j in range(deal.window)]
+            sizes = tuple(tuple((len(order[p.start]) if self.batched else 1) if p else 0 for p in micro) for micro in dealt or full)
+            yield from shares(sizes, deal.rank)
