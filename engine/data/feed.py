@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from engine.data.indices import Batches, BatchIndices, Micro, SampleIndices
+from engine.data.order import is_a
 from engine.data.stream import Stream
 from engine.distributed.group import Group
 
@@ -44,7 +45,7 @@ def feed_for(data: Any, group: Group, seed: int) -> Feed:
     if isinstance(data, DataLoader):
         if isinstance(data.dataset, IterableDataset):
             return Stream(data, group, seed)
-        if data.batch_sampler is None or type(data.batch_sampler) is not BatchSampler:
+        if not is_a(data.batch_sampler, BatchSampler):
             return BatchIndices(data, group, seed)
         return SampleIndices(data, group, seed)
     if isinstance(data, (list, tuple)):

@@ -6,13 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
-from engine.data.sampler import Deal, Share, mixed, permutation, shares
+from engine.data.order import Order
+from engine.data.sampler import Deal, Share, shares
 from engine.data.stateful import altered
-from engine.distributed.collectives import broadcast_object
 from engine.distributed.group import Group
-from engine.seed import isolated, seed_everything
 from engine.tree import batch_size
 
 Micro = tuple[Any, Share]
@@ -34,44 +33,6 @@ class _Indices(Sampler[Any]):
         return self.count
 
 
-class Order:
-    """The order that a user's sampler asks for, as a function of (seed, epoch)."""
-
-    def __init__(self, sampler: Any, dataset: Any, group: Group, seed: int) -> None:
-        self.group, self.seed, self.sampler = group, seed, sampler
-        plain = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset)
-        self.count = len(dataset)
-        if isinstance(sampler, DistributedSampler):
-            self.kind, self.seed, self.count = ("shuffled" if sampler.shuffle else "sequential"), sampler.seed, len(sampler.dataset)  # type: ignore[arg-type]
-        elif type(sampler) is SequentialSampler:
-            self.kind = "sequential"
-        elif plain:
-            self.kind = "shuffled"
-            if sampler.generator is not None:
-                self.seed = sampler.generator.initial_seed()
-        else:
-            self.kind = "drawn"
-
-    def draw(self, epoch: int) -> Sequence[Any] | torch.Tensor:
-        """The order of the epoch; the same on every rank."""
-        if self.kind == "sequential":
-            return range(self.count)
-        if self.kind == "shuffled":
-            return permutation(self.count, self.seed, epoch)
-        # A sampler of the user's own: drawn on rank 0 under a seed of this epoch, so that resuming draws the same again.
-        with isolated():
-            seed_everything(mixed(self.seed, epoch) % 2**32)
-            if isinstance(getattr(self.sampler, "generator", None), torch.Generator):
-                self.sampler.generator.manual_seed(mixed(self.seed, epoch))
-            if callable(getattr(self.sampler, "set_epoch", None)):
-                self.sampler.set_epoch(epoch)
-            drawn = list(self.sampler) if self.group.is_main else None
-        return list(broadcast_object(self.group, drawn))
-
-    def length(self) -> int:
-        return self.count if self.kind != "drawn" else len(self.sampler)
-
-
 class _Positioned:
     """Data whose position says everything."""
 
@@ -91,7 +52,7 @@ class SampleIndices(_Positioned):
         batches = loader.batch_sampler  # the loader's own attributes say nothing when the user made it
         assert isinstance(batches, BatchSampler)
         sampler = batches.sampler
-        self.order = Order(sampler, loader.dataset, group, seed)
+        self.order = Order(sampler, loader, group, seed)
         self.group = group
         self.batch = batches.batch_size
         self.drop_last = batches.drop_last or (isinstance(sampler, DistributedSampler) and sampler.drop_last)
@@ -103,7 +64,8 @@ class SampleIndices(_Positioned):
         return Deal(units, self.batch, window, self.group.world_size, self.group.rank, self.drop_last, limit)
 
     def length(self, limit: int | None) -> int | None:
-        return len(self.deal(self.order.length(), 1, limit))
+        units = self.order.length()
+        return None if units is None else len(self.deal(units, 1, limit))
 
     def advance(self, window: int) -> int:
         return self.batch * self.group.world_size * window
@@ -171,17 +133,14 @@ class BatchIndices(_Positioned):
         self.group = group
         self.batched = loader.batch_sampler is not None
         sampler = loader.batch_sampler if self.batched else loader.sampler
-        self.order = Order(sampler, loader.dataset, group, seed)
+        self.order = Order(sampler, loader, group, seed)
         self.indices = _Indices()
         self.loader = altered(loader, **{"batch_sampler" if self.batched else "sampler": self.indices})
         self.reads_ahead = loader.num_workers > 0
 
     def length(self, limit: int | None) -> int | None:
-        try:
-            units = self.order.length()
-        except TypeError:  # a batch sampler without a length
-            return None
-        return len(Deal(units, 1, 1, self.group.world_size, self.group.rank, limit=limit))
+        units = self.order.length()
+        return None if units is None else len(Deal(units, 1, 1, self.group.world_size, self.group.rank, limit=limit))
 
     def advance(self, window: int) -> int:
         return self.group.world_size * window

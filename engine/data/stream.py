@@ -106,7 +106,7 @@ class Stream:
         spare: Any = _NOTHING
         resumed = position > 0
         while True:
-            self._opened = self.source.mark()
+            self._opened = None if self._ended else self.source.mark()
             own = []
             for _ in range(window):
                 count = self.round if end is None else min(self.round, end - position)
