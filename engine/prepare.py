@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from engine.data.combined import CombinedLoader
 from engine.data.loader import PreparedLoader
 from engine.datamodule import DataModule
 from engine.gradients import loss_in
@@ -43,13 +44,18 @@ class TrainingStep(nn.Module):
 
 
 def loaders_for(run: Run, kind: str, given: Any, datamodule: DataModule | None) -> list[PreparedLoader]:
-    """The prepared loaders of a kind: those given, else the data module's, else the module's own."""
+    """The prepared loaders of a kind: those given, else the data module's, else the module's own.
+
+    A dict or list of loaders to train on is read side by side, the shorter ones again and again.
+    """
     name = SOURCES[kind]
     for source in (datamodule, run.module):
         if given is None and source is not None:
             given = getattr(source, name)()
     if given is None:
         return []
+    if kind == "train" and (isinstance(given, dict) or (isinstance(given, list) and given and all(isinstance(item, DataLoader) for item in given))):
+        given = CombinedLoader(given, "max_size_cycle")
     several = kind != "train" and isinstance(given, (list, tuple)) and bool(given) and all(map(_is_loader, given))
     prepared = [run.engine.prepare_data_loader(loader) for loader in (given if several else [given])]
     run.loaders += prepared

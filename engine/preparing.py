@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from engine import gradients
+from engine.data.combined import CombinedLoader
 from engine.data.loader import PreparedLoader
 from engine.metrics import Recorder
 from engine.precision import Precision
@@ -49,7 +50,7 @@ class Preparing(Processes):
             return self.prepare_optimizer(item)
         if isinstance(item, LRScheduler):
             return self.prepare_scheduler(item)
-        if isinstance(item, DataLoader):
+        if isinstance(item, (DataLoader, CombinedLoader)):
             return self.prepare_data_loader(item)
         return item
 

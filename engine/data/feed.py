@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
-
-from engine.data.indices import Batches, BatchIndices, Micro, SampleIndices
-from engine.data.order import is_a
+from engine.data.combined import CombinedLoader, combined
+from engine.data.indices import Micro, indexed
 from engine.data.stream import Stream
 from engine.distributed.group import Group
 
 
 class Feed(Protocol):
     """A source of micro-batches."""
-
-    iterator: Iterator[Any] | None
-    """The data's own, of the newest epoch."""
 
     @property
     def reads_ahead(self) -> bool:
@@ -35,6 +30,12 @@ class Feed(Protocol):
     def state(self, closed: bool) -> Any:
         """What a resume needs besides the position, after the window that is given out (``closed``) or before it; ``None``: nothing."""
 
+    def leave(self) -> None:
+        """Let go of a pass that is left early: worker processes are not to wait for the next one."""
+
+    def close(self) -> None:
+        """End the data's worker processes."""
+
 
 def feed_for(data: Any, group: Group, seed: int) -> Feed:
     """The feed for what the user passed.
@@ -42,14 +43,11 @@ def feed_for(data: Any, group: Group, seed: int) -> Feed:
     Raises:
         TypeError: when it cannot be iterated.
     """
-    if isinstance(data, DataLoader):
-        if isinstance(data.dataset, IterableDataset):
-            return Stream(data, group, seed)
-        if not is_a(data.batch_sampler, BatchSampler):
-            return BatchIndices(data, group, seed)
-        return SampleIndices(data, group, seed)
-    if isinstance(data, (list, tuple)):
-        return Batches(data, group)
+    if isinstance(data, CombinedLoader):
+        return combined(data, group, seed)
+    found = indexed(data, group, seed)
+    if found is not None:
+        return found
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
         raise TypeError(f"a loader must be iterable (a DataLoader, a list of batches, a generator), got {type(data).__name__}: {data!r:.80}")
     return Stream(data, group, seed)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from engine.data.order import Order
+from engine.data.order import Order, is_a
 from engine.data.sampler import Deal, Share, shares
-from engine.data.stateful import altered
+from engine.data.stateful import altered, end_workers
 from engine.distributed.group import Group
 from engine.tree import batch_size
 
@@ -40,6 +40,34 @@ class _Positioned:
 
     def state(self, closed: bool) -> Any:
         return None
+
+    def leave(self) -> None:
+        self.iterator = None
+
+    def close(self) -> None:
+        end_workers(self.iterator)
+        self.iterator = None
+        kept = getattr(self, "loader", None)  # by a loader with persistent workers
+        if kept is not None:
+            end_workers(kept._iterator)
+            kept._iterator = None
+
+
+class Cut(NamedTuple):
+    """The batches of one pass over a loader, as a loop on one process would get them."""
+
+    items: Callable[[int], Any]
+    """What of the loader's index stream (or which batch itself) is a batch, by its number."""
+    size: Callable[[int], int]
+    """Samples in it."""
+    batches: int
+
+
+def indexed(data: Any, group: Group, seed: int) -> SampleIndices | BatchIndices | Batches | None:
+    """The feed for data with indices; ``None`` for other data."""
+    if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
+        return (SampleIndices if is_a(data.batch_sampler, BatchSampler) else BatchIndices)(data, group, seed)
+    return Batches(data, group) if isinstance(data, (list, tuple)) else None
 
 
 class SampleIndices(_Positioned):
@@ -76,6 +104,27 @@ class SampleIndices(_Positioned):
         self.indices.stream, self.indices.count = _positions(order, deal, start), len(deal)
         self.iterator = iter(self.loader)
         return zip(self.iterator, _shares(deal, start), strict=True)
+
+    def whole(self) -> int | None:
+        """Batches in a pass of one process over everything."""
+        units = self.order.length()
+        return None if units is None else units // self.batch if self.drop_last else -(-units // self.batch)
+
+    def cut(self, epoch: int) -> Cut:
+        order, batch = self.order.draw(epoch), self.batch
+        units = len(order)
+
+        def items(number: int) -> list[Any]:
+            piece = order[number * batch : (number + 1) * batch]
+            return piece.tolist() if isinstance(piece, torch.Tensor) else list(piece)
+
+        return Cut(items, lambda number: min(batch, units - number * batch), units // batch if self.drop_last else -(-units // batch))
+
+    def fetch(self, items: Iterator[Any]) -> Iterator[Any]:
+        """The batches for what :attr:`Cut.items` gave."""
+        self.indices.stream = items
+        self.iterator = iter(self.loader)
+        return self.iterator
 
 
 def _positions(order: Sequence[Any] | torch.Tensor, deal: Deal, start: int) -> Iterator[list[Any]]:
@@ -125,6 +174,15 @@ class Batches(_Positioned):
     def size(self, index: int) -> int:
         return batch_size(self.batches[index]) or 1
 
+    def whole(self) -> int | None:
+        return len(self.batches)
+
+    def cut(self, epoch: int) -> Cut:
+        return Cut(self.batches.__getitem__, self.size, len(self.batches))
+
+    def fetch(self, items: Iterator[Any]) -> Iterator[Any]:
+        return items
+
 
 class BatchIndices(_Positioned):
     """A ``DataLoader`` with a batch sampler of the user's own, or with ``batch_size=None``: its batches stay whole and are dealt to the ranks."""
@@ -149,12 +207,29 @@ class BatchIndices(_Positioned):
         order = self.order.draw(epoch)
         deal = Deal(len(order), 1, window, self.group.world_size, self.group.rank, limit=limit)
         self.indices.count = len(deal)
-        self.indices.stream = (order[int(part.start)] for own, _ in deal.windows(start) for part in own)
+        self.indices.stream = (_plain(order[part.start]) for own, _ in deal.windows(start) for part in own)
         self.iterator = iter(self.loader)
         return zip(self.iterator, self._shares(order, deal, start), strict=True)
+
+    def whole(self) -> int | None:
+        return self.order.length()
+
+    def cut(self, epoch: int) -> Cut:
+        order, batched = self.order.draw(epoch), self.batched
+        return Cut(lambda number: _plain(order[number]), lambda number: len(order[number]) if batched else 1, len(order))
+
+    def fetch(self, items: Iterator[Any]) -> Iterator[Any]:
+        self.indices.stream = items
+        self.iterator = iter(self.loader)
+        return self.iterator
 
     def _shares(self, order: Sequence[Any] | torch.Tensor, deal: Deal, start: int) -> Iterator[Share]:
         for base, (_, dealt) in zip(range(start, deal.used, deal.round * deal.window), deal.windows(start), strict=True):
             full = [[range(base + j * deal.round + r, base + j * deal.round + r + 1) for r in range(deal.world_size)] for j in range(deal.window)]
             sizes = tuple(tuple((len(order[p.start]) if self.batched else 1) if p else 0 for p in micro) for micro in dealt or full)
             yield from shares(sizes, deal.rank)
+
+
+def _plain(index: Any) -> Any:
+    """An index as the dataset expects it: a shuffled order is a tensor."""
+    return index.item() if isinstance(index, torch.Tensor) else index

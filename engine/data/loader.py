@@ -90,7 +90,7 @@ class PreparedLoader:
                 yield place(batch) if moves else batch
             self._over = True
         except GeneratorExit:  # left early: worker processes are not to wait for the next pass
-            self._feed.iterator = None
+            self._feed.leave()
             raise
         finally:
             window.share = outer
@@ -102,10 +102,7 @@ class PreparedLoader:
 
     def close(self) -> None:
         """End the loader's worker processes now: the traceback of an error would keep them as long as it is looked at."""
-        end = getattr(self._feed.iterator, "_shutdown_workers", None)  # a DataLoader has no public way
-        self._feed.iterator = None
-        if end is not None:
-            end()
+        self._feed.close()
 
     def resume(self, epoch: int, position: int, state: Any = None) -> None:
         """Begin the next pass at ``position`` of ``epoch``.

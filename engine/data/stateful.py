@@ -66,6 +66,15 @@ class Source:
         kind = "data" if stateful(self.data) else "iterator"
         return bool(state["workers"] == self.workers and kind in state)
 
+    def leave(self) -> None:
+        """A pass is left early."""
+
+    def close(self) -> None:
+        """End the worker processes of an iterator that the data keeps for itself."""
+        if isinstance(self.data, DataLoader) and stateful(self.data):
+            end_workers(self.data._iterator)
+            self.data._iterator = None
+
     def set_epoch(self, epoch: int) -> None:
         """Tell whoever wants to know."""
         for owner in (self.data, getattr(self.data, "dataset", None)):
@@ -193,10 +202,21 @@ class FromWorkers(Source):
     def fits(self, state: Any) -> bool:
         return "states" in state and bool(state["workers"] == self.workers)
 
+    def close(self) -> None:
+        end_workers(self.whole._iterator)
+        self.whole._iterator = None
+
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
         if self.epoch is not None:
             self.epoch.fill_(epoch)
+
+
+def end_workers(iterator: Any) -> None:
+    """End the worker processes of a loader's iterator now."""
+    end = getattr(iterator, "_shutdown_workers", None)  # a DataLoader has no public way
+    if end is not None:
+        end()
 
 
 def altered(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:

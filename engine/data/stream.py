@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from engine.data.indices import Micro
 from engine.data.sampler import mixed, shares
-from engine.data.stateful import source_for
+from engine.data.stateful import Source, end_workers, source_for
 from engine.distributed.collectives import gather_row
 from engine.distributed.group import Group
 from engine.log import warn_once
@@ -34,12 +34,12 @@ class Stream:
     iterator: Iterator[Any] | None = None
     reads_ahead = False
 
-    def __init__(self, data: Any, group: Group, seed: int) -> None:
-        self.data, self.group, self.seed = data, group, seed
+    def __init__(self, data: Any, group: Group, seed: int, source: Source | None = None, size: Callable[[Any], int | None] = batch_size) -> None:
+        self.data, self.group, self.seed, self.size = data, group, seed, size
         self.presharded = bool(getattr(data, "presharded", False) or getattr(getattr(data, "dataset", None), "presharded", False))
         self.round = 1 if self.presharded else group.world_size
         self.turn = 0 if self.presharded else group.rank
-        self.source = source_for(data)
+        self.source = source or source_for(data)
         self._begun = self._ended = False
         self._opened: Any = None  # the mark before the window that is given out
 
@@ -88,6 +88,15 @@ class Stream:
         rank, world_size = self._whose()
         return {"source": source, "ended": ended, "rank": rank, "world_size": world_size}
 
+    def leave(self) -> None:
+        self.iterator = None
+        self.source.leave()
+
+    def close(self) -> None:
+        end_workers(self.iterator)
+        self.iterator = None
+        self.source.close()
+
     def _whose(self) -> tuple[int | None, int | None]:
         """The only rank that a state is good for; ``None`` for all."""
         return (self.group.rank, self.group.world_size) if self.presharded else (None, None)
@@ -121,7 +130,7 @@ class Stream:
                 self._ended = self._ended or read < count
                 if read < self.round:
                     break
-            sizes = self._agree([batch_size(b) or 1 for b in own], window)
+            sizes = self._agree([self.size(b) or 1 for b in own], window)
             if not sizes:
                 return
             if spare is _NOTHING and resumed:  # this rank's part was over before: any batch of it serves at weight 0

@@ -22,7 +22,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from engine.data.feed import Batches, BatchIndices, SampleIndices, Stream, feed_for
+from engine.data.feed import feed_for
+from engine.data.indices import Batches, BatchIndices, SampleIndices
+from engine.data.stream import Stream
 
 
 @dataclass

@@ -17,9 +17,14 @@ from ranked import on_ranks
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from engine import Engine
+from engine import Engine, log
 from engine.data.loader import PreparedLoader
 from engine.data.stateful import FromWorkers, InProcess, Source, source_for
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "_said", set())
 
 
 class Numbers(IterableDataset[int]):
