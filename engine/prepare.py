@@ -140,9 +140,12 @@ def windows(run: Run) -> None:
         window, rest = divmod(wanted, each)
         if rest or not window:
             near = sorted({max(1, window) * each, (window + 1) * each})
+            others = [b for b in range(1, wanted // ranks + 1) if wanted % (b * ranks) == 0]
+            around = sorted(sorted(others, key=lambda b: abs(b - size))[:4])
             raise ValueError(
                 f"global_batch_size={wanted} cannot be made of batches of {size} on {ranks} rank(s) ({each} a micro-batch of all); "
-                f"possible near it: {', '.join(map(str, near))}, or another batch_size in the loader"
+                f"possible near it: {', '.join(map(str, near))}, or "
+                + (f"batch_size={', '.join(map(str, around))} in the loader" if around else f"a multiple of {ranks}, the number of ranks")
             )
         run.window_at = lambda epoch: window
     if run.num_train_batches is not None:

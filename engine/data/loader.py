@@ -13,7 +13,6 @@ from engine.data.prefetch import SideStream, ahead
 from engine.data.sampler import ALONE
 from engine.distributed.group import Group
 from engine.gradients import Window
-from engine.seed import isolated
 from engine.tree import move
 
 
@@ -78,7 +77,7 @@ class PreparedLoader:
         start, stream, self._start, self._stream = self._start, self._stream, 0, None
         self._origin, self._given, self._share, self._size = start, 0, ALONE, self.window_size or window.size
         # Making a DataLoader's iterator takes a random number. In the middle of an epoch that has happened before.
-        with isolated() if start else contextlib.nullcontext():
+        with torch.random.fork_rng(devices=()) if start else contextlib.nullcontext():
             micros = self._feed.micros(self._epoch, start, self._size, self.limit, stream)
         if moves and device.type == "cuda" and not self.hooks:  # hooks may look at the model: they are called when their batch's turn comes
             micros, moves = ahead(micros, SideStream(device, self._move), self._feed.reads_ahead), False

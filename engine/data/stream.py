@@ -66,7 +66,7 @@ class Stream:
         return self._windows(batches, start, window, end)
 
     def _open(self, epoch: int, source: Any, start: int) -> Iterator[Any]:
-        with self._alike(epoch):
+        with self._apart(epoch, start):
             self.iterator, batches = self.source.begin(source)
         if start and source is None:
             warn_once(
@@ -102,13 +102,14 @@ class Stream:
         return (self.group.rank, self.group.world_size) if self.presharded else (None, None)
 
     @contextlib.contextmanager
-    def _alike(self, epoch: int) -> Iterator[None]:
-        """Worker processes get their seed from this process's random numbers, which differ among ranks, but what they read must not."""
-        if self.round == 1:
+    def _apart(self, epoch: int, start: int) -> Iterator[None]:
+        """Beginning to read may take random numbers: in the middle of an epoch that has happened before."""
+        if self.round == 1 and not start:
             yield
             return
         with isolated():
-            torch.manual_seed(mixed(self.seed, epoch))
+            if self.round > 1:  # worker processes are seeded from here, where ranks differ, but what they read must not
+                torch.manual_seed(mixed(self.seed, epoch))
             yield
 
     def _windows(self, batches: Iterator[Any], position: int, window: int, end: int | None) -> Iterator[Micro]:

@@ -88,7 +88,7 @@ def by_hand(mode: str, first: list[Any], second: list[Any]) -> list[Any]:
     if mode == "max_size":
         return [list(row) for row in itertools.zip_longest(first, second)]
     length = max(len(first), len(second))
-    return [list(row) for row in zip(itertools.islice(itertools.cycle(first), length), itertools.islice(itertools.cycle(second), length), strict=True)]
+    return [[first[i % len(first)], second[i % len(second)]] for i in range(length)]
 
 
 MODES = ["min_size", "max_size_cycle", "max_size", "sequential"]
@@ -159,7 +159,8 @@ def test_a_streams_resume_reads_nothing_again() -> None:
 
 
 def test_cycles_are_shuffled_anew_and_members_apart() -> None:
-    _, loader = prepared(CombinedLoader({"a": DataLoader(Numbers(6), 2, shuffle=True), "b": DataLoader(Numbers(18), 2, shuffle=True)}, "max_size_cycle"))
+    members = {"a": DataLoader(Numbers(6), 2, shuffle=True), "b": DataLoader(Numbers(18), 2, shuffle=True)}
+    _, loader = prepared(CombinedLoader(members, "max_size_cycle"))
     found = read(loader)
     passes = [[i for batch in found[k : k + 3] for i in batch["a"]] for k in (0, 3, 6)]
     assert [sorted(one) for one in passes] == [list(range(6))] * 3
@@ -173,10 +174,13 @@ def test_cycles_are_shuffled_anew_and_members_apart() -> None:
 
 @pytest.mark.parametrize("members", [["shuffled", "weighted"], ["weighted", "shuffled", "stream"]])
 def test_resume_inside_a_cycle_of_drawn_orders(members: list[str]) -> None:
+    def weighted() -> Any:
+        return WeightedRandomSampler([1, 2, 3, 4, 5], 5, generator=torch.Generator().manual_seed(4))
+
     def make() -> PreparedLoader:
         kinds = {
             "shuffled": lambda: DataLoader(Numbers(13), 2, shuffle=True),
-            "weighted": lambda: DataLoader(Numbers(5), 2, sampler=WeightedRandomSampler([1, 2, 3, 4, 5], 5, generator=torch.Generator().manual_seed(4))),
+            "weighted": lambda: DataLoader(Numbers(5), 2, sampler=weighted()),
             "stream": lambda: DataLoader(Flow(20), 2),
         }
         return prepared(CombinedLoader([kinds[name]() for name in members], "max_size_cycle"))[1]
