@@ -46,7 +46,7 @@ class TrainingStep(nn.Module):
 def loaders_for(run: Run, kind: str, given: Any, datamodule: DataModule | None) -> list[PreparedLoader]:
     """The prepared loaders of a kind: those given, else the data module's, else the module's own.
 
-    A dict or list of loaders to train on is read side by side, the shorter ones again and again.
+    A dict or list of loaders to train on is read side by side, the shorter ones again and again; others are read one after the other.
     """
     name = SOURCES[kind]
     for source in (datamodule, run.module):
@@ -56,6 +56,8 @@ def loaders_for(run: Run, kind: str, given: Any, datamodule: DataModule | None) 
         return []
     if kind == "train" and (isinstance(given, dict) or (isinstance(given, list) and given and all(isinstance(item, DataLoader) for item in given))):
         given = CombinedLoader(given, "max_size_cycle")
+    elif isinstance(given, dict):
+        given = list(given.values())
     several = kind != "train" and isinstance(given, (list, tuple)) and bool(given) and all(map(_is_loader, given))
     prepared = [run.engine.prepare_data_loader(loader) for loader in (given if several else [given])]
     run.loaders += prepared

@@ -8,6 +8,7 @@ from typing import Any
 from engine.data.indices import Batches, BatchIndices, Cut, Micro, SampleIndices, indexed
 from engine.data.rows import Reader, Rows, rows
 from engine.data.sampler import Deal, Share, mixed, repeated, shares
+from engine.data.stateful import presharded
 from engine.data.stream import Stream
 from engine.distributed.group import Group
 from engine.errors import nearest
@@ -65,7 +66,7 @@ class CombinedLoader:
     @property
     def presharded(self) -> bool:
         """Whether each rank has its own part of every member already."""
-        return all(map(_presharded, self.members))
+        return all(map(presharded, self.members))
 
     def __len__(self) -> int:
         """Combined batches in a pass of one process."""
@@ -96,15 +97,11 @@ def combined(loader: CombinedLoader, group: Group, seed: int) -> Indexed | Strea
     known = [feed for feed in feeds if feed is not None]
     if len(known) == len(feeds):
         return Indexed(loader, known, group)
-    divided = [_presharded(member) for member in loader.members]
+    divided = [presharded(member) for member in loader.members]
     if any(divided) and not all(divided):
         raise ValueError("CombinedLoader: some of the loaders are presharded, others are not; make all of them so, or none")
     source = Rows(loader, loader.members, feeds, loader.mode, loader.packed)
     return Stream(loader, group, seed, source, size=lambda batch: _samples(loader, batch))
-
-
-def _presharded(member: Any) -> bool:
-    return bool(getattr(member, "presharded", False) or getattr(getattr(member, "dataset", None), "presharded", False))
 
 
 def _samples(loader: CombinedLoader, batch: Any) -> int:

@@ -64,8 +64,17 @@ class Cut(NamedTuple):
 
 
 def indexed(data: Any, group: Group, seed: int) -> SampleIndices | BatchIndices | Batches | None:
-    """The feed for data with indices; ``None`` for other data."""
+    """The feed for data with indices; ``None`` for other data.
+
+    Raises:
+        ValueError: a torchdata loader over a map-style dataset was told to go on from a state of its own.
+    """
     if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
+        if getattr(data, "next_iter_state", None) is not None:
+            raise ValueError(
+                f"{type(data).__name__}.load_state_dict() was called before the loader was prepared, and is lost: its order is the engine's now; "
+                "take and load the state of what prepare() gives back"
+            )
         return (SampleIndices if is_a(data.batch_sampler, BatchSampler) else BatchIndices)(data, group, seed)
     return Batches(data, group) if isinstance(data, (list, tuple)) else None
 

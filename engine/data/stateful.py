@@ -29,6 +29,12 @@ def stateful(item: Any) -> bool:
     return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
 
 
+def presharded(data: Any) -> bool:
+    """Whether each rank has its own part of ``data`` already: it says so, or Hugging Face's ``split_dataset_by_node`` has divided it."""
+    owners = (data, getattr(data, "dataset", None))
+    return any(getattr(owner, "presharded", False) is True or getattr(owner, "_distributed", None) is not None for owner in owners)
+
+
 def mark_of(**owners: Any) -> bytes | None:
     """The states of those of ``owners`` that have one; ``None`` when none has."""
     found = {name: owner.state_dict() for name, owner in owners.items() if stateful(owner)}

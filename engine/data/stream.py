@@ -11,7 +11,7 @@ import torch
 
 from engine.data.indices import Micro
 from engine.data.sampler import mixed, shares
-from engine.data.stateful import Source, end_workers, source_for
+from engine.data.stateful import Source, end_workers, presharded, source_for
 from engine.distributed.collectives import gather_row
 from engine.distributed.group import Group
 from engine.log import warn_once
@@ -36,7 +36,7 @@ class Stream:
 
     def __init__(self, data: Any, group: Group, seed: int, source: Source | None = None, size: Callable[[Any], int | None] = batch_size) -> None:
         self.data, self.group, self.seed, self.size = data, group, seed, size
-        self.presharded = bool(getattr(data, "presharded", False) or getattr(getattr(data, "dataset", None), "presharded", False))
+        self.presharded = presharded(data)
         self.round = 1 if self.presharded else group.world_size
         self.turn = 0 if self.presharded else group.rank
         self.source = source or source_for(data)

@@ -289,6 +289,27 @@ def test_a_dict_of_loaders_is_trained_on_side_by_side() -> None:
     assert result.metrics["mean"] == pytest.approx((sum(range(5)) + sum(range(100, 122))) / 27)
 
 
+def test_a_list_of_loaders_is_trained_on_side_by_side() -> None:
+    class Listed(Both):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen.append(plain(batch))
+            return (self.w * torch.cat(batch)).mean()
+
+    module = Listed()
+    fit(module, [small(), large()])
+    assert module.seen == by_hand("max_size_cycle", read(small()), read(large()))
+
+
+def test_a_dict_of_loaders_to_validate_on_is_several() -> None:
+    class Each(Both):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("mean", batch.float().mean())
+
+    metrics = fit(Each(), {"a": small(), "b": large()}, {"a": small(), "b": large()}).metrics
+    assert metrics["mean/dataloader_idx_0"] == pytest.approx(2.0)
+    assert metrics["mean/dataloader_idx_1"] == pytest.approx(110.5)
+
+
 def trained(world_size: int) -> tuple[float, list[Any]]:
     """Global batches of four combined ones at any world size: the same weights."""
     module = Both()

@@ -9,6 +9,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator
+from multiprocessing import active_children
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from engine import Engine, log
 from engine.data.loader import PreparedLoader
-from engine.data.stateful import FromWorkers, InProcess, Source, source_for
+from engine.data.stateful import FromWorkers, InProcess, Source, presharded, source_for
 
 
 @pytest.fixture(autouse=True)
@@ -358,6 +359,30 @@ def test_any_object_with_a_state() -> None:
     assert bare(other) == [[3], [4], [5], [6]]
 
 
+def test_who_is_divided_already() -> None:
+    class Split(Numbers):
+        _distributed = (0, 2)  # as split_dataset_by_node of Hugging Face's datasets leaves it
+
+    assert presharded(DataLoader(Split()))
+    assert presharded(DataLoader(Divided(0)))
+    assert not presharded(DataLoader(Numbers()))
+    assert not presharded(range(3))
+
+
+def test_left_early_no_worker_stays() -> None:
+    before = set(active_children())
+    _, loader = prepared(DataLoader(Stateful(), batch_size=3, num_workers=2))
+    for _ in loader:
+        assert set(active_children()) > before
+        break
+    assert set(active_children()) == before
+    _, kept = prepared(torchdatas(Stateful(), batch_size=3, num_workers=1))
+    for _ in kept:
+        break
+    kept.close()
+    assert set(active_children()) == before
+
+
 def test_a_limit_holds_after_a_resume() -> None:
     _, loader = prepared(DataLoader(Stateful(), batch_size=2))
     loader.limit = 4
@@ -398,6 +423,16 @@ def test_torchdatas_loader_with_indices(workers: int, shuffle: bool) -> None:
     other.load_state_dict(state)
     assert bare(other) == (bare(plain))[3:]
     other.close()
+
+
+def test_a_state_that_was_loaded_too_early() -> None:
+    loader = torchdatas(Indexed(), batch_size=3)
+    batches = iter(loader)
+    next(batches)
+    other = torchdatas(Indexed(), batch_size=3)
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match=r"was called before the loader was prepared.*what prepare"):
+        prepared(other)
 
 
 # -- several ranks ------------------------------------------------------------------------------------------------------------------
