@@ -103,7 +103,6 @@ class Traced(IterableDataset[Any]):
         if self.epoch is not None:
             self.dataset.set_epoch(int(self.epoch))
         state = self.states[worker.id if worker else 0] if self.states else None
-        self.states = None  # later passes begin at the start
         if state is not None and "dataset" in state:
             self.dataset.load_state_dict(state["dataset"])
         self.iterator = iter(self.dataset)

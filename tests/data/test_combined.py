@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from engine import CombinedLoader, Engine, Fit, TrainModule
+from engine.data.combined import _own
 from engine.data.loader import PreparedLoader
+from engine.data.sampler import Deal
 
 
 class Numbers(Dataset[int]):
@@ -156,6 +158,46 @@ def test_a_streams_resume_reads_nothing_again() -> None:
     other.load_state_dict(state)
     assert plain(next(iter(other))) == [[1600, 1601], [600, 601]]
     assert (flow.read, numbers.read) == (2, 2)
+
+
+@pytest.mark.parametrize("stateless", [False, True])
+def test_a_stream_that_has_run_out_is_not_asked_again(stateless: bool) -> None:
+    def make() -> PreparedLoader:
+        ended = (torch.tensor([i]) for i in range(2)) if stateless else DataLoader(Flow(4), 2)
+        return prepared(CombinedLoader([ended, stream(), large()], "max_size"))[1]
+
+    whole = read(make())
+    assert [row[0] is None for row in whole] == [False] * 2 + [True] * 6
+    loader, found = make(), []
+    for count in (3, 1, 2, 2):  # resumed again and again, without a warning of counting
+        batches = iter(loader)
+        found += [plain(next(batches)) for _ in range(count)]
+        state = loader.state_dict()
+        loader = make()
+        loader.load_state_dict(state)
+    assert found == whole
+    assert read(loader) == []
+
+
+def test_with_a_stream_cycles_are_shuffled_anew_too() -> None:
+    _, loader = prepared(CombinedLoader([DataLoader(Numbers(6), 6, shuffle=True), DataLoader(Flow(6), 2)], "max_size_cycle"))
+    found = [row[0] for row in read(loader)]
+    assert [sorted(batch) for batch in found] == [list(range(6))] * 3
+    assert len({tuple(batch) for batch in found}) == 3
+
+
+def test_few_passes_orders_are_kept() -> None:
+    _, loader = prepared(CombinedLoader([DataLoader(Numbers(3), 3, shuffle=True), DataLoader(Numbers(50), 1)], "max_size_cycle"))
+    assert len(read(loader)) == 50
+    feed: Any = loader._feed
+    assert len(feed.members[0].cuts) <= 3
+
+
+def test_numbers_of_a_late_member_are_found_at_once() -> None:
+    units = 10**12
+    assert list(_own(Deal(units, 1, window=3), 0, units - 3, units)) == list(range(units - 3, units))
+    assert list(_own(Deal(units, 1, window=2, world_size=2, rank=1), 4, units // 2, units // 2 + 5)) == [units // 2 + 1, units // 2 + 3]
+    assert list(_own(Deal(11, 1, window=2, world_size=2, rank=1), 0, 2, 11)) == [3, 5, 7, 10, 8]  # the last a repetition, rank 0's 8
 
 
 def test_cycles_are_shuffled_anew_and_members_apart() -> None:

@@ -17,6 +17,7 @@ import torch
 from ranked import on_ranks
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader import sampler as torchdata_sampler
 
 from engine import Engine, log
 from engine.data.loader import PreparedLoader
@@ -219,6 +220,25 @@ def test_the_state_inside_a_window_is_that_of_its_start(workers: int) -> None:
     assert loader.state(0) is None
 
 
+def test_a_resumed_loaders_state_before_its_first_window_is_over() -> None:
+    def make() -> PreparedLoader:
+        return prepared(DataLoader(Stateful(), batch_size=2, num_workers=2), accumulate_grad_batches=3)[1]
+
+    whole = bare(DataLoader(Stateful(), batch_size=2, num_workers=2))
+    loader = make()
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    state = loader.state_dict()
+    for again in range(3):
+        other = make()
+        other.load_state_dict(state)
+        batches = iter(other)
+        for batch in whole[3 : 3 + again]:
+            assert next(batches).tolist() == batch
+        assert other.state_dict() == state
+
+
 def test_data_whose_end_was_seen_does_not_begin_again() -> None:
     """torchdata's loader, resumed from a state of its end, would begin the next epoch."""
     _, loader = prepared(torchdatas(Stateful(5), batch_size=2), accumulate_grad_batches=2)
@@ -283,13 +303,9 @@ def doubled(samples: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_the_users_worker_functions_work(persistent: bool, context: str) -> None:
-    if persistent and context == "spawn":
-        return
-
+def test_the_users_worker_functions_work(persistent: bool) -> None:
     def make() -> DataLoader[Any]:
-        options = {"worker_init_fn": started, "collate_fn": doubled, "persistent_workers": persistent, "multiprocessing_context": context}
+        options = {"worker_init_fn": started, "collate_fn": doubled, "persistent_workers": persistent}
         return DataLoader(Offset(13), batch_size=2, num_workers=2, **options)  # type: ignore[arg-type]
 
     whole = bare(make())
@@ -305,6 +321,20 @@ def test_the_users_worker_functions_work(persistent: bool, context: str) -> None
     # Worker 0 went on as worker 1; in the next epoch, which persistent workers are told of, each is itself again.
     assert bare(other) == [[n + 200 for n in batch] for batch in whole]
     other.close()
+
+
+def test_a_spawned_worker_goes_on() -> None:
+    def make(context: str) -> DataLoader[Any]:
+        options: Any = {"worker_init_fn": started, "collate_fn": doubled, "multiprocessing_context": context}
+        return DataLoader(Offset(5), batch_size=2, num_workers=1, **options)
+
+    whole = bare(make("fork"))
+    _, loader = prepared(make("fork"))
+    batches = iter(loader)
+    next(batches)
+    _, other = prepared(make("spawn"))
+    other.load_state_dict(loader.state_dict())
+    assert bare(other) == whole[1:]
 
 
 def test_persistent_workers_are_kept() -> None:
@@ -435,6 +465,17 @@ def test_a_state_that_was_loaded_too_early() -> None:
         prepared(other)
 
 
+def test_torchdatas_sampler_with_replacement_follows_the_engine() -> None:
+    orders = []
+    for _ in range(2):  # each sampler makes itself a generator of a random seed
+        sampler = torchdata_sampler.RandomSampler(Indexed(), replacement=True, num_samples=40)
+        orders.append(bare(prepared(torchdatas(Indexed(), batch_size=8, sampler=sampler))[1]))
+    assert orders[0] == orders[1]
+    own = torch.Generator().manual_seed(4)
+    given_one = torchdatas(Indexed(), batch_size=22, shuffle=True, generator=own)
+    assert bare(prepared(given_one)[1]) == bare(prepared(DataLoader(Indexed(), 22, shuffle=True, generator=own))[1])
+
+
 # -- several ranks ------------------------------------------------------------------------------------------------------------------
 
 
@@ -468,6 +509,19 @@ def given(engine: Engine, loader: PreparedLoader, most: int | None = None) -> tu
 def two_saves() -> dict[str, Any]:
     engine = Engine(accelerator="cpu", seed=3)
     return {name: given(engine, engine.prepare(data), 2) for name, data in loaders(engine.process_index).items()}
+
+
+class Shuffled(IterableDataset[int]):
+    """Shuffles by its process's random numbers."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(20).tolist())
+
+
+def two_shuffles() -> list[Any]:
+    engine = Engine(accelerator="cpu", seed=3)
+    torch.manual_seed(engine.process_index)
+    return bare(engine.prepare(DataLoader(Shuffled(), batch_size=2, num_workers=1)))
 
 
 def two_goes_on() -> dict[str, Any]:
@@ -506,6 +560,10 @@ def test_two_ranks_resume(two: dict[str, Any], name: str) -> None:
     assert saved[0][1]["position"] == 4
     assert saved[0][1] == saved[1][1]
     assert [rank[name] for rank in two["goes_on"]] == [whole[4::2], whole[5::2]]
+
+
+def test_workers_of_all_ranks_shuffle_alike(two: dict[str, Any]) -> None:
+    assert sorted(i for rank in two["shuffles"] for batch in rank for i in batch) == list(range(20))
 
 
 @pytest.mark.parametrize("name", SHARED)
