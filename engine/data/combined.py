@@ -87,7 +87,7 @@ def total(mode: str, counts: list[int]) -> int:
     """Combined batches, from the members' numbers of batches."""
     if mode == "sequential":
         return sum(counts)
-    return min(counts) if mode == "min_size" or not all(counts) else max(counts)
+    return min(counts) if mode == "min_size" else max(counts)
 
 
 def combined(loader: CombinedLoader, group: Group, seed: int) -> Indexed | Stream:
@@ -191,6 +191,9 @@ class Indexed:
         self.offsets = [sum(counts[:i]) for i in range(len(counts) + 1)]
         deal = self._deal(total(mode, counts), window, limit)
         if mode == "max_size_cycle" and deal.used:
+            if not all(counts):
+                empty = self.loader.members[counts.index(0)]
+                raise ValueError(f"CombinedLoader: a {type(empty).__name__} is empty and cannot be read again; leave it out, or take mode='max_size'")
             for member in self.members:
                 member.draw(start // member.count, -(-deal.used // member.count))
         batches = self._one_by_one(deal, start) if mode == "sequential" else self._side_by_side(deal, start)

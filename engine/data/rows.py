@@ -95,10 +95,11 @@ class _StreamReader(Reader):
         return self.source.begin(state)[1]
 
     def mark(self) -> Any:
-        return self.source.mark() if self.begun else None
+        return (True, self.source.mark()) if self.begun else (False, self.start)
 
     def state(self, mark: Any) -> Any:
-        return self.start if mark is None else self.source.state(mark)
+        begun, place = mark
+        return self.source.state(place) if begun and place is not None else place
 
 
 class Rows(Source):

@@ -179,6 +179,23 @@ def test_a_stream_that_has_run_out_is_not_asked_again(stateless: bool) -> None:
     assert read(loader) == []
 
 
+def test_a_resumed_streams_state_before_its_first_window_is_over() -> None:
+    def make() -> PreparedLoader:
+        return prepared(CombinedLoader([stream(), large()], "max_size"), accumulate_grad_batches=2)[1]
+
+    loader = make()
+    batches = iter(loader)
+    next(batches), next(batches)
+    state = loader.state_dict()
+    for count in range(2):
+        other = make()
+        other.load_state_dict(state)
+        batches = iter(other)
+        for _ in range(count):
+            next(batches)
+        assert other.state_dict() == state
+
+
 def test_with_a_stream_cycles_are_shuffled_anew_too() -> None:
     _, loader = prepared(CombinedLoader([DataLoader(Numbers(6), 6, shuffle=True), DataLoader(Flow(6), 2)], "max_size_cycle"))
     found = [row[0] for row in read(loader)]
@@ -271,6 +288,19 @@ def test_the_weight_is_the_number_of_samples_of_all() -> None:
     assert shares == [(5, 0.5, False), (5, 0.5, True), (4, 1.0, True)]
 
 
+@pytest.mark.parametrize("other", [small, stream])
+def test_an_empty_member(other: Any) -> None:
+    for mode, expected in (("min_size", 0), ("max_size", len(read(other()))), ("sequential", len(read(other())))):
+        loader = CombinedLoader([[], other()], mode)
+        assert len(read(loader)) == expected
+        _, loader = prepared(loader)
+        if expected:
+            assert len(read(loader)) == expected
+        else:
+            with pytest.raises(ValueError, match="CombinedLoader gave no batch"):
+                read(loader)
+
+
 def test_containers_and_sizes() -> None:
     assert read(CombinedLoader({"a": small(), "b": large()}))[0] == {"a": [0, 1], "b": [100, 101, 102]}
     assert read(CombinedLoader((small(), large())))[0] == ([0, 1], [100, 101, 102])
@@ -291,6 +321,9 @@ def test_errors() -> None:
         CombinedLoader({})
     _, loader = prepared(CombinedLoader([iter([torch.ones(1)]), stream()], "max_size_cycle"))
     with pytest.raises(ValueError, match="was begun again and gave no batch"):
+        read(loader)
+    _, loader = prepared(CombinedLoader([[], small()], "max_size_cycle"))
+    with pytest.raises(ValueError, match="a list is empty and cannot be read again"):
         read(loader)
     divided = stream()
     divided.dataset.presharded = True  # type: ignore[attr-defined]
