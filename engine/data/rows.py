@@ -49,14 +49,23 @@ class Reader:
 
 def rows(mode: str, packed: Callable[[list[Any]], Any], readers: Sequence[Reader]) -> Iterator[Any]:
     """Combined batches, from where the readers are."""
-    if mode == "sequential":
+    try:
+        yield from _one_by_one(readers) if mode == "sequential" else _side_by_side(mode, packed, readers)
+    finally:
         for reader in readers:
-            while not reader.over:
-                batch = reader.next()
-                reader.over = batch is _END
-                if not reader.over:
-                    yield batch
-        return
+            reader.iterator = None  # the place stays known, worker processes end
+
+
+def _one_by_one(readers: Sequence[Reader]) -> Iterator[Any]:
+    for reader in readers:
+        while not reader.over:
+            batch = reader.next()
+            reader.over = batch is _END
+            if not reader.over:
+                yield batch
+
+
+def _side_by_side(mode: str, packed: Callable[[list[Any]], Any], readers: Sequence[Reader]) -> Iterator[Any]:
     while True:
         row = []
         for reader in readers:
@@ -116,6 +125,9 @@ class Rows(Source):
         self.readers = [self._reader(place) for place in range(len(self.feeds))]
         for reader, saved in zip(self.readers, state["members"] if state else (), strict=False):
             reader.passes, reader.given, reader.over, reader.start = saved["pass"], saved["given"], saved["over"], saved["state"]
+        # Now, when random numbers that this takes are put back after a resume; later members of a sequence when their turn comes.
+        for reader in [r for r in self.readers if not r.over or self.mode == "max_size_cycle"][: 1 if self.mode == "sequential" else None]:
+            reader.iterator = reader.open()
         return None, rows(self.mode, self.packed, self.readers)
 
     def _reader(self, place: int) -> Reader:
@@ -150,15 +162,7 @@ class Rows(Source):
             if source is not None:
                 source.set_epoch(epoch)
 
-    def leave(self) -> None:
-        for reader in self.readers:
-            reader.iterator = None
-        for feed in self.feeds:
-            if feed is not None:
-                feed.leave()
-
     def close(self) -> None:
-        self.leave()
         for part in (*self.feeds, *self.sources):
             if part is not None:
                 part.close()

@@ -72,9 +72,6 @@ class Source:
         kind = "data" if stateful(self.data) else "iterator"
         return bool(state["workers"] == self.workers and kind in state)
 
-    def leave(self) -> None:
-        """A pass is left early."""
-
     def close(self) -> None:
         """End the worker processes of an iterator that the data keeps for itself."""
         if isinstance(self.data, DataLoader) and stateful(self.data):

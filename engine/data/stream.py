@@ -90,7 +90,6 @@ class Stream:
 
     def leave(self) -> None:
         self.iterator = None
-        self.source.leave()
 
     def close(self) -> None:
         end_workers(self.iterator)

@@ -196,6 +196,38 @@ def test_a_resumed_streams_state_before_its_first_window_is_over() -> None:
         assert other.state_dict() == state
 
 
+def test_an_old_pass_that_ends_late_leaves_the_new_one_alone() -> None:
+    _, loader = prepared(CombinedLoader([stream(), small()]))
+    old = iter(loader)
+    next(old)
+    new = iter(loader)
+    first = plain(next(new))
+    del old
+    assert [first, *map(plain, new)] == by_hand("min_size", read(stream()), read(small()))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("pair", ["indices", "a stream"])
+def test_resuming_takes_no_random_numbers(pair: str, mode: str) -> None:
+    def make() -> PreparedLoader:
+        return prepared(CombinedLoader([PAIRS[pair][0](), PAIRS[pair][1]()], mode))[1]
+
+    loader = make()
+    torch.manual_seed(1)
+    batches = iter(loader)
+    next(batches)
+    state, before = loader.state_dict(), torch.get_rng_state()
+    other = make()
+    other.load_state_dict(state)
+    next(iter(other))
+    assert torch.equal(before, torch.get_rng_state())
+    # As a bare loop takes them: one for each loader that is begun.
+    torch.manual_seed(1)
+    rest = [iter(one()) for one in PAIRS[pair][: 1 if mode == "sequential" else 2]]
+    assert rest
+    assert torch.equal(before, torch.get_rng_state())
+
+
 def test_with_a_stream_cycles_are_shuffled_anew_too() -> None:
     _, loader = prepared(CombinedLoader([DataLoader(Numbers(6), 6, shuffle=True), DataLoader(Flow(6), 2)], "max_size_cycle"))
     found = [row[0] for row in read(loader)]
