@@ -95,7 +95,10 @@ def by_hand(mode: str, first: list[Any], second: list[Any]) -> list[Any]:
 
 MODES = ["min_size", "max_size_cycle", "max_size", "sequential"]
 PAIRS = {"indices": (small, large), "longer first": (large, small), "a stream": (small, stream), "streams": (stream, stream)}
-PAIRS |= {"a list": (lambda: [torch.tensor([7]), torch.tensor([8, 9])], large), "a list and a stream": (stream, lambda: [torch.tensor([7])])}
+PAIRS |= {
+    "a list": (lambda: [torch.tensor([7]), torch.tensor([8, 9])], large),
+    "a list and a stream": (stream, lambda: [torch.tensor([7])]),
+}
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -428,6 +431,20 @@ def two_trained() -> Any:
     return trained(2)
 
 
+def drawn_cycles() -> list[Any]:
+    weighted = DataLoader(Numbers(5), 2, sampler=WeightedRandomSampler([1, 2, 3, 4, 5], 5), num_workers=1)
+    _, loader = prepared(CombinedLoader([weighted, large(shuffle=True)], "max_size_cycle"))
+    found = [plain(batch) for _ in range(2) for batch in loader]
+    loader.resume(1, 4)  # in the second of three draws
+    found += [plain(batch) for batch in loader]
+    loader.close()
+    return found
+
+
+def two_drawn_cycles() -> Any:
+    return drawn_cycles()
+
+
 def two_read() -> Any:
     found = {}
     for mode in MODES:
@@ -452,6 +469,10 @@ def test_two_ranks_take_turns(two: dict[str, Any], mode: str, name: str) -> None
     assert len(ranks[0]) == len(ranks[1]) == -(-len(whole) // 2)
     dealt = [batch for row in zip(*ranks, strict=True) for batch in row]
     assert dealt == whole + [None] * (len(whole) % 2)
+
+
+def test_two_ranks_draw_together(two: dict[str, Any]) -> None:
+    assert [batch for pair in zip(*two["drawn_cycles"], strict=True) for batch in pair] == drawn_cycles()
 
 
 def test_two_ranks_are_trained_as_one(two: dict[str, Any]) -> None:
