@@ -10,6 +10,7 @@ _NAMES = {
     "TrainModule": "engine.module",
     "DataModule": "engine.datamodule",
     "Engine": "engine.engine",
+    "CombinedLoader": "engine.data.combined",
     "Loss": "engine.gradients",
     "Precision": "engine.precision",
     "FP8": "engine.transforms.float8",
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from engine.callback import Callback as Callback
     from engine.config.duration import Duration as Duration
     from engine.config.duration import Every as Every
+    from engine.data.combined import CombinedLoader as CombinedLoader
     from engine.datamodule import DataModule as DataModule
     from engine.engine import Engine as Engine
     from engine.errors import RankError as RankError

@@ -126,8 +126,9 @@ class Fit:
 
         Args:
             module: what to train; it holds the trained weights afterwards.
-            train_loader: a ``DataLoader``, a list of batches, or any iterable of batches.
-            val_loaders: one loader or a list of them.
+            train_loader: a ``DataLoader``, a list of batches, any iterable of batches, or a :class:`engine.CombinedLoader`. A dict or list of
+                loaders is read side by side, ``CombinedLoader(loaders, "max_size_cycle")``.
+            val_loaders: one loader, or a list or dict of them, which are read one after the other.
             datamodule: where loaders come from that are not given here.
             resume: ``"last"`` (the newest checkpoint of this run's folder), ``"auto"`` (the same, if there is one), ``"best"``, a
                 checkpoint's path or URL, or a :class:`engine.Resume` that takes only a part of it.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from engine.data.combined import CombinedLoader
 from engine.data.loader import PreparedLoader
 from engine.datamodule import DataModule
 from engine.gradients import loss_in
@@ -42,13 +43,20 @@ class TrainingStep(nn.Module):
 
 
 def loaders_for(run: Run, kind: str, given: Any, datamodule: DataModule | None) -> list[PreparedLoader]:
-    """The prepared loaders of a kind: those given, else the data module's, else the module's own."""
+    """The prepared loaders of a kind: those given, else the data module's, else the module's own.
+
+    A dict or list of loaders to train on is read side by side, the shorter ones again and again; others are read one after the other.
+    """
     name = SOURCES[kind]
     for source in (datamodule, run.module):
         if given is None and source is not None:
             given = getattr(source, name)()
     if given is None:
         return []
+    if kind == "train" and (isinstance(given, dict) or (isinstance(given, list) and given and all(isinstance(item, DataLoader) for item in given))):
+        given = CombinedLoader(given, "max_size_cycle")
+    elif isinstance(given, dict):
+        given = list(given.values())
     several = kind != "train" and isinstance(given, (list, tuple)) and bool(given) and all(map(_is_loader, given))
     prepared = [run.engine.prepare_data_loader(loader) for loader in (given if several else [given])]
     run.loaders += prepared
@@ -133,9 +141,12 @@ def windows(run: Run) -> None:
         window, rest = divmod(wanted, each)
         if rest or not window:
             near = sorted({max(1, window) * each, (window + 1) * each})
+            others = [b for b in range(1, wanted // ranks + 1) if wanted % (b * ranks) == 0]
+            around = sorted(sorted(others, key=lambda b: abs(b - size))[:4])
             raise ValueError(
                 f"global_batch_size={wanted} cannot be made of batches of {size} on {ranks} rank(s) ({each} a micro-batch of all); "
-                f"possible near it: {', '.join(map(str, near))}, or another batch_size in the loader"
+                f"possible near it: {', '.join(map(str, near))}, or "
+                + (f"batch_size={', '.join(map(str, around))} in the loader" if around else f"a multiple of {ranks}, the number of ranks")
             )
         run.window_at = lambda epoch: window
     if run.num_train_batches is not None:

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from engine import gradients
+from engine.data.combined import CombinedLoader
 from engine.data.loader import PreparedLoader
 from engine.metrics import Recorder
 from engine.precision import Precision
@@ -51,7 +52,7 @@ class Preparing(Processes):
             return self.prepare_optimizer(item)
         if isinstance(item, LRScheduler):
             return self.prepare_scheduler(item)
-        if isinstance(item, DataLoader):
+        if isinstance(item, (DataLoader, CombinedLoader)):
             return self.prepare_data_loader(item)
         return item
 
@@ -104,6 +105,22 @@ class Preparing(Processes):
             PreparedLoader(loader, group=self.data_group, window=self.window, seed=self.seed, dtype=self.precision.parameters, place=place)
         )
         return self._loaders[-1]
+
+    def skip_first_batches(self, loader: Any, num_batches: int = 0) -> PreparedLoader:
+        """A loader that goes on in the middle of an epoch: its first pass leaves out ``num_batches`` micro-batches of each process.
+
+        That costs nothing where the data has indices; streams are read up to there. Later passes are whole. The pass counts as ``loader``'s
+        own: the one that ``loader`` gives next is of the next epoch, unless ``set_epoch`` is called.
+
+        Args:
+            loader: what :meth:`prepare` gave back, or a plain one.
+            num_batches: a whole number of windows, so that later ones hold what they would have held.
+
+        Raises:
+            ValueError: ``num_batches`` is negative.
+        """
+        prepared = loader if isinstance(loader, PreparedLoader) else self.prepare_data_loader(loader)
+        return prepared.skipping(num_batches)
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The module that the user gave to :meth:`prepare`."""

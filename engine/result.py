@@ -19,7 +19,7 @@ class TrainState:
     batches: int = 0
     """Micro-batches of this rank in all."""
     position: int = 0
-    """How far the epoch's data is used up, in samples (in batches where the data gives ready batches)."""
+    """How far the epoch's data is used up, in samples; in batches, those of all ranks, where the data gives ready batches."""
     whole_batches: int = 0
     """``batch_idx`` at the last window's end: where a run that goes on from here begins."""
     epoch_done: bool = False

@@ -227,7 +227,7 @@ def test_the_window_follows_from_the_global_batch(tmp_path: Path) -> None:
     data = DataLoader(torch.arange(1.0, 13.0).reshape(12, 1), batch_size=2)
     assert fit(tmp_path, global_batch_size=6).run(module, data).step == 2
     assert module.w.item() == -(3.5 + 9.5)  # means of 1..6 and 7..12
-    for wanted, near in ((5, "4, 6"), (1, "2, or")):
+    for wanted, near in ((5, r"4, 6, or batch_size=1, 5 in the loader"), (1, "2, or batch_size=1 in")):
         with pytest.raises(ValueError, match=f"global_batch_size={wanted} cannot be made of batches of 2 on 1 rank.*possible near it: {near}"):
             fit(tmp_path, global_batch_size=wanted).run(Weight(), data)
     with pytest.raises(ValueError, match="global_batch_size=6 needs a loader with a batch_size; list has none"):

@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
-
-from engine.data.sampler import Deal, Share, mixed, permutation, shares
-from engine.distributed.collectives import broadcast_object, gather_row
+from engine.data.combined import CombinedLoader, combined
+from engine.data.indices import Micro, indexed
+from engine.data.stream import Stream
 from engine.distributed.group import Group
-from engine.log import warn_once
-from engine.seed import isolated, seed_everything
-from engine.tree import batch_size
-
-Micro = tuple[Any, Share]
-_WHOLE = Share(size=-1, divisor=1.0, alone=1.0, last=True)
-"""A batch that is its own window on one process: its size matters to nobody but metrics, which look themselves."""
 
 
 class Feed(Protocol):
     """A source of micro-batches."""
 
-    iterator: Iterator[Any] | None
-    """The data's own, of the newest epoch."""
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether reading beyond a window's end changes nothing that a checkpoint there has to hold."""
 
     def length(self, limit: int | None) -> int | None:
         """Micro-batches of this rank in an epoch; ``None`` when that is not known beforehand."""
 
-    def micros(self, epoch: int, start: int, window: int, limit: int | None) -> Iterator[Micro]:
-        """The micro-batches of an epoch from position ``start`` on."""
+    def micros(self, epoch: int, start: int, window: int, limit: int | None, state: Any = None) -> Iterator[Micro]:
+        """The micro-batches of an epoch from position ``start`` on; ``state`` is what :meth:`state` gave there."""
 
     def advance(self, window: int) -> int:
         """What a full window adds to the position."""
+
+    def state(self, closed: bool) -> Any:
+        """What a resume needs besides the position, after the window that is given out (``closed``) or before it; ``None``: nothing."""
+
+    def leave(self) -> None:
+        """Let go of a pass that is left early: worker processes are not to wait for the next one."""
+
+    def close(self) -> None:
+        """End the data's worker processes."""
 
 
 def feed_for(data: Any, group: Group, seed: int) -> Feed:
@@ -44,253 +43,11 @@ def feed_for(data: Any, group: Group, seed: int) -> Feed:
     Raises:
         TypeError: when it cannot be iterated.
     """
-    if isinstance(data, DataLoader):
-        if isinstance(data.dataset, IterableDataset):
-            return Stream(data, group)
-        if data.batch_sampler is None or type(data.batch_sampler) is not BatchSampler:
-            return BatchIndices(data, group, seed)
-        return SampleIndices(data, group, seed)
-    if isinstance(data, (list, tuple)):
-        return Batches(data, group)
+    if isinstance(data, CombinedLoader):
+        return combined(data, group, seed)
+    found = indexed(data, group, seed)
+    if found is not None:
+        return found
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
         raise TypeError(f"a loader must be iterable (a DataLoader, a list of batches, a generator), got {type(data).__name__}: {data!r:.80}")
-    return Stream(data, group)
-
-
-class _Indices(Sampler[Any]):
-    """The index stream that is put under a user's loader; it yields what its owner set."""
-
-    def __init__(self) -> None:
-        self.stream: Iterable[Any] = ()
-        self.count = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.stream)
-
-    def __len__(self) -> int:
-        return self.count
-
-
-class Order:
-    """The order that a user's sampler asks for, as a function of (seed, epoch)."""
-
-    def __init__(self, sampler: Any, dataset: Any, group: Group, seed: int) -> None:
-        self.group, self.seed, self.sampler = group, seed, sampler
-        plain = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset)
-        self.count = len(dataset)
-        if isinstance(sampler, DistributedSampler):
-            self.kind, self.seed, self.count = ("shuffled" if sampler.shuffle else "sequential"), sampler.seed, len(sampler.dataset)  # type: ignore[arg-type]
-        elif type(sampler) is SequentialSampler:
-            self.kind = "sequential"
-        elif plain:
-            self.kind = "shuffled"
-            if sampler.generator is not None:
-                self.seed = sampler.generator.initial_seed()
-        else:
-            self.kind = "drawn"
-
-    def draw(self, epoch: int) -> Sequence[Any] | torch.Tensor:
-        """The order of the epoch; the same on every rank."""
-        if self.kind == "sequential":
-            return range(self.count)
-        if self.kind == "shuffled":
-            return permutation(self.count, self.seed, epoch)
-        # A sampler of the user's own: drawn on rank 0 under a seed of this epoch, so that resuming draws the same again.
-        with isolated():
-            seed_everything(mixed(self.seed, epoch) % 2**32)
-            if isinstance(getattr(self.sampler, "generator", None), torch.Generator):
-                self.sampler.generator.manual_seed(mixed(self.seed, epoch))
-            if callable(getattr(self.sampler, "set_epoch", None)):
-                self.sampler.set_epoch(epoch)
-            drawn = list(self.sampler) if self.group.is_main else None
-        return list(broadcast_object(self.group, drawn))
-
-    def length(self) -> int:
-        return self.count if self.kind != "drawn" else len(self.sampler)
-
-
-class SampleIndices:
-    """A ``DataLoader`` over a map-style dataset: samples are dealt to ranks and micro-batches.
-
-    The loader is copied shallowly and only the copy's index stream is replaced: class, workers and collate function stay the user's.
-    """
-
-    iterator: Iterator[Any] | None = None
-
-    def __init__(self, loader: DataLoader[Any], group: Group, seed: int) -> None:
-        sampler = loader.sampler
-        self.order = Order(sampler, loader.dataset, group, seed)
-        self.group = group
-        self.batch = int(loader.batch_size or 1)
-        self.drop_last = loader.drop_last or (isinstance(sampler, DistributedSampler) and sampler.drop_last)
-        self.indices = _Indices()
-        self.loader = copy.copy(loader)
-        self.loader._iterator = None
-        object.__setattr__(self.loader, "batch_sampler", self.indices)  # DataLoader's own __setattr__ forbids it
-
-    def deal(self, units: int, window: int, limit: int | None) -> Deal:
-        return Deal(units, self.batch, window, self.group.world_size, self.group.rank, self.drop_last, limit)
-
-    def length(self, limit: int | None) -> int | None:
-        return len(self.deal(self.order.length(), 1, limit))
-
-    def advance(self, window: int) -> int:
-        return self.batch * self.group.world_size * window
-
-    def micros(self, epoch: int, start: int, window: int, limit: int | None) -> Iterator[Micro]:
-        order = self.order.draw(epoch)
-        deal = self.deal(len(order), window, limit)
-        self.indices.stream, self.indices.count = _positions(order, deal, start), len(deal)
-        self.iterator = iter(self.loader)
-        return zip(self.iterator, _shares(deal, start), strict=True)
-
-
-def _positions(order: Sequence[Any] | torch.Tensor, deal: Deal, start: int) -> Iterator[list[Any]]:
-    for own, _ in deal.windows(start):
-        for part in own:
-            piece = order[part.start : part.stop]
-            yield piece.tolist() if isinstance(piece, torch.Tensor) else list(piece)
-
-
-def _shares(deal: Deal, start: int) -> Iterator[Share]:
-    full = shares(((deal.batch,) * deal.world_size,) * deal.window, deal.rank)
-    for _, dealt in deal.windows(start):
-        yield from shares(tuple(tuple(map(len, micro)) for micro in dealt), deal.rank) if dealt else full
-
-
-class Batches:
-    """A list of ready batches: they are dealt to the ranks one by one."""
-
-    iterator: Iterator[Any] | None = None
-
-    def __init__(self, batches: Sequence[Any], group: Group) -> None:
-        self.batches, self.group = batches, group
-
-    def length(self, limit: int | None) -> int | None:
-        return len(self.deal(1, limit))
-
-    def advance(self, window: int) -> int:
-        return self.group.world_size * window
-
-    def deal(self, window: int, limit: int | None) -> Deal:
-        return Deal(len(self.batches), 1, window, self.group.world_size, self.group.rank, limit=limit)
-
-    def micros(self, epoch: int, start: int, window: int, limit: int | None) -> Iterator[Micro]:
-        deal, batches = self.deal(window, limit), self.batches
-        if deal.round * window == 1:
-            for i in range(start, deal.used):
-                yield batches[i], _WHOLE
-            return
-        for base, (own, dealt) in zip(range(start, deal.used, deal.round * window), deal.windows(start), strict=True):
-            if dealt:
-                sizes = [[self.size(part.start) if part else 0 for part in micro] for micro in dealt]
-            else:
-                sizes = [[self.size(base + j * deal.round + r) for r in range(deal.world_size)] for j in range(window)]
-            for part, share in zip(own, shares(tuple(map(tuple, sizes)), deal.rank), strict=True):
-                yield batches[part.start], share
-
-    def size(self, index: int) -> int:
-        return batch_size(self.batches[index]) or 1
-
-
-class BatchIndices:
-    """A ``DataLoader`` with a batch sampler of the user's own, or with ``batch_size=None``: its batches stay whole and are dealt to the ranks."""
-
-    iterator: Iterator[Any] | None = None
-
-    def __init__(self, loader: DataLoader[Any], group: Group, seed: int) -> None:
-        self.group = group
-        self.batched = loader.batch_sampler is not None
-        sampler = loader.batch_sampler if self.batched else loader.sampler
-        self.order = Order(sampler, loader.dataset, group, seed)
-        self.indices = _Indices()
-        self.loader = copy.copy(loader)
-        self.loader._iterator = None
-        object.__setattr__(self.loader, "batch_sampler" if self.batched else "sampler", self.indices)
-
-    def length(self, limit: int | None) -> int | None:
-        try:
-            units = self.order.length()
-        except TypeError:  # a batch sampler without a length
-            return None
-        return len(Deal(units, 1, 1, self.group.world_size, self.group.rank, limit=limit))
-
-    def advance(self, window: int) -> int:
-        return self.group.world_size * window
-
-    def micros(self, epoch: int, start: int, window: int, limit: int | None) -> Iterator[Micro]:
-        order = self.order.draw(epoch)
-        deal = Deal(len(order), 1, window, self.group.world_size, self.group.rank, limit=limit)
-        self.indices.count = len(deal)
-        self.indices.stream = (order[int(part.start)] for own, _ in deal.windows(start) for part in own)
-        self.iterator = iter(self.loader)
-        return zip(self.iterator, self._shares(order, deal, start), strict=True)
-
-    def _shares(self, order: Sequence[Any] | torch.Tensor, deal: Deal, start: int) -> Iterator[Share]:
-        for base, (_, dealt) in zip(range(start, deal.used, deal.round * deal.window), deal.windows(start), strict=True):
-            full = [[range(base + j * deal.round + r, base + j * deal.round + r + 1) for r in range(deal.world_size)] for j in range(deal.window)]
-            sizes = tuple(tuple((len(order[p.start]) if self.batched else 1) if p else 0 for p in micro) for micro in dealt or full)
-            yield from shares(sizes, deal.rank)
-
-
-class Stream:
-    """Data without indices: an ``IterableDataset``'s loader, a generator, any iterable.
-
-    Every rank reads the stream and keeps each ``world_size``-th batch, unless the data says that it is divided already
-    (``presharded = True`` on it or on its dataset). A window is read ahead, so that its weights are known before its first backward;
-    the ranks tell each other their sizes once a window, and a rank that runs out goes on at weight 0 until all have.
-    """
-
-    iterator: Iterator[Any] | None = None
-
-    def __init__(self, data: Any, group: Group) -> None:
-        self.data, self.group = data, group
-        self.presharded = bool(getattr(data, "presharded", False) or getattr(getattr(data, "dataset", None), "presharded", False))
-
-    def length(self, limit: int | None) -> int | None:
-        try:
-            total = len(self.data)
-        except TypeError:
-            return None
-        own = total if self.presharded else -(-total // self.group.world_size)
-        return own if limit is None else min(own, limit)
-
-    def advance(self, window: int) -> int:
-        return window
-
-    def micros(self, epoch: int, start: int, window: int, limit: int | None) -> Iterator[Micro]:
-        for owner in (self.data, getattr(self.data, "dataset", None)):
-            if owner is not None and callable(getattr(owner, "set_epoch", None)):
-                owner.set_epoch(epoch)
-        self.iterator = own = iter(self.data)
-        if self.group.world_size > 1 and not self.presharded:
-            own = itertools.islice(own, self.group.rank, None, self.group.world_size)
-        if limit is not None:
-            own = itertools.islice(own, limit)
-        if start:
-            warn_once(f"this data cannot be entered in the middle: {start} batches are read and thrown away to get back to where the run was")
-            next(itertools.islice(own, start - 1, start), None)
-        return self._windows(own, window)
-
-    def _windows(self, own: Iterator[Any], window: int) -> Iterator[Micro]:
-        spare: Any = None
-        while True:
-            batches = list(itertools.islice(own, window))
-            sizes = self._agree([batch_size(b) or 1 for b in batches], window)
-            if not sizes:
-                return
-            spare = batches[-1] if batches else spare
-            if spare is None:
-                raise ValueError(
-                    f"rank {self.group.rank} got no batch at all from {type(self.data).__name__} while other ranks did: give every rank some data"
-                )
-            for j, share in enumerate(shares(sizes, self.group.rank)):
-                yield (batches[j] if j < len(batches) else spare), share
-
-    def _agree(self, sizes: list[int], window: int) -> tuple[tuple[int, ...], ...]:
-        """``[micro-batch][rank]`` sizes of the coming window; empty when every rank has run out."""
-        if self.group.world_size == 1:
-            return tuple((size,) for size in sizes)
-        mine = torch.tensor(sizes + [0] * (window - len(sizes)), dtype=torch.int64)
-        every = gather_row(self.group, mine).t().tolist()
-        return tuple(tuple(micro) for micro in every if any(micro))
+    return Stream(data, group, seed)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from engine.data.feed import feed_for
+from engine.data.prefetch import SideStream, ahead
+from engine.data.sampler import ALONE
 from engine.distributed.group import Group
 from engine.gradients import Window
-from engine.seed import isolated
 from engine.tree import move
 
 
@@ -22,12 +23,12 @@ class PreparedLoader:
         self.loader = loader
         self.limit: int | None = None
         """At most so many micro-batches of each rank in an epoch."""
-        self._group, self._window, self._dtype, self._place = group, window, dtype, place
+        self._group, self._window, self._seed, self._dtype, self._place = group, window, seed, dtype, place
         self._feed = feed_for(loader, group, seed)
         self._epoch = 0
-        self._begun = False
-        self._start = 0
-        self._given = 0
+        self._begun = self._over = False
+        self._start, self._stream = 0, None
+        self._origin, self._given, self._share, self._size = 0, 0, ALONE, 1
         self.hooks: tuple[Callable[..., Any], Callable[..., Any], int] | None = None
         """Called with (batch, loader's index) before and after a batch is moved."""
         self.window_size: int | None = None
@@ -62,29 +63,33 @@ class PreparedLoader:
     def set_epoch(self, epoch: int) -> None:
         """Give out the order of that epoch in the next pass."""
         if epoch != self._epoch:
-            self._epoch, self._start = epoch, 0
-        self._begun = False
+            self._epoch, self._start, self._stream = epoch, 0, None
+        self._begun = self._over = False
 
     def __iter__(self) -> Iterator[Any]:
         if self._begun:
-            self._epoch, self._start = self._epoch + 1, 0
-        self._begun = True
-        window = self._window
-        moves = self._place and (self._group.device.type != "cpu" or self._dtype is not None)
+            self._epoch, self._start, self._stream = self._epoch + 1, 0, None
+        self._begun, self._over = True, False
+        window, device = self._window, self._group.device
+        moves = self._place and (device.type != "cpu" or self._dtype is not None)
         place = self._through_hooks if self.hooks else self._move
         moves = moves or self.hooks is not None
-        start, self._start, self._given = self._start, 0, 0
+        start, stream, self._start, self._stream = self._start, self._stream, 0, None
+        self._origin, self._given, self._share, self._size = start, 0, ALONE, self.window_size or window.size
         # Making a DataLoader's iterator takes a random number. In the middle of an epoch that has happened before.
-        with isolated() if start else contextlib.nullcontext():
-            micros = self._feed.micros(self._epoch, start, self.window_size or window.size, self.limit)
+        with torch.random.fork_rng(devices=()) if start else contextlib.nullcontext():
+            micros = self._feed.micros(self._epoch, start, self._size, self.limit, stream)
+        if moves and device.type == "cuda" and not self.hooks:  # hooks may look at the model: they are called when their batch's turn comes
+            micros, moves = ahead(micros, SideStream(device, self._move), self._feed.reads_ahead), False
         outer = window.share
         try:
             for batch, share in micros:
-                window.share = share
+                window.share = self._share = share
                 self._given += 1
                 yield place(batch) if moves else batch
+            self._over = True
         except GeneratorExit:  # left early: worker processes are not to wait for the next pass
-            self._feed.iterator = None
+            self._feed.leave()
             raise
         finally:
             window.share = outer
@@ -96,14 +101,77 @@ class PreparedLoader:
 
     def close(self) -> None:
         """End the loader's worker processes now: the traceback of an error would keep them as long as it is looked at."""
-        end = getattr(self._feed.iterator, "_shutdown_workers", None)  # a DataLoader has no public way
-        self._feed.iterator = None
-        if end is not None:
-            end()
+        self._feed.close()
 
-    def resume(self, epoch: int, position: int) -> None:
-        """Begin the next pass at ``position`` of ``epoch``."""
-        self._epoch, self._start, self._begun = epoch, position, False
+    def resume(self, epoch: int, position: int, state: Any = None) -> None:
+        """Begin the next pass at ``position`` of ``epoch``.
+
+        Args:
+            state: what :meth:`state` gave there. Data that needs one is read from the epoch's start without it, with a warning.
+        """
+        self._epoch, self._start, self._stream, self._begun, self._over = epoch, position, state, False, False
+
+    @property
+    def position(self) -> int:
+        """How far the epoch's data is used up, at the end of the newest window that was given out whole: in samples, or in batches of all
+        ranks where the data gives ready batches."""
+        return self._place_in_epoch()[0]
+
+    def state(self, position: int | None = None) -> Any:
+        """What a resume at the newest window's end needs besides the position: a tree of plain values and tensors, or ``None``.
+
+        Args:
+            position: the place meant, when the window that was given out may not be trained on yet: its start or its end.
+
+        Raises:
+            ValueError: neither.
+        """
+        if position == 0:
+            return None
+        if not self._begun:
+            return self._stream
+        here, closed = self._place_in_epoch()
+        if position is not None and position != here:
+            if not closed or position != here - self._feed.advance(self._size):
+                raise ValueError(f"state(position={position}): {type(self.loader).__name__} is at {here}; only the newest window's ends are known")
+            closed = False
+        return self._feed.state(closed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place at the end of the newest window that was given out whole, good for any number of processes (``presharded`` data: for as
+        many as now, each with its own): ``epoch``, ``position`` and ``stream`` (:meth:`state`)."""
+        if self._begun and self._over:
+            return {"epoch": self._epoch + 1, "position": 0, "stream": None}
+        return {"epoch": self._epoch, "position": self.position, "stream": self.state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next pass go on from where :meth:`state_dict` was taken."""
+        self.resume(state_dict["epoch"], state_dict["position"], state_dict["stream"])
+
+    def skipping(self, num_batches: int) -> PreparedLoader:
+        """A loader whose first pass is this one's next without its first ``num_batches`` micro-batches of each rank; later passes are whole.
+
+        Raises:
+            ValueError: ``num_batches`` is negative.
+        """
+        if num_batches < 0:
+            raise ValueError(f"num_batches={num_batches} must be 0 or more")
+        seed, dtype = self._seed, self._dtype
+        other = PreparedLoader(self.loader, group=self._group, window=self._window, seed=seed, dtype=dtype, place=self._place)
+        other.limit, other.hooks, other.window_size = self.limit, self.hooks, self.window_size
+        if self._begun:
+            self._epoch, self._start = self._epoch + 1, 0
+        other.resume(self._epoch, self._start + num_batches * self._feed.advance(1))
+        self._begun = self._over = True  # the other's first pass is this loader's too
+        return other
+
+    def _place_in_epoch(self) -> tuple[int, bool]:
+        """The position at the newest window's end, and whether that is the end of what was given out."""
+        if not self._begun:
+            return self._start, True
+        windows, more = divmod(self._given, self._size)
+        closed = not more or self._share.last
+        return self._origin + (windows + (closed and more > 0)) * self._feed.advance(self._size), closed
 
     def _move(self, batch: Any) -> Any:
         return move(batch, self._group.device, self._dtype)
@@ -115,14 +183,13 @@ class PreparedLoader:
 
     def reseed(self, seed: int) -> None:
         """Give out another seed's order."""
+        self._seed = seed
         self._feed = feed_for(self.loader, self._group, seed)
 
     @property
     def stride(self) -> int:
         """What a full window adds to the position."""
         return self._feed.advance(self.window_size or self._window.size)
-
-
 
 
 def _itself(loader: Any) -> Any:

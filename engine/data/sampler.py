@@ -116,6 +116,11 @@ def permutation(units: int, seed: int, epoch: int) -> torch.Tensor:
     return torch.randperm(units, generator=generator)
 
 
+def repeated(epoch: int, number: int) -> int:
+    """Whose order the repetition ``number`` of data within an epoch has: first the epoch's own, then such as no near epoch has (< 2**31)."""
+    return (epoch + number * 1_000_003) % 2**31
+
+
 def mixed(seed: int, epoch: int) -> int:
     """One 63-bit seed out of two numbers (splitmix64's finalizer), so that seeds 0, 1, 2 and epochs 0, 1, 2 never share an order."""
     z = (seed * 0x9E3779B97F4A7C15 + epoch * 0xD1342543DE82EF95 + 0x2545F4914F6CDD1D) & 0xFFFFFFFFFFFFFFFF

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -22,7 +24,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from engine.data.feed import Batches, BatchIndices, SampleIndices, Stream, feed_for
+from engine.data.feed import feed_for
+from engine.data.indices import Batches, BatchIndices, SampleIndices
+from engine.data.stream import Stream
 
 
 @dataclass
@@ -174,6 +178,108 @@ def test_random_samplers_draw_the_same_for_an_epoch_and_leave_the_generator(samp
     assert torch.equal(state, torch.get_rng_state())
 
 
+def test_a_batch_sampler_that_the_user_made_of_torchs_class() -> None:
+    loader = DataLoader(Numbers(7), batch_sampler=BatchSampler(Odd(), 2, drop_last=True))
+    assert read(feed(loader)) == [[5, 3]]
+    loader = DataLoader(Numbers(7), batch_sampler=BatchSampler(RandomSampler(Numbers(7)), 3, drop_last=False))
+    assert [len(batch) for batch in read(feed(loader))] == [3, 3, 1]
+    assert read(feed(loader, seed=1)) != read(feed(loader, seed=2))
+    shared = DataLoader(Numbers(4), batch_sampler=BatchSampler(DistributedSampler(Numbers(4), 2, 0, shuffle=False), 1, drop_last=False))
+    assert everywhere(shared, 2) == [0, 1, 2, 3]
+
+
+def generators() -> dict[str, Any]:
+    return {
+        "torch": torch.Generator().manual_seed(1),
+        "python": random.Random(1),
+        "numpy": numpy.random.default_rng(1),
+        "old numpy": numpy.random.RandomState(1),
+    }
+
+
+def taken(own: Any, count: int) -> list[int]:
+    if isinstance(own, torch.Generator):
+        return torch.randperm(count, generator=own).tolist()
+    if isinstance(own, random.Random):
+        return own.sample(range(count), count)
+    return [int(i) for i in own.permutation(count)]
+
+
+class WithOwn(Sampler[int]):
+    """It has a generator of its own, which goes on from pass to pass."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(taken(self.own, 20))
+
+    def __len__(self) -> int:
+        return 20
+
+
+@pytest.mark.parametrize("kind", list(generators()))
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_samplers_own_generator_follows_the_epoch(kind: str, inside: bool) -> None:
+    class Wrapped(BatchSampler):
+        pass
+
+    def source(own: Any = None) -> Any:
+        sampler = WithOwn(generators()[kind] if own is None else own)
+        options: Any = {"batch_sampler": Wrapped(sampler, 20, False)} if inside else {"sampler": sampler, "batch_size": 20}
+        return feed(DataLoader(Numbers(20), **options))
+
+    first = source()
+    orders = [read(first, epoch) for epoch in range(3)]
+    assert [read(source(), epoch) for epoch in (2, 1, 0)] == orders[::-1]  # in another process, entered anywhere
+    assert len({str(order) for order in orders}) == 3
+    own = generators()[kind]
+    taken(own, 3)  # another place of the user's own sequence, or another seed
+    if kind == "torch":
+        own.manual_seed(2)
+    assert read(source(own), 0) != orders[0]
+
+
+def test_a_generator_is_left_as_the_user_had_it() -> None:
+    for kind, own in generators().items():
+        expected = taken(generators()[kind], 20)
+        read(feed(DataLoader(Numbers(20), sampler=WithOwn(own))), 3)
+        assert taken(own, 20) == expected
+
+
+@pytest.mark.parametrize("generator", [False, True])
+def test_a_weighted_sampler_keeps_its_distribution(generator: bool) -> None:
+    weights = [1.0, 2.0, 5.0, 0.0]
+    own = torch.Generator().manual_seed(7) if generator else None
+    loader = DataLoader(Numbers(4), batch_size=100, sampler=WeightedRandomSampler(weights, 4000, generator=own))
+    drawn = torch.tensor([i for epoch in range(5) for batch in read(feed(loader, 2, 0), epoch) for i in batch])
+    counts = torch.bincount(drawn, minlength=4) / len(drawn)
+    assert counts.tolist() == pytest.approx([1 / 8, 2 / 8, 5 / 8, 0.0], abs=0.02)  # 10,000 draws: a deviation of 0.005
+
+
+def test_a_sampler_without_a_length() -> None:
+    class Unsized(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter([4, 2, 0])
+
+    source = feed(DataLoader(Numbers(5), sampler=Unsized(), batch_size=2))
+    assert source.length(None) is None
+    assert read(source) == [[4, 2], [0]]
+
+
+def test_without_batching_a_shuffled_index_is_a_number() -> None:
+    class Keyed(Dataset[int]):
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> int:
+            assert type(index) is int
+            return index
+
+    source = feed(DataLoader(Keyed(), batch_size=None, shuffle=True))
+    assert sorted(i for i, _ in source.micros(0, 0, 1, None)) == list(range(6))
+
+
 class Mine(DataLoader[int]):
     """A subclass whose constructor nobody else can call."""
 
@@ -315,5 +421,5 @@ def test_a_streams_length() -> None:
         def __init__(self) -> None:
             super().__init__(range(5))
 
-    source = Stream(Divided(), Stand(2, 1))  # type: ignore[arg-type]
+    source = Stream(Divided(), Stand(2, 1), 0)  # type: ignore[arg-type]
     assert source.length(None) == 5

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from engine import Engine
 from engine.data.loader import PreparedLoader
@@ -163,3 +163,109 @@ def test_evaluation_has_windows_of_its_own() -> None:
     loader.window_size = 1
     assert [engine.window.share.last for _ in loader] == [True] * 3
     assert loader.stride == 4
+
+
+# -- the place in an epoch ---------------------------------------------------------------------------------------------------------
+
+
+def test_state_dict_at_every_moment() -> None:
+    _, loader = prepared(shuffled(20), accumulate_grad_batches=2)
+    assert loader.state_dict() == {"epoch": 0, "position": 0, "stream": None}
+    places = [loader.state_dict()["position"] for _ in loader]
+    assert places == [0, 8, 8, 16, 24]  # at the newest window's end; the last window has one micro-batch
+    assert loader.state_dict() == {"epoch": 1, "position": 0, "stream": None}
+    loader.resume(3, 8)
+    assert loader.state_dict() == {"epoch": 3, "position": 8, "stream": None}
+    batches = iter(loader)
+    next(batches), next(batches)
+    assert loader.state_dict() == {"epoch": 3, "position": 16, "stream": None}
+    loader.set_epoch(4)
+    assert loader.state_dict() == {"epoch": 4, "position": 0, "stream": None}
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_a_raw_loop_goes_on_where_it_was(window: int) -> None:
+    _, loader = prepared(shuffled(20), accumulate_grad_batches=window)
+    whole = [read(loader), read(loader)]
+    for place in range(5):
+        _, first = prepared(shuffled(20), accumulate_grad_batches=window)
+        read(first)
+        batches = iter(first)
+        found = [next(batches).tolist() for _ in range(place)]
+        state = first.state_dict()
+        del batches
+        assert first.state_dict() == state  # leaving the loop changes nothing
+        _, other = prepared(shuffled(20), accumulate_grad_batches=window)
+        other.load_state_dict(state)
+        assert read(other) == whole[1][place - place % window :]
+        assert found == whole[1][:place]
+        assert other.epoch == 1
+
+
+def test_another_window_after_a_pass_leaves_the_place() -> None:
+    engine, loader = prepared(shuffled(20), accumulate_grad_batches=2)
+    batches = iter(loader)
+    for _ in range(4):
+        next(batches)
+    engine.accumulate_grad_batches = 3
+    assert loader.state_dict()["position"] == 16
+
+
+def test_resuming_takes_no_random_numbers() -> None:
+    for data in (shuffled(), [torch.ones(1)] * 3):
+        _, loader = prepared(data)
+        loader.resume(0, 1)
+        before = torch.get_rng_state()
+        read(loader)
+        assert torch.equal(before, torch.get_rng_state())
+
+
+def test_skip_first_batches() -> None:
+    engine, loader = prepared(shuffled(20))
+    whole = [read(loader) for _ in range(3)]
+    engine, loader = prepared(shuffled(20))
+    skipped = engine.skip_first_batches(loader, 2)
+    assert skipped.dataset is loader.dataset
+    assert read(skipped) == whole[0][2:]
+    assert read(skipped) == whole[1]
+    assert read(loader) == whole[1]  # the skipped pass was the loader's first
+    assert read(engine.skip_first_batches(loader, 1)) == whole[2][1:]
+    loader.set_epoch(0)
+    assert read(loader) == whole[0]
+    assert read(engine.skip_first_batches(shuffled(20), 3)) == whole[0][3:]
+    assert read(engine.skip_first_batches(shuffled(20), 5)) == []
+    with pytest.raises(ValueError, match="num_batches=-1 must be 0 or more"):
+        engine.skip_first_batches(loader, -1)
+
+
+def test_skipping_keeps_limits_and_goes_on_from_a_resume() -> None:
+    engine, loader = prepared(shuffled(20))
+    whole = read(loader)
+    loader.limit = 4
+    loader.resume(0, 4)
+    skipped = engine.skip_first_batches(loader, 1)
+    assert read(skipped) == whole[2:4]
+    assert len(skipped) == 4
+
+
+def test_skipping_reads_no_sample_of_what_is_skipped() -> None:
+    class Counted(Dataset[float]):
+        read = 0
+
+        def __len__(self) -> int:
+            return 1000
+
+        def __getitem__(self, index: int) -> float:
+            self.read += 1
+            return float(index)
+
+    data = Counted()
+    engine, _ = prepared()
+    assert next(iter(engine.skip_first_batches(DataLoader(data, batch_size=2), 400))).tolist() == [800.0, 801.0]
+    assert data.read == 2
+
+
+def test_skipping_in_a_stream_counts() -> None:
+    engine, _ = prepared()
+    with pytest.warns(UserWarning, match="3 batches are read and thrown away"):
+        assert read(engine.skip_first_batches((torch.tensor([i]) for i in range(5)), 3)) == [[3], [4]]

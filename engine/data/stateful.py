@@ -1,0 +1,230 @@
+"""Reading data that has no indices, batch by batch, with its place in it: the state after each batch, and going on from one.
+
+A mark is the state as bytes: a copy that later reading cannot change, cheap to take and to send between processes. It is read only when
+someone asks for the state.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
+
+
+def source_for(data: Any) -> Source:
+    """What reads ``data``, an iterable or a ``DataLoader`` over an ``IterableDataset``."""
+    # A loader that iterates in a way of its own may read ahead or change batches: what its dataset says is not its place.
+    plain = isinstance(data, DataLoader) and not stateful(data) and type(data).__iter__ is DataLoader.__iter__
+    if not plain or isinstance(data.dataset, IterDataPipe) or (data.num_workers and not data.in_order):
+        return Source(data)
+    return FromWorkers(data) if data.num_workers else InProcess(data)
+
+
+def stateful(item: Any) -> bool:
+    """Whether it keeps torch's protocol for resuming (torchdata's ``StatefulDataLoader`` does)."""
+    return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
+
+
+def presharded(data: Any) -> bool:
+    """Whether each rank has its own part of ``data`` already: it says so, or Hugging Face's ``split_dataset_by_node`` has divided it."""
+    owners = (data, getattr(data, "dataset", None))
+    return any(getattr(owner, "presharded", False) is True or getattr(owner, "_distributed", None) is not None for owner in owners)
+
+
+def mark_of(**owners: Any) -> bytes | None:
+    """The states of those of ``owners`` that have one; ``None`` when none has."""
+    found = {name: owner.state_dict() for name, owner in owners.items() if stateful(owner)}
+    return pickle.dumps(found) if found else None
+
+
+class Source:
+    """Data that is read as it is; its state is its own, or else its iterator's."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+        self.workers: int = getattr(data, "num_workers", 0)
+        self._iterator: Any = None
+
+    def begin(self, state: Any = None) -> tuple[Any, Iterator[Any]]:
+        """A pass over the data, from ``state`` on or from the start: its iterator, and the batches."""
+        if state is not None and "data" in state:
+            self.data.load_state_dict(state["data"])
+        iterator = iter(self.data)
+        if state is not None and "iterator" in state:
+            iterator.load_state_dict(state["iterator"])
+        self._iterator = iterator if stateful(iterator) and not stateful(self.data) else None
+        return iterator, iterator
+
+    def mark(self) -> Any:
+        """Where the data stands, after the last batch read; ``None`` when it cannot say."""
+        return mark_of(data=self.data) if self._iterator is None else mark_of(iterator=self._iterator)
+
+    def state(self, mark: Any) -> dict[str, Any] | None:
+        """A mark as a tree of plain values."""
+        return None if mark is None else {"workers": self.workers, **pickle.loads(mark)}
+
+    def fits(self, state: Any) -> bool:
+        """Whether :meth:`begin` can go on from ``state``: it was taken with as many worker processes, from data of this kind."""
+        kind = "data" if stateful(self.data) else "iterator"
+        return bool(state["workers"] == self.workers and kind in state)
+
+    def close(self) -> None:
+        """End the worker processes of an iterator that the data keeps for itself."""
+        if isinstance(self.data, DataLoader) and stateful(self.data):
+            end_workers(self.data._iterator)
+            self.data._iterator = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell whoever wants to know."""
+        for owner in (self.data, getattr(self.data, "dataset", None)):
+            if owner is not None and callable(getattr(owner, "set_epoch", None)):
+                owner.set_epoch(epoch)
+
+
+class Traced(IterableDataset[Any]):
+    """A dataset whose place can be asked for, and that can be begun in another place, in this process or in a worker.
+
+    ``states`` are of the workers (or of this process alone), and worker ``i`` goes on as worker ``first + i`` did: that one's batch is next.
+    """
+
+    def __init__(self, dataset: Any, first: int = 0, states: list[Any] | None = None, epoch: torch.Tensor | None = None) -> None:
+        self.dataset, self.first, self.states, self.epoch = dataset, first, states, epoch
+        self.iterator: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        if self.epoch is not None:
+            self.dataset.set_epoch(int(self.epoch))
+        state = self.states[worker.id if worker else 0] if self.states else None
+        if state is not None and "dataset" in state:
+            self.dataset.load_state_dict(state["dataset"])
+        self.iterator = iter(self.dataset)
+        if state is not None and "iterator" in state:
+            self.iterator.load_state_dict(state["iterator"])
+        own: Iterator[Any] = self.iterator
+        return own
+
+    def mark(self) -> bytes | None:
+        """Where the dataset stands."""
+        return mark_of(dataset=self.dataset, **({} if self.iterator is self.dataset else {"iterator": self.iterator}))
+
+
+class _Tagging:
+    """The user's collate function in a worker; each batch travels with the worker's number and its dataset's state after it."""
+
+    def __init__(self, collate: Callable[[Any], Any], dataset: Traced) -> None:
+        self.collate, self.dataset = collate, dataset
+
+    def __call__(self, samples: Any) -> tuple[int, bytes | None, Any]:
+        worker = get_worker_info()
+        assert worker is not None
+        return worker.id, self.dataset.mark(), self.collate(samples)
+
+
+class _Role:
+    """What a worker calls first: it takes its number and the user's dataset, then the user's own function is called."""
+
+    def __init__(self, user: Callable[[int], Any] | None, dataset: Traced) -> None:
+        self.user, self.dataset = user, dataset
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        role = (self.dataset.first + worker_id) % info.num_workers
+        object.__setattr__(info, "id", role)  # it refuses a plain assignment
+        object.__setattr__(info, "dataset", self.dataset.dataset)
+        if self.user is not None:
+            self.user(role)
+
+
+class InProcess(Source):
+    """A loader without workers: the dataset stands where the last batch left it."""
+
+    def begin(self, state: Any = None) -> tuple[Any, Iterator[Any]]:
+        self.dataset = Traced(self.data.dataset, states=state and state["states"])
+        iterator = iter(altered(self.data, dataset=self.dataset))
+        return iterator, iterator
+
+    def mark(self) -> Any:
+        return self.dataset.mark()
+
+    def state(self, mark: Any) -> dict[str, Any] | None:
+        return None if mark is None else {"workers": 0, "states": [pickle.loads(mark)]}
+
+    def fits(self, state: Any) -> bool:
+        return "states" in state and state["workers"] == 0
+
+
+class FromWorkers(Source):
+    """A loader with workers, which have read ahead: what counts is each worker's state after its last batch that arrived here."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__(data)
+        told = data.persistent_workers and callable(getattr(data.dataset, "set_epoch", None))
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_() if told else None  # persistent workers have copies of the dataset
+        self.whole = self._loader()
+        self.next = 0
+        self.marks: list[bytes | None] = []
+
+    def _loader(self, first: int = 0, states: list[Any] | None = None) -> DataLoader[Any]:
+        dataset = Traced(self.data.dataset, first, states, self.epoch)
+        return altered(
+            self.data,
+            dataset=dataset,
+            collate_fn=_Tagging(self.data.collate_fn, dataset),
+            worker_init_fn=_Role(self.data.worker_init_fn, dataset),
+        )
+
+    def begin(self, state: Any = None) -> tuple[Any, Iterator[Any]]:
+        # Workers that go on in other workers' places are good for one pass, even persistent ones.
+        loader = self.whole if state is None else self._loader(state["next"], state["states"])
+        self.next = state["next"] if state else 0
+        self.marks = [None if s is None else pickle.dumps(s) for s in state["states"]] if state else [None] * self.workers
+        iterator = iter(loader)
+        return iterator, self._batches(iterator)
+
+    def _batches(self, tagged: Iterator[Any]) -> Iterator[Any]:
+        for worker, mark, batch in tagged:
+            self.marks[worker], self.next = mark, (worker + 1) % self.workers
+            yield batch
+
+    def mark(self) -> Any:
+        return self.next, tuple(self.marks)
+
+    def state(self, mark: Any) -> dict[str, Any] | None:
+        following, marks = mark
+        if not any(marks):
+            return None
+        return {"workers": self.workers, "next": following, "states": [None if m is None else pickle.loads(m) for m in marks]}
+
+    def fits(self, state: Any) -> bool:
+        return "states" in state and bool(state["workers"] == self.workers)
+
+    def close(self) -> None:
+        end_workers(self.whole._iterator)
+        self.whole._iterator = None
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        if self.epoch is not None:
+            self.epoch.fill_(epoch)
+
+
+def end_workers(iterator: Any) -> None:
+    """End the worker processes of a loader's iterator now."""
+    end = getattr(iterator, "_shutdown_workers", None)  # a DataLoader has no public way
+    if end is not None:
+        end()
+
+
+def altered(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
+    """A shallow copy of a user's loader, of its own class, with some attributes replaced and no iterator yet."""
+    copied = copy.copy(loader)
+    copied._iterator = None
+    for name, value in attributes.items():
+        object.__setattr__(copied, name, value)  # DataLoader's own __setattr__ forbids it
+    return copied

@@ -1,0 +1,154 @@
+"""Data without indices, dealt to the ranks as it is read."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from engine.data.indices import Micro
+from engine.data.sampler import mixed, shares
+from engine.data.stateful import Source, end_workers, presharded, source_for
+from engine.distributed.collectives import gather_row
+from engine.distributed.group import Group
+from engine.log import warn_once
+from engine.seed import isolated
+from engine.tree import batch_size
+
+
+class Stream:
+    """Data without indices: an ``IterableDataset``'s loader, a generator, any iterable.
+
+    Every rank reads the stream, which must be the same on all, and keeps each ``world_size``-th batch: after a round of ``world_size``
+    batches all stand at the same place, so that a state taken on one rank is every rank's, at any world size. The position counts the
+    batches of all ranks. Data that is divided already says so (``presharded = True`` on it or on its dataset): then each rank has its own
+    state, good for the same world size, and the position counts one rank's batches.
+
+    A window is read ahead, so that its weights are known before its first backward; the ranks tell each other their sizes once a window,
+    and a rank that runs out goes on at weight 0 until all have.
+    """
+
+    iterator: Iterator[Any] | None = None
+    reads_ahead = False
+
+    def __init__(self, data: Any, group: Group, seed: int, source: Source | None = None, size: Callable[[Any], int | None] = batch_size) -> None:
+        self.data, self.group, self.seed, self.size = data, group, seed, size
+        self.presharded = presharded(data)
+        self.round = 1 if self.presharded else group.world_size
+        self.turn = 0 if self.presharded else group.rank
+        self.source = source or source_for(data)
+        self._begun = self._ended = False
+        self._opened: Any = None  # the mark before the window that is given out
+
+    def length(self, limit: int | None) -> int | None:
+        try:
+            total = len(self.data)
+        except TypeError:
+            return None
+        own = -(-total // self.round)
+        return own if limit is None else min(own, limit)
+
+    def advance(self, window: int) -> int:
+        return window * self.round
+
+    def micros(self, epoch: int, start: int, window: int, limit: int | None, state: Any = None) -> Iterator[Micro]:
+        state = state if start and state is not None and self._whose() == (state["rank"], state["world_size"]) else None
+        self._begun, self._ended = True, state is not None and state["ended"]
+        self.source.set_epoch(epoch)
+        batches: Iterator[Any] = iter(())
+        if not self._ended:
+            source = state["source"] if state else None
+            batches = self._open(epoch, source if source and self.source.fits(source) else None, start)
+        end = None if limit is None else limit * self.round
+        return self._windows(batches, start, window, end)
+
+    def _open(self, epoch: int, source: Any, start: int) -> Iterator[Any]:
+        with self._apart(epoch, start):
+            self.iterator, batches = self.source.begin(source)
+        if start and source is None:
+            warn_once(
+                f"this data cannot be entered in the middle (it has no state_dict, or its state was saved with other numbers of workers or ranks): "
+                f"{start} batches are read and thrown away to get back to where the run was"
+            )
+            next(itertools.islice(batches, start - 1, start), None)
+        return batches
+
+    def state(self, closed: bool) -> Any:
+        """Where the data stands after the window that was given out last (``closed``), or before it; ``None`` when it cannot say."""
+        if not self._begun:
+            return None
+        ended = closed and self._ended
+        mark = None if ended else self.source.mark() if closed else self._opened
+        source = None if mark is None else self.source.state(mark)
+        if source is None and not ended:
+            return None
+        rank, world_size = self._whose()
+        return {"source": source, "ended": ended, "rank": rank, "world_size": world_size}
+
+    def leave(self) -> None:
+        self.iterator = None
+
+    def close(self) -> None:
+        end_workers(self.iterator)
+        self.iterator = None
+        self.source.close()
+
+    def _whose(self) -> tuple[int | None, int | None]:
+        """The only rank that a state is good for; ``None`` for all."""
+        return (self.group.rank, self.group.world_size) if self.presharded else (None, None)
+
+    @contextlib.contextmanager
+    def _apart(self, epoch: int, start: int) -> Iterator[None]:
+        """Beginning to read may take random numbers: in the middle of an epoch that has happened before."""
+        if self.round == 1 and not start:
+            yield
+            return
+        with isolated():
+            if self.round > 1:  # worker processes are seeded from here, where ranks differ, but what they read must not
+                torch.manual_seed(mixed(self.seed, epoch))
+            yield
+
+    def _windows(self, batches: Iterator[Any], position: int, window: int, end: int | None) -> Iterator[Micro]:
+        spare: Any = _NOTHING
+        resumed = position > 0
+        while True:
+            self._opened = None if self._ended else self.source.mark()
+            own = []
+            for _ in range(window):
+                count = self.round if end is None else min(self.round, end - position)
+                read = 0
+                for batch in itertools.islice(batches, count):
+                    if read == self.turn or spare is _NOTHING:
+                        spare = batch
+                    if read == self.turn:
+                        own.append(batch)
+                    read += 1
+                position += read
+                self._ended = self._ended or read < count
+                if read < self.round:
+                    break
+            sizes = self._agree([self.size(b) or 1 for b in own], window)
+            if not sizes:
+                return
+            if spare is _NOTHING and resumed:  # this rank's part was over before: any batch of it serves at weight 0
+                spare = next(self.source.begin()[1], _NOTHING)
+            if spare is _NOTHING:
+                raise ValueError(
+                    f"rank {self.group.rank} got no batch at all from {type(self.data).__name__} while other ranks did: give every rank some data"
+                )
+            for j, share in enumerate(shares(sizes, self.group.rank)):
+                yield (own[j] if j < len(own) else spare), share
+
+    def _agree(self, sizes: list[int], window: int) -> tuple[tuple[int, ...], ...]:
+        """``[micro-batch][rank]`` sizes of the coming window; empty when every rank has run out."""
+        if self.group.world_size == 1:
+            return tuple((size,) for size in sizes)
+        mine = torch.tensor(sizes + [0] * (window - len(sizes)), dtype=torch.int64)
+        every = gather_row(self.group, mine).t().tolist()
+        return tuple(tuple(micro) for micro in every if any(micro))
+
+
+_NOTHING = object()

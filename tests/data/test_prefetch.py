@@ -1,0 +1,122 @@
+"""Reading ahead of the device, with a stand-in for the side stream that notes what happens when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from engine import Engine
+from engine.data import loader as loaders
+from engine.data.prefetch import ahead, pinned
+from engine.data.sampler import Share
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def copy(self, batch: Any) -> Any:
+        self.events.append(f"copy {batch}")
+        return f"device {batch}"
+
+    def join(self) -> None:
+        self.events.append("join")
+
+    def micros(self, count: int, window: int) -> Iterator[tuple[Any, Share]]:
+        for i in range(count):
+            self.events.append(f"read {i}")
+            yield i, Share(1, 1.0, 1.0, last=(i + 1) % window == 0 or i + 1 == count)
+
+
+def run(count: int, window: int, across: bool) -> tuple[list[str], list[Any]]:
+    notes = Notes()
+    given = []
+    for batch, share in ahead(notes.micros(count, window), notes, across):
+        notes.events.append(f"compute {batch}")
+        given.append((batch, share.last))
+    return notes.events, given
+
+
+def test_the_next_copy_starts_before_a_batch_is_computed() -> None:
+    events, _ = run(3, 1, across=True)
+    assert events == [
+        *("read 0", "copy 0", "join"),
+        *("read 1", "copy 1", "compute device 0", "join"),
+        *("read 2", "copy 2", "compute device 1", "join"),
+        "compute device 2",
+    ]
+
+
+def test_a_windows_end_can_be_a_barrier() -> None:
+    events, _ = run(5, 2, across=False)
+    assert events == [
+        *("read 0", "copy 0", "join"),
+        *("read 1", "copy 1", "compute device 0", "join", "compute device 1"),
+        *("read 2", "copy 2", "join"),
+        *("read 3", "copy 3", "compute device 2", "join", "compute device 3"),
+        *("read 4", "copy 4", "join", "compute device 4"),
+    ]
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_every_batch_comes_once_with_its_own_share(count: int, window: int, across: bool) -> None:
+    _, given = run(count, window, across)
+    assert given == [(f"device {i}", (i + 1) % window == 0 or i + 1 == count) for i in range(count)]
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_a_copy_is_joined_before_its_batch_is_given_out(across: bool) -> None:
+    events, _ = run(7, 3, across)
+    for i in range(7):
+        copied, computed = events.index(f"copy {i}"), events.index(f"compute device {i}")
+        assert "join" in events[copied:computed]
+
+
+def test_without_a_device_nothing_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaders, "ahead", None)  # would fail if it were called
+    engine = Engine(accelerator="cpu", precision="bf16-true")
+    assert [batch.dtype for batch in engine.prepare_data_loader([torch.ones(1)] * 2)] == [torch.bfloat16] * 2
+
+
+def test_the_prepared_loader_reads_ahead_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, hooks and the place in the epoch stay those of the batch that is given out."""
+    notes = Notes()
+    monkeypatch.setattr(loaders, "SideStream", lambda device, move: notes)
+    engine = Engine(accelerator="cpu", accumulate_grad_batches=2)
+    monkeypatch.setattr(engine.group, "device", torch.device("cuda"))
+    for data, across in (([3, 4, 5], True), (iter([3, 4, 5]), False)):
+        notes.events.clear()
+        loader = engine.prepare_data_loader(data)
+        told = []
+        for batch in loader:
+            notes.events.append(f"compute {batch}")
+            told.append((batch, engine.window.share.last, loader.state_dict()["position"]))
+        assert told == [("device 3", False, 0), ("device 4", True, 2), ("device 5", True, 4)]
+        assert (notes.events.index("copy 5") < notes.events.index("compute device 4")) is across
+    notes.events.clear()
+    loader = engine.prepare_data_loader([torch.ones(1)])
+    loader.hooks = (lambda batch, index: batch, lambda batch, index: batch, 0)
+    monkeypatch.setattr(loader, "_move", lambda batch: batch)
+    assert len(list(loader)) == 1
+    assert notes.events == []
+
+
+def test_pinning_leaves_what_is_no_cpu_tensor() -> None:
+    class Text:
+        def to(self, device: torch.device) -> Text:
+            return self
+
+    text, meta = Text(), torch.empty(1, device="meta")
+    assert pinned(text) is text
+    assert pinned([meta, "a", None]) == [meta, "a", None]
+
+    class Pins(Text):
+        def pin_memory(self) -> str:
+            return "pinned"
+
+    assert pinned(Pins()) == "pinned"
