@@ -207,8 +207,14 @@ class Checkpoints:
 
     def _stream(self) -> Any:
         """The state of training data that a position says too little of; ``None`` for other data."""
-        state = getattr(self.train_loader, "state", None)
-        return state() if callable(state) and not self.state.epoch_done else None
+        if self.train_loader is None or self.state.epoch_done:
+            return None
+        return self.train_loader.state(self.state.position)
+
+    def take_stream(self) -> Any:
+        """What the training data's loader needs besides the position, once after a resume."""
+        state, self._stream_state = self._stream_state, None
+        return state
 
     # -- loading ----------------------------------------------------------------------------------------------------------------
 

@@ -174,7 +174,7 @@ def begin_epoch(run: Run) -> Iterator[Any]:
     run.stride = loader.stride
     # From the position: another world size may have saved it.
     state.batch_idx = state.position // (run.stride // run.engine.accumulate_grad_batches)
-    loader.resume(state.epoch, state.position)
+    loader.resume(state.epoch, state.position, run.take_stream())
     run.plan_next()
     for hook in run.hooks.on_train_epoch_start:
         hook(run, run.module)

@@ -120,7 +120,9 @@ class States(Preparing):
                 scheduler.scheduler.load_state_dict(state)
             own = loaded.own(self._place())
             streams = (loaded.of_rank(0) if own is None else own)["streams"]
+            self.seed = shared["seed"]
             for index, loader in enumerate(self._loaders):
+                loader.reseed(self.seed)
                 loader.load_state_dict({**shared["loaders"][index], "stream": streams[index]})
             if self.scaler is not None and shared["scaler"]:
                 self.scaler.load_state_dict(shared["scaler"])

@@ -176,7 +176,7 @@ def test_registered_objects_and_hyperparameters(tmp_path: Path) -> None:
     assert counts.counter.n == 8
     with pytest.raises(ValueError, match=r"has 1 object\(s\) of register_for_checkpointing, and 0 are registered"):
         fit(tmp_path, max_epochs=2).run(Net(), DATA, resume="last")
-    with pytest.raises(TypeError, match="Linear|object"):
+    with pytest.raises(TypeError, match="register_for_checkpointing got object"):
         fit(tmp_path, Bad(), max_epochs=2).run(Net(), DATA)
 
 

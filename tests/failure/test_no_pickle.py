@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from processes import run_ranks, run_script
+from safetensors.torch import load_file
 from saved import read, resummed, save
 
 from engine.checkpoint.files import DamagedCheckpoint
@@ -71,11 +72,7 @@ def test_no_pickle_is_read(tmp_path: Path, strategy: str, ranks: int) -> None:
     suffixes = {path.suffix for path in (tmp_path / "fit").rglob("*") if path.is_file()}
     assert suffixes == {".json", ".safetensors"}
     for path in tmp_path.rglob("*.safetensors"):
-        assert not pickle_like(path), path
-
-
-def pickle_like(path: Path) -> bool:
-    return path.read_bytes()[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK")
+        load_file(path)
 
 
 class Evil:

@@ -1,0 +1,141 @@
+"""Checkpoints of raw loops: everything that was prepared goes on where it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run_ranks
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from engine import Engine
+
+DATA = TensorDataset(torch.arange(23.0).reshape(23, 1))
+
+
+class Job:
+    """A loop with dropout, a window of two, a scheduler and an object of its own."""
+
+    def __init__(self, seed: int = 0, **settings: Any) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        self.engine = Engine(accelerator="cpu", accumulate_grad_batches=2, **settings)
+        self.wrapped, self.optimizer, self.loader, self.scheduler = self.engine.prepare(
+            self.model, optimizer, DataLoader(DATA, batch_size=2, shuffle=True), scheduler
+        )
+        self.seen: list[list[float]] = []
+        self.engine.register_for_checkpointing(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": list(self.seen)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = list(state["seen"])
+
+    def run(self, epochs: int, save_at: tuple[int, int] | None = None, place: Path | None = None) -> None:
+        for epoch in range(self.loader.epoch, epochs):
+            for index, (x,) in enumerate(self.loader):
+                with self.engine.accumulate(self.wrapped):
+                    self.seen.append(x.flatten().tolist())
+                    self.engine.backward(self.wrapped(x / 10).square().mean())
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+                if (epoch, index) == save_at:
+                    self.engine.save_state(place or "", facts={"epoch": epoch})
+                    return
+
+
+@pytest.mark.parametrize("save_at", [(0, 3), (1, 1), (0, 11)])
+def test_a_loop_goes_on_to_the_bit(tmp_path: Path, save_at: tuple[int, int]) -> None:
+    whole = Job()
+    whole.run(2)
+    Job().run(2, save_at, tmp_path / "state")
+    second = Job(seed=9)
+    assert second.engine.load_state(tmp_path / "state")["epoch"] == save_at[0]
+    second.run(2)
+    assert second.seen == whole.seen
+    assert second.scheduler.last_epoch == whole.scheduler.last_epoch
+    for one, other in zip(whole.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_other_objects_are_refused(tmp_path: Path) -> None:
+    Job().run(1, (0, 1), tmp_path / "state")
+    engine = Engine(accelerator="cpu")
+    with pytest.raises(ValueError, match="no model was prepared"):
+        engine.load_state(tmp_path / "state")
+    engine.prepare(nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1)))
+    with pytest.raises(ValueError, match=r"\(optimizers, schedulers, loaders\) = \(1, 1, 1\), and \(0, 0, 0\) were prepared"):
+        engine.load_state(tmp_path / "state")
+    with pytest.raises(FileNotFoundError, match="holds no complete checkpoint"):
+        engine.load_state(tmp_path / "other")
+
+
+def test_several_models(tmp_path: Path) -> None:
+    def pair() -> tuple[Engine, Any, Any, Any]:
+        engine = Engine(accelerator="cpu")
+        one, two = nn.Linear(1, 1), nn.Linear(1, 1)
+        optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1, momentum=0.9)
+        return engine, *engine.prepare(one, two, optimizer)
+
+    engine, one, two, optimizer = pair()
+    engine.backward((one(torch.ones(2, 1)) + two(torch.ones(2, 1))).square().mean())
+    optimizer.step()
+    engine.save_state(tmp_path / "state")
+    engine, one_, two_, optimizer_ = pair()
+    engine.load_state(tmp_path / "state")
+    assert torch.equal(one.weight, one_.weight)
+    assert torch.equal(two.weight, two_.weight)
+    (group,) = optimizer_.param_groups
+    assert all(torch.equal(optimizer_.state[p]["momentum_buffer"], q) for p, q in zip(group["params"], momenta(optimizer), strict=True))
+
+
+def momenta(optimizer: Any) -> list[torch.Tensor]:
+    return [optimizer.state[p]["momentum_buffer"] for group in optimizer.param_groups for p in group["params"]]
+
+
+def test_save_model(tmp_path: Path) -> None:
+    job = Job()
+    (file,) = job.engine.save_model(job.wrapped, tmp_path / "one")
+    assert {name: tensor.shape for name, tensor in load_file(file).items()} == {name: p.shape for name, p in job.model.named_parameters()}
+    files = job.engine.save_model(job.wrapped, tmp_path / "many", max_shard_size=40)
+    assert len(files) > 1
+    assert (tmp_path / "many" / "model.safetensors.index.json").exists()
+    with pytest.raises(ValueError, match="max_shard_size='x'"):
+        job.engine.save_model(job.wrapped, tmp_path / "bad", max_shard_size="x")
+
+
+RANKS = """
+import os, sys
+from pathlib import Path
+sys.path[:0] = [sys.argv[1]]
+from test_states import Job
+place, mode, strategy = Path(sys.argv[2]), sys.argv[3], sys.argv[4]
+job = Job(strategy=strategy, seed=int(mode == "second"))
+if mode == "first":
+    job.run(1, (0, 3), place)
+else:
+    job.engine.load_state(place)
+    start = len(job.seen)
+    job.run(1)
+    job.seen = job.seen[start:]
+model = job.engine.get_state_dict(job.wrapped)
+report([job.seen, {name: tensor.tolist() for name, tensor in model.items()} if job.engine.is_main_process else None])
+"""
+
+
+def test_other_ranks_and_strategies(tmp_path: Path) -> None:
+    """23 samples: two ranks see 16 in two windows before the save; one process goes on with the other 7."""
+    first = run_ranks(RANKS, 2, Path(__file__).parent, tmp_path / "state", "first", "ddp")
+    before = sorted(x for rank in first for batch in rank.value[0] for x in batch)
+    for world_size, strategy in ((1, "single"), (2, "fsdp")):
+        ran = run_ranks(RANKS, world_size, Path(__file__).parent, tmp_path / "state", "second", strategy)
+        after = {x for rank in ran for batch in rank.value[0] for x in batch}
+        assert sorted(before + list(after)) == list(map(float, range(23)))
