@@ -86,8 +86,7 @@ class ModelCheckpoint(Callback):
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         self._training = False
-        if stage == "fit":
-            run.checkpoints_at(self.dirpath, self.max_failures)
+        run.checkpoints_at(self.dirpath, self.max_failures)
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         self._training = True

@@ -184,6 +184,7 @@ def begin_epoch(run: Run) -> Iterator[Any]:
 def end_epoch(run: Run) -> None:
     """Validation when due, then hooks, values, schedulers. An epoch left in the middle keeps its place and its values."""
     run.engine.settle()
+    run.saver.hold()  # hooks may change weights
     state, module = run.state, run.module
     exhausted = run.num_train_batches is not None and state.batch_idx >= run.num_train_batches
     whole = exhausted or not run.stop_reason

@@ -72,10 +72,10 @@ class LocalSGD(Strategy):
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return found
 
-    def model_state(self, module: nn.Module) -> dict[str, Any]:
+    def model_parts(self, module: nn.Module) -> dict[str, Any]:
         """For checkpoints: what the ranks have in common."""
         self.average(list(module.parameters()))
-        return module.state_dict()
+        return super().model_parts(module)
 
 
 def main() -> None:

@@ -41,6 +41,12 @@ def save(directory: Path | str, value: float = 1.0, **changes: Any) -> Any:
     return Saver(alone(), place.root).save(name, content(value, **changes))
 
 
+def source_of(directory: Path, model: Any = None, optimizer: Any = None) -> Source:
+    """What a strategy is given to load from: these states, written and opened."""
+    save(directory, model=model or {}, optim={} if optimizer is None else {"0": optimizer})
+    return Source(Opened(directory))
+
+
 def resummed(manifest: dict[str, Any]) -> dict[str, Any]:
     """A changed manifest whose own checksum is right: what an attacker would write."""
     rest = {name: value for name, value in manifest.items() if name != "crc32"}

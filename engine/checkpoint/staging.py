@@ -51,6 +51,7 @@ class Staging:
         """Copy what is left. Called on the thread that writes."""
         if self._event is not None:
             self._event.synchronize()
+            self._left = []
             return
         try:
             self._copy()

@@ -216,7 +216,7 @@ class Strategy:
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
         """Whole parameters and buffers by name, on rank 0 (on others whatever is at hand). All ranks call this."""
-        return module.state_dict()
+        return {name: value.detach() if isinstance(value, Tensor) else value for name, value in self.model_parts(module).items()}
 
 
 @dataclass(kw_only=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from saved import source_of
 
 from engine import DDP, Single, Strategy, strategies
 
@@ -80,31 +82,33 @@ def two_groups(model: torch.nn.Module, reverse: bool = False) -> torch.optim.Opt
     return torch.optim.Adam(groups, lr=0.1)
 
 
-def test_optimizer_states_are_kept_by_name() -> None:
+def test_optimizer_states_are_kept_by_name(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
     one, other = two_groups(model), two_groups(model, reverse=True)
     model(torch.ones(1, 2)).sum().backward()
     one.step()
-    state = Single().optimizer_state(one, model)
+    state = Single().optimizer_parts(one, model)
     assert [group["params"] for group in state["param_groups"]] == [["0.weight", "1.weight"], ["0.bias", "1.bias"]]
     assert set(state["state"]) == {"0.weight", "1.weight", "0.bias", "1.bias"}
-    Single().load_optimizer_state(other, model, state)
+    source = source_of(tmp_path / "a", optimizer=state)
+    Single().load_optimizer(other, model, source.optim["0"], source)
     for p in model.parameters():
         assert torch.equal(one.state[p]["exp_avg"], other.state[p]["exp_avg"])
     assert [group["lr"] for group in other.param_groups] == [0.5, 0.1]
 
 
-def test_numbered_optimizer_states_are_taken_as_torch_does() -> None:
+def test_numbered_optimizer_states_are_taken_as_torch_does(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     one, other = two_groups(model), two_groups(model)
     model(torch.ones(1, 2)).sum().backward()
     one.step()
-    Single().load_optimizer_state(other, model, one.state_dict())
+    source = source_of(tmp_path / "a", optimizer=one.state_dict())
+    Single().load_optimizer(other, model, source.optim["0"], source)
     assert torch.equal(other.state[model.bias]["exp_avg"], one.state[model.bias]["exp_avg"])
 
 
-def test_a_state_of_other_parameters_is_refused() -> None:
+def test_a_state_of_other_parameters_is_refused(tmp_path: Path) -> None:
     small, large = torch.nn.Sequential(torch.nn.Linear(2, 1)), torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(1, 1))
-    state = Single().optimizer_state(two_groups(large), large)
+    source = source_of(tmp_path / "a", optimizer=Single().optimizer_parts(two_groups(large), large))
     with pytest.raises(ValueError, match=r"state of Adam is of other parameters.*only in the checkpoint: \['1.bias', '1.weight'\]"):
-        Single().load_optimizer_state(two_groups(small), small, state)
+        Single().load_optimizer(two_groups(small), small, source.optim["0"], source)
