@@ -34,7 +34,8 @@ def load_metric_states(module: nn.Module, rows: Sequence[Mapping[str, Any]]) -> 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
     """Whatever metrics see in the block is forgotten: a repeated micro-batch that only keeps the ranks matched."""
-    before = [(metric, dict(metric.metric_state), metric.update_count) for _, metric in _metrics(module)]
+    # Copied: metrics add to their states in place.
+    before = [(m, map_tensors(torch.clone, dict(m.metric_state)), m.update_count) for _, m in _metrics(module)]
     try:
         yield
     finally:
@@ -71,20 +72,23 @@ def _add(name: str, metric: Any, row: Mapping[str, Any]) -> None:
 
 
 def _merge(name: str, metric: Any, state: Mapping[str, Any], updates: int) -> None:
+    """Add another rank's state, by the rules by which torchmetrics reduces states over ranks."""
     from torchmetrics.utilities import dim_zero_mean
 
-    before = dict(metric.metric_state)
-    try:
-        metric.merge_state(dict(state))
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"the states that {type(metric).__name__} ({name!r}) had on several ranks cannot be put together ({error}): resume with as many "
-            "ranks as have saved, or from a checkpoint of an epoch's end"
-        ) from error
     for key, reduction in metric._reductions.items():
-        if reduction is dim_zero_mean:  # torchmetrics takes the other side for one update
-            whole = metric.update_count + updates
-            setattr(metric, key, (before[key] * metric.update_count + torch.as_tensor(state[key]) * updates) / whole)
+        here, there = getattr(metric, key), state[key]
+        if isinstance(here, list):
+            merged: Any = [*here, *there]
+        elif reduction is dim_zero_mean:
+            merged = (here * metric.update_count + there * updates) / (metric.update_count + updates)
+        elif reduction is None:  # compute() wants to see every rank's own
+            raise ValueError(
+                f"the states that {type(metric).__name__} ({name!r}) had on several ranks cannot be put together: resume with as many ranks as have "
+                "saved, or from a checkpoint of an epoch's end"
+            )
+        else:
+            merged = reduction(torch.stack([here, there]))
+        setattr(metric, key, merged)
 
 
 def _metrics(module: nn.Module) -> list[tuple[str, Any]]:

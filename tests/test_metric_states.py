@@ -1,0 +1,103 @@
+"""torchmetrics objects in checkpoints: their states come back, and those of several ranks are put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+
+from engine.metric_states import load_logged_metrics, load_metric_states, logged_metrics, metric_states, unchanged
+from engine.metrics import Slot
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+        self.largest = torchmetrics.MaxMetric()
+        self.all = torchmetrics.CatMetric()
+        self.idle = torchmetrics.SumMetric()
+
+    def update(self, *values: float) -> Holder:
+        for value in values:
+            for metric in (self.mean, self.largest, self.all):
+                metric.update(value)
+        return self
+
+    def values(self) -> list[Any]:
+        return [self.mean.compute().item(), self.largest.compute().item(), self.all.compute().tolist()]
+
+
+def test_one_state_comes_back() -> None:
+    states = metric_states(Holder().update(1.0, 4.0))
+    assert sorted(states) == ["all", "largest", "mean"]  # the idle one is left out
+    other = Holder().update(9.0)
+    load_metric_states(other, [states])
+    assert other.values() == [2.5, 4.0, [1.0, 4.0]]
+    assert other.update(7.0).values() == [4.0, 7.0, [1.0, 4.0, 7.0]]
+
+
+def test_states_of_several_ranks_are_put_together() -> None:
+    rows = [metric_states(Holder().update(1.0, 4.0)), metric_states(Holder()), metric_states(Holder().update(7.0))]
+    other = Holder()
+    load_metric_states(other, rows)
+    mean, largest, everything = other.values()
+    assert (mean, largest, sorted(everything)) == (4.0, 7.0, [1.0, 4.0, 7.0])
+    assert other.mean.update_count == 3
+
+
+class Average(torchmetrics.Metric):
+    """A state that is averaged over ranks."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("value", torch.tensor(0.0), dist_reduce_fx="mean")
+
+    def update(self, value: float) -> None:
+        self.value = (self.value * (self.update_count - 1) + value) / self.update_count
+
+    def compute(self) -> torch.Tensor:
+        return self.value
+
+
+def test_averaged_states_are_weighted_by_updates() -> None:
+    one, two, other = (nn.ModuleList([Average()]) for _ in range(3))
+    for value in (1.0, 2.0, 3.0):
+        one[0].update(value)
+    two[0].update(10.0)
+    load_metric_states(other, [metric_states(one), metric_states(two)])
+    assert other[0].value.item() == pytest.approx(4.0)
+
+
+def test_states_that_cannot_be_put_together() -> None:
+    one, other = (nn.ModuleList([torchmetrics.PearsonCorrCoef()]) for _ in range(2))
+    one[0].update(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, 4.0]))
+    rows = [metric_states(one)] * 2
+    with pytest.raises(ValueError, match=r"PearsonCorrCoef \('0'\) had on several ranks cannot be put together: resume with as many"):
+        load_metric_states(other, rows)
+
+
+def test_a_repeated_batch_leaves_no_trace() -> None:
+    holder = Holder().update(1.0)
+    with unchanged(holder):
+        holder.update(100.0)
+    assert holder.values() == [1.0, 1.0, 1.0]  # one value concatenated is itself
+    assert holder.mean.update_count == 1
+
+
+def test_names_of_logged_metrics() -> None:
+    holder = Holder()
+    slot = Slot("train/mean", (False, True, True, "mean"))
+    slot.metric = holder.mean
+    saved = logged_metrics(holder, {"train/mean": slot, "loss": Slot("loss", (True, False, False, "mean"))})
+    assert saved == {"train/mean": {"metric": "mean", "options": [False, True, True, "mean"]}}
+    found: list[Any] = []
+    load_logged_metrics(Holder(), saved | {"gone": {"metric": "no", "options": []}}, lambda *entry: found.append(entry))
+    assert [(name, type(metric).__name__, options) for name, metric, options in found] == [
+        ("train/mean", "MeanMetric", (False, True, True, "mean"))
+    ]
