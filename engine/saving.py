@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from engine.checkpoint import plan
 from engine.checkpoint.files import Record, in_parallel
@@ -215,7 +214,7 @@ class Saver:
 
         def work() -> bool:
             tensors, model = split(content.model)
-            optim, states = pack(dict(content.optim), DTensor)
+            optim, states = pack(dict(content.optim), plan.is_cut)
             packed_facts(content.facts)
             trees.update({"model/model": (model, {}), "optim/optim": (optim, {}), RANK.format(self.group.rank): pack(content.own)})
             if self.group.is_main:

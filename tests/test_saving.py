@@ -126,6 +126,24 @@ def test_a_failure_is_told_by_wait(tmp_path: Path) -> None:
     saver.close()
 
 
+LIGHT = """
+import sys
+from pathlib import Path
+import torch
+from engine import Engine
+
+engine = Engine(accelerator="cpu")
+engine.prepare(torch.nn.Linear(2, 2))
+engine.save_state(Path(sys.argv[1]) / "a")
+report([name for name in ("torch.distributed.checkpoint", "torch.distributed.tensor") if name in sys.modules])
+"""
+
+
+def test_a_save_on_one_process_imports_little(tmp_path: Path) -> None:
+    """torch.distributed.checkpoint takes 0.7 s to import: whoever only saves whole tensors does not wait for it."""
+    assert run_script(LIGHT, tmp_path).value == []
+
+
 EXIT = """
 import sys
 from pathlib import Path

@@ -6,7 +6,7 @@ import base64
 import math
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _POSSIBLE = "possible are dict, list, tuple, set, int, float, str, bool, None, bytes, tensors, and numpy arrays and numbers"
 
 
-def pack(tree: Any, parts: type[Tensor] | None = None) -> tuple[Any, dict[str, Tensor]]:
+def pack(tree: Any, cut: Callable[[Tensor], bool] = lambda tensor: False) -> tuple[Any, dict[str, Tensor]]:
     """Split ``tree`` into a JSON value and its tensors.
 
     Exact types come back from :func:`unpack`: tuples, sets, bytes, keys of dicts that are no text, infinite and NaN floats,
@@ -31,7 +31,7 @@ def pack(tree: Any, parts: type[Tensor] | None = None) -> tuple[Any, dict[str, T
     several times is kept once, and comes back as one tensor.
 
     Args:
-        parts: a class of tensors of which this rank holds a part; taken besides plain ones.
+        cut: tells tensors of which this rank holds a part; they are taken besides plain ones.
 
     Returns:
         A value that ``json.dumps(..., allow_nan=False)`` takes, and the tensors by name. They are detached but not copied:
@@ -40,7 +40,7 @@ def pack(tree: Any, parts: type[Tensor] | None = None) -> tuple[Any, dict[str, T
     Raises:
         TypeError: a value of another type; the message has its place in the tree.
     """
-    packer = _Packer(parts)
+    packer = _Packer(cut)
     return packer.value(tree, ()), packer.tensors
 
 
@@ -59,8 +59,8 @@ def unpack(value: Any, tensors: Mapping[str, Any]) -> Any:
 class _Packer:
     """The tensors found so far, and the values that stand for them."""
 
-    def __init__(self, parts: type[Tensor] | None) -> None:
-        self.kinds = {Tensor, torch.nn.Parameter, parts}
+    def __init__(self, cut: Callable[[Tensor], bool]) -> None:
+        self.cut = cut
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[Any, str] = {}
 
@@ -98,7 +98,8 @@ class _Packer:
         return {_TAG: kind.__name__, "items": pairs}
 
     def _tensor(self, item: Tensor, path: tuple[Any, ...]) -> str:
-        if type(item) not in self.kinds or item.layout != torch.strided or item.is_quantized:
+        plain = type(item) in (Tensor, torch.nn.Parameter) or self.cut(item)
+        if not plain or item.layout != torch.strided or item.is_quantized:
             raise TypeError(f"{_place(path)} is a tensor of a special kind ({type(item).__name__}, {item.layout}): make it a dense one")
         if item.dtype not in FORMATS or item.is_meta:
             raise TypeError(f"{_place(path)} is a tensor of {item.dtype} on {item.device}, which cannot be stored: convert it")

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, HuggingFaceStorageReader, load
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from engine.checkpoint.files import DamagedCheckpoint, Record, write_file
 
@@ -76,7 +74,7 @@ def _bytes(tensor: Tensor) -> Any:
     return here.reshape(-1).view(torch.uint8).numpy() if here.numel() else b""
 
 
-class TensorFiles(HuggingFaceStorageReader):
+class TensorFiles:
     """The tensors of one directory of a checkpoint: what there is, and how any part of it gets into memory.
 
     Raises:
@@ -85,23 +83,29 @@ class TensorFiles(HuggingFaceStorageReader):
 
     def __init__(self, directory: Path, any_files: bool = True) -> None:
         self.directory = directory
-        super().__init__(str(directory), thread_count=2)
-        self._metadata = _checked(directory, lambda: super(TensorFiles, self).read_metadata()) if any_files else Metadata({})
         self.stored: dict[str, Stored] = {}
         """By name."""
-        for name, entry in self._metadata.state_dict_metadata.items():
+        self._entries: dict[str, Any] = {}
+        if not any_files:
+            return
+        # Imported here: it takes 0.7 s, and most processes read nothing.
+        from torch.distributed.checkpoint import HuggingFaceStorageReader
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        reader: Any = HuggingFaceStorageReader(str(directory), thread_count=2)
+        metadata = _checked(directory, reader.read_metadata)
+        vars(reader)["read_metadata"] = lambda *_, **__: metadata  # the headers are read once
+        self._reader = reader
+        self._entries = metadata.state_dict_metadata
+        for name, entry in self._entries.items():
             assert isinstance(entry, TensorStorageMetadata)  # the other kind is pickled, and never written here
             if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
                 raise DamagedCheckpoint(f"{directory}: parts of {name!r} are missing")
             self.stored[name] = Stored(name, entry.size, entry.properties.dtype)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
     def parts(self) -> dict[str, int]:
         """In how many parts each tensor lies in the files."""
-        entries = self._metadata.state_dict_metadata.items()
-        return {name: len(entry.chunks) for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        return {name: len(entry.chunks) for name, entry in self._entries.items()}
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
         """Fill tensors by name, whole ones or this rank's parts (``DTensor``), on any device. No other rank is asked.
@@ -116,12 +120,16 @@ class TensorFiles(HuggingFaceStorageReader):
             if known.shape != target.shape:
                 raise ValueError(f"{self.directory}: {name!r} has shape {list(known.shape)}, and {list(target.shape)} is asked for")
         if targets:
+            from torch.distributed.checkpoint import DefaultLoadPlanner, load
+
             state = {name: target.detach() for name, target in targets.items()}
             planner = DefaultLoadPlanner(flatten_state_dict=False)
             with torch.no_grad(), warnings.catch_warnings():
                 # That every rank reads for itself is the intent.
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-                _checked(self.directory, lambda: load(state, storage_reader=self, planner=planner, no_dist=True))
+                _checked(self.directory, lambda: load(state, storage_reader=self._reader, planner=planner, no_dist=True))
+            for target in targets.values():  # written through parts and aliases: whoever watches the tensor itself is told
+                torch.autograd.graph.increment_version(target)
 
     def whole(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
         """Whole tensors on the CPU; all of them by default."""

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 from ranked import on_ranks
-from safetensors import safe_open
 from saved import source_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from engine import FP8, FSDP, Callback, DeepSpeed, Engine, Fit, MeshParallel, Precision, TrainModule
+from engine.checkpoint.tensors import TensorFiles
 
 VOCAB, WIDTH, TOKENS, GLOBAL = 64, 32, 16, 8
 
@@ -284,12 +284,8 @@ def test_checkpoints_go_from_any_precision_to_any(found: Any, name: str, precisi
 
 @pytest.mark.parametrize("which", ["alone", "fsdp"])
 def test_checkpoints_hold_plain_tensors(found: Any, root: Path, which: str) -> None:
-    kinds, shapes = set(), {}
-    for file in (root / which / LAST / "model").glob("*.safetensors"):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (it is no dict)
-                kinds.add(str(opened.get_tensor(name).dtype))
-                shapes[name] = list(opened.get_tensor(name).shape)
+    stored = TensorFiles(root / which / LAST / "model").stored
+    kinds, shapes = {str(entry.dtype) for entry in stored.values()}, {name: list(entry.shape) for name, entry in stored.items()}
     expected = {name: list(t.shape) for name, t in Net().state_dict().items()}
     assert kinds == {"torch.float32"}
     assert {**shapes, "head.weight": shapes.get("head.weight", expected["head.weight"])} == expected
