@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -85,6 +87,7 @@ class Local:
 
     def __init__(self, root: Path) -> None:
         self.directory, self.root = root, str(root)
+        self._lock: int | None = None
 
     def path(self, name: str) -> Path:
         return self.directory / name
@@ -94,17 +97,24 @@ class Local:
 
     def begin(self, name: str, first: bool) -> None:
         if first:
-            store.begin(self.path(name))
+            self._lock = store.begin(self.path(name))
 
     def send(self, name: str, files: Iterable[str]) -> None:
         """They are where they belong."""
 
     def seal(self, name: str, world_size: int, facts: Mapping[str, Any], files: Mapping[str, Record]) -> None:
         store.seal(self.path(name), world_size, facts, files)
+        self._unlock()
 
     def abandon(self, name: str, first: bool) -> None:
-        if first:
+        if first and self._lock is not None:
             shutil.rmtree(self.draft(name), ignore_errors=True)
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def manifests(self) -> dict[str, dict[str, Any]]:
         return {path.name: store.read_manifest(path) for path in store.list_checkpoints(self.directory)}
@@ -149,6 +159,10 @@ def reach(url: str) -> tuple[Any, str]:
     except (ValueError, ImportError) as error:
         raise ValueError(f"{url}: {error}") from error
     return files, str(inner)
+
+
+OLD = timedelta(hours=1)
+"""After so long without a change, what is incomplete far away was left by a job that was killed."""
 
 
 class Remote:
@@ -271,9 +285,22 @@ class Remote:
         return True
 
     def sweep(self) -> None:
+        # There are no locks: what is young may be another job's, and stays.
         for name in self._names():
-            if not self.files.exists(self._at(f"{name}/{MANIFEST}")) and self._remains(name):
+            if not self.has_manifest(name) and self._remains(name) and self._age(name) > OLD:
                 self._delete(name)
+
+    def _age(self, name: str) -> timedelta:
+        """Of its youngest file; nothing where the place tells no times."""
+        now, youngest = datetime.now(UTC), timedelta.max
+        for entry in self.files.find(self._at(name), detail=True).values():
+            when = next((entry[key] for key in ("LastModified", "mtime", "updated", "created") if entry.get(key) is not None), None)
+            if isinstance(when, (int, float)):
+                when = datetime.fromtimestamp(when, UTC)
+            if not isinstance(when, datetime):
+                return timedelta()
+            youngest = min(youngest, now - (when if when.tzinfo else when.replace(tzinfo=UTC)))
+        return youngest
 
     def _names(self) -> list[str]:
         try:

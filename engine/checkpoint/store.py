@@ -48,8 +48,11 @@ def draft(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.partial")
 
 
-def begin(directory: Path) -> None:
+def begin(directory: Path) -> int:
     """Make an empty draft; on one rank.
+
+    Returns:
+        A descriptor that keeps :func:`sweep` of other jobs away until it is closed (or its process is gone).
 
     Raises:
         FileExistsError: ``directory`` holds something that is no checkpoint.
@@ -59,10 +62,20 @@ def begin(directory: Path) -> None:
     partial = draft(directory)
     if partial.exists():
         shutil.rmtree(partial)
-    for folder in FOLDERS:
-        (partial / folder).mkdir(parents=True)
-    sync(directory.parent)
-    sync(directory.parent.parent)  # the root may be new as well
+    descriptor = None
+    try:
+        for folder in FOLDERS:
+            (partial / folder).mkdir(parents=True)
+        descriptor = os.open(partial, os.O_RDONLY)
+        _flock(descriptor, fcntl.LOCK_EX)
+        sync(directory.parent)
+        sync(directory.parent.parent)  # the root may be new as well
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        if descriptor is not None:
+            os.close(descriptor)
+        raise
+    return descriptor
 
 
 def write_tree(folder: Path, stem: str, tree: tuple[Any, Mapping[str, Tensor]]) -> dict[str, Record]:
@@ -290,19 +303,25 @@ def remove(path: Path) -> bool:
         shutil.rmtree(removed, ignore_errors=True)
         path.rename(removed)
         (removed / MANIFEST).unlink()
-        shutil.rmtree(removed)
+        shutil.rmtree(removed, ignore_errors=True)  # another job's sweep may be at it
     finally:
         os.close(lock)
     return True
 
 
 def sweep(root: Path) -> None:
-    """Delete what runs that were killed left in ``root``. For a time when nobody writes there, such as the start of a run."""
+    """Delete what runs that were killed left in ``root``; what another job is writing there stays."""
     complete = set(list_checkpoints(root))
     for path in _directories(root):
-        ours = path.name.startswith(".") and path.suffix in (".partial", ".replaced", ".removed")
-        if ours and path not in complete and all(each.name in (*FOLDERS, MANIFEST) for each in path.iterdir()):
-            shutil.rmtree(path, ignore_errors=True)
+        ours = path.name.startswith(".") and path.suffix in (".partial", ".replaced", ".removed") and path not in complete
+        with suppress(OSError):
+            if ours and all(each.name in (*FOLDERS, MANIFEST) for each in path.iterdir()):
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    if _flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                        shutil.rmtree(path, ignore_errors=True)
+                finally:
+                    os.close(descriptor)
 
 
 def _directories(root: Path) -> list[Path]:
@@ -310,13 +329,20 @@ def _directories(root: Path) -> list[Path]:
 
 
 def _lock(directory: Path, mode: int) -> int | None:
-    """A descriptor that holds the lock until it is closed; ``None``: someone else has it."""
+    """A descriptor that holds the lock of a checkpoint until it is closed; ``None``: someone else has it."""
     descriptor = os.open(directory / MANIFEST, os.O_RDONLY)
+    if _flock(descriptor, mode):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _flock(descriptor: int, mode: int) -> bool:
+    """Whether the lock was got, or the file system has none: readers and drafts are not protected there."""
     try:
         fcntl.flock(descriptor, mode)
     except BlockingIOError:
-        os.close(descriptor)
-        return None
+        return False
     except OSError:
-        pass  # a file system without locks: readers are not protected there
-    return descriptor
+        pass
+    return True

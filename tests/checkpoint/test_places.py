@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,25 @@ def test_what_is_cut_short_is_not_there_and_swept(root: str, monkeypatch: pytest
             with pytest.raises(Stops):
                 saver.save("step=2", content())
         assert list(place(root).manifests()) == ["step=1"]
-    place(root).sweep()
+    place(root).sweep()  # young: far away it may be another job's
     saver.save("step=2", content())
     assert list(place(root).manifests()) == ["step=1", "step=2"]
+
+
+def test_old_remains_far_away_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for url in (f"file://{tmp_path}/far", f"memory://{uuid.uuid4().hex}/far"):
+        where = place(url)
+        for name in ("step=1", "step=2"):
+            save(where.path(name))
+        files, inside = fsspec.core.url_to_fs(url)
+        files.rm_file(f"{inside}/step=2/manifest.json")
+        where.sweep()
+        assert files.exists(f"{inside}/step=2/state/rank=00000.json")
+        with monkeypatch.context() as patch:
+            patch.setattr("engine.checkpoint.places.OLD", timedelta(seconds=-5))
+            where.sweep()
+        assert not files.exists(f"{inside}/step=2")
+        assert list(where.manifests()) == ["step=1"]
 
 
 def test_a_place_of_others_is_left_alone(root: str) -> None:

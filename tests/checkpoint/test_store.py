@@ -17,7 +17,7 @@ import torch
 from saved import read, resummed, save
 
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.store import FORMAT, Opened, list_checkpoints, remove, sweep
+from engine.checkpoint.store import FORMAT, Opened, begin, list_checkpoints, remove, sweep
 
 ROOT = Path(__file__).parents[2]
 
@@ -228,6 +228,15 @@ def test_a_kill_while_removing_leaves_nothing_that_looks_like_one(tmp_path: Path
     sweep(tmp_path)
     assert os.listdir(tmp_path) == ["step=2"]
     assert remove(path)
+
+
+def test_drafts_of_living_jobs_are_not_swept(tmp_path: Path) -> None:
+    holder = begin(tmp_path / "step=1")
+    sweep(tmp_path)
+    assert os.listdir(tmp_path) == [".step=1.partial"]
+    os.close(holder)
+    sweep(tmp_path)
+    assert os.listdir(tmp_path) == []
 
 
 def test_the_only_one_and_one_that_is_read_are_not_removed(tmp_path: Path) -> None:
