@@ -23,7 +23,8 @@ class ModelCheckpoint(Callback):
 
     Training goes on while a checkpoint is written. One that cannot be written is reported as an error in the log; older ones stay then.
     The checkpoint at the end of training (or at SIGTERM, or Ctrl-C) is saved unless this step is saved already. After an error in a run of
-    one process the last whole step is saved, too; with several processes it is not, since saving takes all of them and one may be gone.
+    one process the last whole step is saved, too (random numbers, running statistics and the epoch's means are those of the moment of the
+    error); not after one inside of an optimizer step, nor with several processes, since saving takes all of them and one may be gone.
 
     Sets ``run.best_checkpoint`` (with ``monitor`` only) and ``run.last_checkpoint``. ``Fit`` leaves it out under ``fast_dev_run``.
     """
@@ -136,6 +137,8 @@ class ModelCheckpoint(Callback):
         if self._training and run.world_size == 1:
             self._training = False
             self._catch_up(run)
+            if run.stepping:
+                return  # half of a step is no state to go on from
             if run.step > self._first_step and run.step not in self.scores:
                 run.engine.settle()
                 name = self._name(run)
@@ -190,7 +193,8 @@ class ModelCheckpoint(Callback):
         try:
             held = _held(run)
             gone = [name for name in gone if name not in held]
-            run.save_checkpoint(self.names[step], score=score, asynchronous=self.asynchronous, tolerant=True, remove=gone)
+            path = run.save_checkpoint(self.names[step], score=score, asynchronous=self.asynchronous, tolerant=True, remove=gone)
+            self.names[step] = str(path).rpartition("/")[2]  # another one where a checkpoint of that name must stay
         except BaseException:
             self.scores, self.names = earlier
             raise
@@ -223,6 +227,8 @@ class ModelCheckpoint(Callback):
             raise ValueError(
                 f"ModelCheckpoint(filename={self.filename!r}): there is no {error}; there are epoch, step, {', '.join(sorted(run.metrics))}"
             ) from error
+        if not name or name.startswith("."):
+            raise ValueError(f"ModelCheckpoint(filename={self.filename!r}) gives {name!r}: names must not be empty or begin with a dot")
         taken = {other for step, other in self.names.items() if step != run.step}
         return f"{name}-step={run.step}" if name in taken else name
 

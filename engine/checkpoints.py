@@ -20,7 +20,7 @@ from engine.datamodule import DataModule
 from engine.distributed.collectives import gather_json
 from engine.engine import Engine
 from engine.hooks import Hooked, Hooks
-from engine.loading import Loaded, Resume, opening
+from engine.loading import Loaded, Resume, fitting, name_of, opening
 from engine.log import logger
 from engine.metric_states import load_logged_metrics, load_metric_states, logged_metrics, metric_states
 from engine.metrics import Recorder
@@ -54,7 +54,7 @@ class Checkpoints:
     last_checkpoint: Path | str | None
     _elapsed_before: float
     root_dir: Path
-    _saved: tuple[tuple[int, int, int], str] | None = None
+    _saved: tuple[tuple[int, int, int, int], str] | None = None
     _chosen: str | None = None
     _stream_state: Any = None
     """The state of the training data's stream, until its loader takes it."""
@@ -121,7 +121,7 @@ class Checkpoints:
         self.engine.settle()
         state = self.state
         # The end of an epoch and the start of the next are one place. Inside of a window the state at its start is what counts.
-        key = (state.step, state.epoch + state.epoch_done, 0 if state.epoch_done else state.whole_batches)
+        key = (state.step, state.epoch + state.epoch_done, 0 if state.epoch_done else state.whole_batches, state.validated_step)
         if self._saved is not None and (key == self._saved[0] or (state.batch_idx != state.whole_batches and self._saved[0][0] == state.step)):
             known = self._saved[1]
             if known not in self.saver.lost and name in (None, known):
@@ -129,11 +129,10 @@ class Checkpoints:
                 return self.saver.place.path(known)
         name = f"step={state.step:08d}" if name is None else name
         manual = not self.module.automatic_optimization
-        self.saver.lost.discard(name)
         path = self.saver.save(
             name, self.content(score), asynchronous=asynchronous, tolerant=tolerant, remove=remove, unchanging=not manual
         )
-        self._saved = (key, name)
+        self._saved = (key, name_of(path))
         if asynchronous:
             self.engine.before_step(self.saver.hold)
         self.times.checkpoint += time.perf_counter() - began
@@ -155,7 +154,7 @@ class Checkpoints:
 
     def remove_checkpoint(self, path: Path | str) -> None:
         """Delete a checkpoint; every rank may call this, the main process does it."""
-        self.saver.remove([str(path).rstrip("/").rpartition("/")[2]])
+        self.saver.remove([name_of(path)])
 
     def content(self, score: Mapping[str, Any] | None = None) -> Content:
         """Everything that a checkpoint of this moment holds, as this rank has it."""
@@ -185,6 +184,7 @@ class Checkpoints:
             },
             facts=facts if score is None else {**facts, "score": dict(score)},
             partial=strategy.parts_differ,
+            stepped=stepped(self.optimizers),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -207,8 +207,10 @@ class Checkpoints:
 
     def _stream(self) -> Any:
         """The state of training data that a position says too little of; ``None`` for other data."""
-        if self.train_loader is None or self.state.epoch_done:
+        if self.train_loader is None:
             return None
+        if self.state.epoch_done:
+            return self.train_loader.carried()
         return self.train_loader.state(self.state.position)
 
     def take_stream(self) -> Any:
@@ -229,6 +231,7 @@ class Checkpoints:
         how = wanted if isinstance(wanted, Resume) else Resume(wanted)
         try:
             with opening(self.engine.group, self.saver.place, str(how.path)) as loaded:
+                self.saver.kept = {name_of(loaded.path)}
                 if how.weights_only:
                     self._load_weights(loaded, how.strict)
                 else:
@@ -252,7 +255,7 @@ class Checkpoints:
         self._load_weights(loaded, how.strict)
         shared = loaded.shared
         if how.optimizer:
-            self._load_optimizers(loaded, shared["schedulers"], how.hyperparameters == "configured")
+            self._load_optimizers(loaded, shared["schedulers"], how)
         self.state = TrainState(**shared["state"])
         # A window that an error cut short is run again as a whole.
         self.state.batches -= self.state.batch_idx - self.state.whole_batches
@@ -275,7 +278,6 @@ class Checkpoints:
         self._load_own(loaded)
         self.last_checkpoint = loaded.path
         self.saver.postponed = list(shared["postponed"])
-        self.saver.kept = {str(loaded.path).rstrip("/").rpartition("/")[2]}
         if self.engine.is_main_process:
             logger.info("resumed from %s: epoch %d, step %d", loaded.path, self.state.epoch, self.state.step)
 
@@ -302,7 +304,7 @@ class Checkpoints:
         engine = self.engine
         return [engine.data_group.world_size, engine.data_group.rank, int(engine.strategy.speaks)]
 
-    def _load_optimizers(self, loaded: Loaded, schedules: list[Any], configured: bool) -> None:
+    def _load_optimizers(self, loaded: Loaded, schedules: list[Any], how: Resume) -> None:
         source = loaded.source
         if len(source.optim) != len(self.optimizers) or len(schedules) != len(self.schedulers):
             raise ValueError(
@@ -311,15 +313,23 @@ class Checkpoints:
             )
         given = [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups] for o in self.optimizers]
         for index, optimizer in enumerate(self.optimizers):
-            self.engine.strategy.load_optimizer(optimizer, self.module, source.optim[str(index)], source)
+            state = source.optim[str(index)]
+            if not how.strict:
+                state = fitting(state, self.engine.strategy.optimizer_parts(optimizer, self.module), self.module, source)
+            self.engine.strategy.load_optimizer(optimizer, self.module, state, source)
             optimizer._opt_called = loaded.manifest["counters"]["step"] > 0  # else torch warns of a scheduler that steps first, at an epoch's end
         for schedule, state in zip(self.schedulers, schedules, strict=True):
             schedule.scheduler.load_state_dict(state)
-        if configured:
+        if how.hyperparameters == "configured":
             for optimizer, groups in zip(self.optimizers, given, strict=True):
                 _configure(optimizer, groups)
             for schedule in self.schedulers:
                 _rebase(schedule.scheduler)
+
+
+def stepped(optimizers: Sequence[Any]) -> set[int]:
+    """The ``id`` of each parameter that an optimizer trains. Others, a teacher's for example, may be changed at any time."""
+    return {id(p) for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad}
 
 
 def _configure(optimizer: Any, given: list[dict[str, Any]]) -> None:

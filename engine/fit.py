@@ -151,6 +151,7 @@ class Fit:
             self._sanity_check(run)
             call_all(run, run.hooks.on_train_start)
             train(run)
+            run.saver.hold()  # hooks may change weights
             call_all(run, run.hooks.on_train_end)
             call_all(run, run.hooks.on_fit_end)
         return run.result()

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.overview import by_score
 from engine.checkpoint.places import Place, split
@@ -109,6 +111,25 @@ def opening(group: Group, place: Place, wanted: str, folders: tuple[str, ...] = 
             logger.error("%s; the checkpoint before it is taken", damage)
     what = "no complete checkpoint" if not candidates else "no checkpoint that is not damaged"
     raise FileNotFoundError(f"resume={wanted!r}: {what}{' with a score' if wanted == 'best' else ''} in {place.root}")
+
+
+def name_of(path: str | Path) -> str:
+    """The name of a checkpoint, from its path or URL."""
+    return str(path).rstrip("/").rpartition("/")[2]
+
+
+def fitting(saved: dict[str, Any], own: dict[str, Any], module: nn.Module, source: Source) -> dict[str, Any]:
+    """What of an optimizer's saved state is of parameters that it has, with the shapes that they have; the rest begins anew.
+
+    Args:
+        own: the optimizer's present state, by names.
+    """
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+    names = {name for group in own["param_groups"] for name in group["params"]}
+    entries = {n: e for n, e in saved["state"].items() if n in names and n in source and source.stored(n).shape == shapes.get(n)}
+    same = len(saved["param_groups"]) == len(own["param_groups"])
+    pairs = zip(saved["param_groups"] if same else own["param_groups"], own["param_groups"], strict=True)
+    return {**saved, "state": entries, "param_groups": [{**group, "params": mine["params"]} for group, mine in pairs]}
 
 
 def _ranked(place: Place, wanted: str) -> list[str]:

@@ -35,6 +35,10 @@ def train(run: Run) -> None:
     state = run.state
     if state.epoch_done:
         next_epoch(run)
+    elif state.position and run.val_loaders and run.val_every.due(state.step, None, run.elapsed_s):
+        validate(run)  # the run was killed between the save of this step and its validation
+    if run.agreement.now(run.stop_level):  # asked for before the first step
+        run.accept_stop()
     while not reached_limit(run):
         train_epoch(run)
         if not state.epoch_done:
@@ -61,8 +65,12 @@ def train_epoch(run: Run) -> None:
         recorder.size, recorder.batch = share.size, batch
         if automatic:
             sync(models, share.last)
-        if hooks.on_train_batch_start and any([hook(run, module, batch, index) == -1 for hook in hooks.on_train_batch_start]):  # noqa: C419  (all are called)
-            break
+        if hooks.on_train_batch_start:
+            run.saver.hold()  # hooks may change weights
+            if any([hook(run, module, batch, index) == -1 for hook in hooks.on_train_batch_start]):  # noqa: C419  (all are called)
+                break
+        if not automatic:
+            run.stepping = True
         with autocast:
             outputs = call(batch, index) if share.size else matched_only(run, call, batch, index)
         if separate:
@@ -71,10 +79,12 @@ def train_epoch(run: Run) -> None:
         state.batches += 1
         closes = share.last or not automatic
         if closes:
+            run.stepping = True
             if automatic:
                 optimizer_step(run)
             state.position += run.stride
             state.whole_batches = state.batch_idx
+            run.stepping = False
         for hook in hooks.on_train_batch_end:
             hook(run, module, outputs, batch, index)
         mark = clock()
@@ -116,6 +126,7 @@ def optimizer_step(run: Run) -> None:
     if not engine.window.fed:
         return
     if hooks.on_before_optimizer_step:
+        run.saver.hold()
         engine.unscale_gradients(run.optimizers)
         for optimizer in run.optimizers:
             for hook in hooks.on_before_optimizer_step:
@@ -176,6 +187,7 @@ def begin_epoch(run: Run) -> Iterator[Any]:
     state.batch_idx = state.position // (run.stride // run.engine.accumulate_grad_batches)
     loader.resume(state.epoch, state.position, run.take_stream())
     run.plan_next()
+    run.saver.hold()
     for hook in run.hooks.on_train_epoch_start:
         hook(run, run.module)
     return iter(loader)
@@ -190,6 +202,7 @@ def end_epoch(run: Run) -> None:
     whole = exhausted or not run.stop_reason
     if whole and run.val_loaders and run.val_every.due(state.step, state.epoch + 1, run.elapsed_s):
         validate(run)
+        run.saver.hold()
     run.recorder.size, run.recorder.on_step, run.recorder.on_epoch = 1, False, True
     for hook in run.hooks.on_train_epoch_end:
         hook(run, module)

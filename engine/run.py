@@ -30,6 +30,9 @@ from engine.saving import Saver
 class Run(Checkpoints):
     """What callbacks see. Attributes without a method are for reading."""
 
+    stepping = False
+    """An optimizer step and what belongs to it are under way: there is no whole state."""
+
     def __init__(
         self, settings: Settings, engine: Engine, module: TrainModule, callbacks: tuple[Hooked, ...], hooks: Hooks, stage: str
     ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +46,8 @@ class Content:
     """What the manifest says besides: small JSON values."""
     partial: bool = False
     """Ranks hold tensors of other names; the same on all ranks."""
+    stepped: Set[int] = frozenset()
+    """The ``id`` of each parameter that nothing but an optimizer step changes."""
 
 
 @dataclass
@@ -86,7 +88,7 @@ class Saver:
         self._thread: ThreadPoolExecutor | None = None
         self._side: Group | None = None
         self._staging: Staging | None = None
-        self._rows: list[plan.Row] | None = None
+        self._rows: list[Any] | None = None
         self._swept = False
         self._mine: set[str] = set()
 
@@ -120,6 +122,8 @@ class Saver:
         """
         self.wait()
         job, later = self._prepare(name, content, remove)
+        name = job.name
+        self.lost.discard(name)
         if not asynchronous:
             try:
                 self._write(job, self.group)
@@ -199,7 +203,22 @@ class Saver:
         """Delete checkpoints (on the main process); one that is in use is tried again later."""
         if self.group.is_main and (names or self.postponed):
             wanted, self.postponed = [*self.postponed, *names], []
-            self.postponed += [name for name in dict.fromkeys(wanted) if name in self.kept or not self.place.remove(name)]
+            self.postponed += [name for name in dict.fromkeys(wanted) if name in self.kept or not self._remove(name)]
+
+    def _remove(self, name: str) -> bool:
+        try:
+            return self.place.remove(name)
+        except (OSError, ValueError) as error:  # it is no reason to give up what is being written
+            logger.warning("checkpoint %s could not be removed: %s: %s", name, type(error).__name__, error)
+            return True
+
+    def _free(self, name: str) -> str:
+        """The name itself, or with a number where a checkpoint of that name must stay: it is read, resumed from, or waits for its removal."""
+        found, number = name, 0
+        while found in self.kept or found in self.postponed or self.place.busy(found):
+            number += 1
+            found = f"{name}-v{number}"
+        return found
 
     def _prepare(self, name: str, content: Content, remove: Sequence[str]) -> tuple[_Job, set[str]]:
         """All that must be done while nothing changes. The ranks agree that it can be stored, and who writes what.
@@ -210,9 +229,9 @@ class Saver:
         parts: dict[str, Part] = {}
         trees: dict[str, Packed] = {}
         later: set[str] = set()
-        rows: list[plan.Row] = []
+        rows: list[Any] = []
 
-        def work() -> bool:
+        def work() -> list[Any]:
             tensors, model = split(content.model)
             optim, states = pack(dict(content.optim), plan.is_cut)
             packed_facts(content.facts)
@@ -220,11 +239,15 @@ class Saver:
             if self.group.is_main:
                 trees[SHARED] = pack(content.shared)
             parts.update(plan.parts_of({f"model/{n}": t for n, t in tensors.items()} | {f"optim/{n}": t for n, t in states.items()}))
-            later.update({f"optim/{n}" for n in states}, (f"model/{n}" for n, t in tensors.items() if isinstance(t, nn.Parameter)))
-            rows.extend(plan.rows(parts))
-            return rows == self._rows
+            later.update({f"optim/{n}" for n in states}, (f"model/{n}" for n, t in tensors.items() if id(t) in content.stepped))
+            # What ranks may hold in different versions, such as the statistics of batches, is rank 0's.
+            fixed = {f"model/{n}" for n, t in tensors.items() if not isinstance(t, nn.Parameter)}
+            rows.extend((name, offsets, size, name in fixed) for name, offsets, size in plan.rows(parts))
+            return [rows == self._rows, self._free(name) if self.group.is_main else None]
 
-        if not all(together(self.group, work)):
+        answers = together(self.group, work)
+        name = answers[0][1]
+        if not all(same for same, _ in answers):
             self._mine, self._rows = plan.deal(gather_json(self.group, rows), self.group.rank), rows
         joined = {stem: trees.pop(stem)[0] for stem in ("model/model", "optim/optim")}
         every = gather_json(self.group, joined) if content.partial else [joined]

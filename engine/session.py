@@ -58,6 +58,8 @@ def session(run: Run, datamodule: DataModule | None) -> Iterator[None]:
 
 def _end_early(run: Run) -> None:
     """After Ctrl-C or SIGTERM: everything is saved and closed; whoever has sent it is told."""
+    if run.stage == "fit" and run.world_size > 1 and not run.preempted and run.agreement.now(run.stop_level):
+        run.accept_stop()  # it came after the last step, to some ranks
     if run.interrupted:
         raise KeyboardInterrupt
     if run.terminated:

@@ -11,7 +11,7 @@ from torch import nn
 from engine.checkpoint.export import export_tensors
 from engine.checkpoint.places import split
 from engine.data.loader import PreparedLoader
-from engine.loading import opening
+from engine.loading import fitting, opening
 from engine.log import logger
 from engine.prepared import PreparedScheduler
 from engine.preparing import Preparing
@@ -73,9 +73,11 @@ class States(Preparing):
         """
         self._stepper.settle()
         place, name = split(output_dir)
-        if self._saver is None or self._saver.place.root != place.root:
-            self.wait_for_checkpoint()
+        if self._saver is None:
             self._saver = Saver(self.group, place.root)
+        elif self._saver.place.root != place.root:
+            self.wait_for_checkpoint()
+            self._saver.place = place
         path = self._saver.save(name, self._content(facts or {}), asynchronous=not wait)
         if not wait:
             self.before_step(self._saver.hold)
@@ -115,7 +117,10 @@ class States(Preparing):
                     f"{input_dir} has (optimizers, schedulers, loaders) = {found}, and {here} were prepared: prepare the same objects before loading"
                 )
             for index, optimizer in enumerate(self._stepper.known):
-                self.strategy.load_optimizer(optimizer, module, source.optim[str(index)], source)
+                state = source.optim[str(index)]
+                if not strict:
+                    state = fitting(state, self.strategy.optimizer_parts(optimizer, module), module, source)
+                self.strategy.load_optimizer(optimizer, module, state, source)
             for scheduler, state in zip(self._schedulers, shared["schedulers"], strict=True):
                 scheduler.scheduler.load_state_dict(state)
             own = loaded.own(self._place())
@@ -167,6 +172,7 @@ class States(Preparing):
             own={"place": self._place(), "rng": capture(), "streams": [state["stream"] for state in loaders]},
             facts=facts,
             partial=strategy.parts_differ,
+            stepped={id(p) for o in self._stepper.known for group in o.param_groups for p in group["params"] if p.requires_grad},
         )
 
     def _place(self) -> list[int]:

@@ -137,9 +137,22 @@ def test_parts_that_do_not_fit_are_named(root: Path, caplog: pytest.LogCaptureFi
     assert not torch.equal(module.net.weight, Net().net.weight)
 
 
+class Half(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD([self.net.weight], lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
 def test_other_optimizers_are_refused(root: Path) -> None:
-    with pytest.raises(ValueError, match=r"parameters.*only in the optimizer: \['head"):
-        start(root, Net(extra=True), Resume(path(root, 8), strict=False))
+    with pytest.raises(ValueError, match=r"only in the checkpoint: \['net.bias'\].*Resume\(path, optimizer=False\)"):
+        start(root, Half(), path(root, 8))
+
+
+@pytest.mark.parametrize(("module", "kept"), [(Half(), 1), (Net(extra=True), 2), (Net(width=2), 0)])
+def test_what_fits_of_an_optimizer(root: Path, tmp_path: Path, module: Net, kept: int) -> None:
+    watch = start(root, module, Resume(path(root, 8), strict=False))
+    assert (watch.step, watch.state, watch.schedule) == (8, kept, 2)
+    fit(tmp_path, max_epochs=3).run(module, DATA, resume=Resume(path(root, 8), strict=False))
 
 
 def test_wrong_arguments() -> None:

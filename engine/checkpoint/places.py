@@ -55,6 +55,9 @@ class Place(Protocol):
     def remove(self, name: str) -> bool:
         """As :func:`engine.checkpoint.store.remove`."""
 
+    def busy(self, name: str) -> bool:
+        """Whether someone is reading the checkpoint of that name, or it cannot be replaced for another reason."""
+
     def sweep(self) -> None:
         """Delete what runs that were killed left."""
 
@@ -86,7 +89,8 @@ class Local:
     shared = True
 
     def __init__(self, root: Path) -> None:
-        self.directory, self.root = root, str(root)
+        self.directory = root.absolute()  # a script may change its directory
+        self.root = str(self.directory)
         self._lock: int | None = None
 
     def path(self, name: str) -> Path:
@@ -141,6 +145,9 @@ class Local:
 
     def remove(self, name: str) -> bool:
         return store.remove(self.path(name))
+
+    def busy(self, name: str) -> bool:
+        return store.is_read(self.path(name))
 
     def sweep(self) -> None:
         store.sweep(self.directory)
@@ -283,6 +290,9 @@ class Remote:
             self.files.rm_file(self._at(f"{name}/{MANIFEST}"))
         self._delete(name)
         return True
+
+    def busy(self, name: str) -> bool:
+        return False
 
     def sweep(self) -> None:
         # There are no locks: what is young may be another job's, and stays.

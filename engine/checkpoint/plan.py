@@ -65,14 +65,15 @@ def deal(every: list[Any], rank: int) -> set[str]:
     """The names whose part this rank writes. Of ranks that hold the same part, the one that has least to write takes it.
 
     Args:
-        every: the :func:`rows` of each rank; all ranks come to the same answer.
+        every: the :func:`rows` of each rank, and whether the lowest rank that holds it is to write it; all ranks come to the same answer.
     """
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     sizes: dict[tuple[str, tuple[int, ...]], int] = {}
     for holder, own in enumerate(every):
-        for name, offsets, size in own:
+        for name, offsets, size, fixed in own:
             key = (name, tuple(offsets))
-            holders.setdefault(key, []).append(holder)
+            if not fixed or key not in holders:
+                holders.setdefault(key, []).append(holder)
             sizes[key] = size
     load = [0] * len(every)
     mine: set[str] = set()

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping, Set
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ class Staging:
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._event: Any = None
         self._left: list[tuple[Tensor, Tensor]] = []
+        self._versions: list[int] = []
         self._done = threading.Event()
         self._done.set()
 
@@ -38,6 +40,7 @@ class Staging:
             if name not in later:
                 copies[name].copy_(tensor, non_blocking=True)
         self._left = [(copies[name], tensor) for name, tensor in tensors.items() if name in later]
+        self._versions = [tensor._version for _, tensor in self._left]
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._stream):
@@ -73,11 +76,24 @@ class Staging:
 
     def _copy(self) -> None:
         with torch.no_grad():
-            for copy, tensor in self._left:
-                copy.copy_(tensor, non_blocking=True)
+            for (copy, tensor), version in zip(self._left, self._versions, strict=True):
+                if tensor.device.type == "cpu" and tensor.is_contiguous():
+                    # Not torch's copy: in a thread of a process that was forked its thread pool fails.
+                    numpy.copyto(_bytes(copy), _bytes(tensor))
+                else:
+                    copy.copy_(tensor, non_blocking=True)
+                if tensor._version != version:
+                    raise RuntimeError(
+                        "a parameter was changed by something other than an optimizer while it was copied for a checkpoint; save with "
+                        "asynchronous=False (ModelCheckpoint) or wait=True (save_state), or change it in on_train_batch_end"
+                    )
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
         known = self._buffers.get(name)
         if known is not None and known.shape == tensor.shape and known.dtype == tensor.dtype:
             return known
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()

@@ -309,6 +309,16 @@ def remove(path: Path) -> bool:
     return True
 
 
+def is_read(path: Path) -> bool:
+    """Whether someone is reading this checkpoint now."""
+    if not (path / MANIFEST).is_file():
+        return False
+    lock = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if lock is not None:
+        os.close(lock)
+    return lock is None
+
+
 def sweep(root: Path) -> None:
     """Delete what runs that were killed left in ``root``; what another job is writing there stays."""
     complete = set(list_checkpoints(root))

@@ -92,7 +92,7 @@ class TensorFiles:
         from torch.distributed.checkpoint import HuggingFaceStorageReader
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-        reader: Any = HuggingFaceStorageReader(str(directory), thread_count=2)
+        reader: Any = HuggingFaceStorageReader(str(directory))
         metadata = _checked(directory, reader.read_metadata)
         vars(reader)["read_metadata"] = lambda *_, **__: metadata  # the headers are read once
         self._reader = reader

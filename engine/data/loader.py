@@ -137,11 +137,16 @@ class PreparedLoader:
             closed = False
         return self._feed.state(closed)
 
+    def carried(self) -> Any:
+        """What the next epoch begins from, at the end of one: the state of data that counts on from pass to pass; else ``None``."""
+        carry = getattr(self._feed, "carry", None)
+        return None if carry is None else carry()
+
     def state_dict(self) -> dict[str, Any]:
         """The place at the end of the newest window that was given out whole, good for any number of processes (``presharded`` data: for as
         many as now, each with its own): ``epoch``, ``position`` and ``stream`` (:meth:`state`)."""
         if self._begun and self._over:
-            return {"epoch": self._epoch + 1, "position": 0, "stream": None}
+            return {"epoch": self._epoch + 1, "position": 0, "stream": self.carried()}
         return {"epoch": self._epoch, "position": self.position, "stream": self.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

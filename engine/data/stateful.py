@@ -41,6 +41,9 @@ def mark_of(**owners: Any) -> bytes | None:
     return pickle.dumps(found) if found else None
 
 
+_OVER = pickle.dumps({"over": True})
+
+
 class Source:
     """Data that is read as it is; its state is its own, or else its iterator's."""
 
@@ -62,6 +65,10 @@ class Source:
     def mark(self) -> Any:
         """Where the data stands, after the last batch read; ``None`` when it cannot say."""
         return mark_of(data=self.data) if self._iterator is None else mark_of(iterator=self._iterator)
+
+    def carry(self) -> dict[str, Any] | None:
+        """What the next pass begins from, as it would in this process: a dataset that counts on from pass to pass; ``None``: nothing."""
+        return self.state(self.mark()) if stateful(self.data) else None
 
     def state(self, mark: Any) -> dict[str, Any] | None:
         """A mark as a tree of plain values."""
@@ -94,23 +101,31 @@ class Traced(IterableDataset[Any]):
     def __init__(self, dataset: Any, first: int = 0, states: list[Any] | None = None, epoch: torch.Tensor | None = None) -> None:
         self.dataset, self.first, self.states, self.epoch = dataset, first, states, epoch
         self.iterator: Any = None
+        self.over = False
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         if self.epoch is not None:
             self.dataset.set_epoch(int(self.epoch))
         state = self.states[worker.id if worker else 0] if self.states else None
+        self.over = state is not None and state.get("over", False)
+        if self.over:
+            return iter(())
         if state is not None and "dataset" in state:
             self.dataset.load_state_dict(state["dataset"])
         self.iterator = iter(self.dataset)
         if state is not None and "iterator" in state:
             self.iterator.load_state_dict(state["iterator"])
         own: Iterator[Any] = self.iterator
-        return own
+        return self._watched(own) if stateful(self.dataset) or stateful(own) else own
+
+    def _watched(self, own: Iterator[Any]) -> Iterator[Any]:
+        yield from own
+        self.over = True
 
     def mark(self) -> bytes | None:
-        """Where the dataset stands."""
-        return mark_of(dataset=self.dataset, **({} if self.iterator is self.dataset else {"iterator": self.iterator}))
+        """Where the dataset stands. At the end of a pass it may have begun anew already: what is told then is that the pass is over."""
+        return _OVER if self.over else mark_of(dataset=self.dataset, **({} if self.iterator is self.dataset else {"iterator": self.iterator}))
 
 
 class _Tagging:
@@ -151,6 +166,9 @@ class InProcess(Source):
 
     def mark(self) -> Any:
         return self.dataset.mark()
+
+    def carry(self) -> dict[str, Any] | None:
+        return {"workers": 0, "states": [{"dataset": self.data.dataset.state_dict()}]} if stateful(self.data.dataset) else None
 
     def state(self, mark: Any) -> dict[str, Any] | None:
         return None if mark is None else {"workers": 0, "states": [pickle.loads(mark)]}
@@ -194,6 +212,9 @@ class FromWorkers(Source):
 
     def mark(self) -> Any:
         return self.next, tuple(self.marks)
+
+    def carry(self) -> dict[str, Any] | None:
+        return None  # the next pass has new workers, with new copies of the dataset
 
     def state(self, mark: Any) -> dict[str, Any] | None:
         following, marks = mark

@@ -55,7 +55,8 @@ class Stream:
         return window * self.round
 
     def micros(self, epoch: int, start: int, window: int, limit: int | None, state: Any = None) -> Iterator[Micro]:
-        state = state if start and state is not None and self._whose() == (state["rank"], state["world_size"]) else None
+        usable = state is not None and bool(start) != state.get("carried", False) and self._whose() == (state["rank"], state["world_size"])
+        state = state if usable else None
         self._begun, self._ended = True, state is not None and state["ended"]
         self.source.set_epoch(epoch)
         batches: Iterator[Any] = iter(())
@@ -87,6 +88,12 @@ class Stream:
             return None
         rank, world_size = self._whose()
         return {"source": source, "ended": ended, "rank": rank, "world_size": world_size}
+
+    def carry(self) -> Any:
+        """What the next pass begins from where the data counts on from pass to pass; ``None``: it begins anew."""
+        source = self.source.carry() if self._begun else None
+        rank, world_size = self._whose()
+        return None if source is None else {"source": source, "ended": False, "rank": rank, "world_size": world_size, "carried": True}
 
     def leave(self) -> None:
         self.iterator = None

@@ -9,15 +9,21 @@ from engine.checkpoint.plan import Part, deal, divide, parts_of, rows
 
 
 def test_what_all_hold_is_shared_out() -> None:
-    every = [[("a", (0,), 100), ("b", (0,), 60), ("c", (0,), 50)]] * 2
+    every = [[("a", (0,), 100, False), ("b", (0,), 60, False), ("c", (0,), 50, False)]] * 2
     # The largest first, each to whom has least: a | b, c.
     assert deal(every, 0) == {"a"}
     assert deal(every, 1) == {"b", "c"}
 
 
 def test_parts_are_written_by_a_rank_that_holds_them() -> None:
-    every = [[("a", (0, 0), 10)], [("a", (5, 0), 10)], [("a", (5, 0), 10), ("own", (0,), 1)]]
+    every = [[("a", (0, 0), 10, False)], [("a", (5, 0), 10, False)], [("a", (5, 0), 10, False), ("own", (0,), 1, False)]]
     assert [deal(every, rank) for rank in range(3)] == [{"a"}, {"a"}, {"own"}]
+
+
+def test_buffers_are_written_by_the_first_that_has_them() -> None:
+    """Ranks may hold other statistics in them; those of one rank belong together."""
+    every = [[("a", (0,), 100, False)], [("mean", (0,), 8, True), ("var", (0,), 8, True)], [("mean", (0,), 8, True), ("var", (0,), 8, True)]]
+    assert [deal(every, rank) for rank in range(3)] == [{"a"}, {"mean", "var"}, set()]
 
 
 def test_whole_tensors_begin_at_nought_and_share_memory() -> None:

@@ -251,7 +251,71 @@ def test_data_whose_end_was_seen_does_not_begin_again() -> None:
     other.load_state_dict(state)
     assert bare(other) == []
     assert bare(other) == [[100, 101], [102, 103], [104]]
-    assert other.state_dict() == {"epoch": 2, "position": 0, "stream": None}
+    state = other.state_dict()
+    assert (state["epoch"], state["position"]) == (2, 0)
+    _, third = prepared(torchdatas(Stateful(5), batch_size=2), accumulate_grad_batches=2)
+    third.load_state_dict(state)
+    assert [len(batch) for batch in bare(third)] == [2, 2, 1]
+
+
+class Endless(IterableDataset[float]):
+    """Counts on from pass to pass, as the usual stream of a long training does."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def __iter__(self) -> Iterator[float]:
+        while True:
+            self.n += 1
+            yield float(self.n)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": self.n}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.n = state["n"]
+
+
+@pytest.mark.parametrize("kind", [DataLoader, torchdatas])
+def test_a_stream_counts_on_over_epochs(kind: Any) -> None:
+    def make() -> Any:
+        loader = prepared(kind(Endless(), batch_size=2))[1]
+        loader.limit = 3
+        return loader
+
+    whole = make()
+    expected = [bare(whole) for _ in range(3)]
+    assert expected[2][0] == [13, 14]
+    first = make()
+    assert [bare(first) for _ in range(2)] == expected[:2]
+    second = make()
+    second.load_state_dict(first.state_dict())
+    assert bare(second) == expected[2]
+
+
+class Resets(Endless):
+    """Begins anew by itself at the end of a pass."""
+
+    def __iter__(self) -> Iterator[float]:
+        while self.n < 5:
+            self.n += 1
+            yield float(self.n)
+        self.n = 0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_after_a_short_last_batch_the_pass_is_over(workers: int) -> None:
+    def make() -> Any:
+        return prepared(DataLoader(Resets(), batch_size=2, num_workers=workers))[1]
+
+    whole = bare(make())
+    for count in range(1, len(whole) + 1):
+        first = make()
+        batches = iter(first)
+        seen = [next(batches).tolist() for _ in range(count)]
+        second = make()
+        second.load_state_dict(first.state_dict())
+        assert seen + bare(second) == whole, count
 
 
 def test_what_has_no_state_is_counted() -> None:

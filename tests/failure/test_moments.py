@@ -1,0 +1,275 @@
+"""A checkpoint is of one moment, and a run that goes on from it does what it had not done yet."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run_ranks
+from saved import read
+from tiny import DATA, Net, fit
+from torch import nn
+
+from callbacks import EarlyStopping, ModelCheckpoint
+from engine import Callback, Resume
+
+LARGE = 5_000_000
+"""Numbers whose copy takes longer than a step."""
+
+
+class Teacher(Net):
+    """A large parameter that no optimizer has, and a large one that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Parameter(torch.zeros(LARGE), requires_grad=False)
+        self.student = nn.Parameter(torch.zeros(LARGE))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.teacher.data.add_(1)
+        return self.net(batch).mean() + self.student[0]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", 1.0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class Changes(Callback):
+    """Puts other weights in place at one event."""
+
+    def __init__(self, event: str) -> None:
+        def change(run: Any, module: Any, *_: Any) -> None:
+            module.student.data.fill_(-7.0)
+
+        setattr(self, event, change)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        *("on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_validation_start", "on_train_batch_start"),
+        "on_before_optimizer_step",
+    ],
+)
+@pytest.mark.parametrize("monitor", [None, "val"])
+def test_weights_are_those_of_the_moment(tmp_path: Path, event: str, monitor: str | None) -> None:
+    for name, asynchronous in (("one", True), ("two", False)):
+        checkpoint = ModelCheckpoint(every=2, monitor=monitor, save_top_k=-1, asynchronous=asynchronous)
+        fit(tmp_path / name, Changes(event), checkpoint, max_epochs=2, num_sanity_val_steps=0).run(Teacher(), DATA[:2], DATA[:1])
+    names = sorted(path.name for path in (tmp_path / "one" / "checkpoints").iterdir())
+    assert len(names) == 2
+    for name in names:
+        one, two = (read(tmp_path / run / "checkpoints" / name).model for run in ("one", "two"))
+        for key in ("teacher", "student"):
+            assert torch.equal(one[key], two[key]), (name, key)
+
+
+class HalfStep(torch.optim.SGD):
+    """Fails in the middle of its third step."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        if self.steps == 3:
+            self.param_groups[0]["params"][0].data.sub_(100.0)
+            raise RuntimeError("out of memory")
+        return super().step(closure)
+
+
+class Fragile(Net):
+    def configure_optimizers(self) -> Any:
+        return HalfStep(self.parameters(), lr=0.1)
+
+
+class FailsAfter(Callback):
+    def on_before_zero_grad(self, run: Any, module: Any, optimizer: Any) -> None:
+        if run.step == 3:
+            raise RuntimeError("late")
+
+
+@pytest.mark.parametrize(("module", "callback", "error"), [(Fragile(), Callback(), "out of memory"), (Net(), FailsAfter(), "late")])
+def test_half_a_step_is_not_saved(tmp_path: Path, module: Net, callback: Callback, error: str) -> None:
+    with pytest.raises(RuntimeError, match=error):
+        fit(tmp_path, callback, ModelCheckpoint(every="2 steps")).run(module, DATA)
+    assert os.listdir(tmp_path / "checkpoints") == ["step=00000002"]
+
+
+class Killed(BaseException):
+    pass
+
+
+class Validates(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", 1.0)
+
+
+class Steps(Callback):
+    """At which steps validation ran; it may end like a kill at one."""
+
+    def __init__(self, die: int = -1) -> None:
+        self.die, self.steps = die, []
+
+    def on_validation_start(self, run: Any, module: Any) -> None:
+        if run.step == self.die:
+            run.wait_for_checkpoint()
+            raise Killed
+        self.steps.append(run.step)
+
+
+class NoLastWord(ModelCheckpoint):
+    """As after a kill."""
+
+    def on_exception(self, run: Any, module: Any, exception: BaseException) -> None: ...
+
+
+def test_a_validation_that_was_due_is_made_up_for(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"val_every": "2 steps", "max_epochs": 2, "num_sanity_val_steps": 0}
+    before, after = Steps(die=6), Steps()
+    with pytest.raises(Killed):
+        fit(tmp_path, before, NoLastWord(every="2 steps"), **settings).run(Validates(), DATA, DATA)
+    fit(tmp_path, after, ModelCheckpoint(every="2 steps"), **settings).run(Validates(), DATA, DATA, resume="last")
+    assert before.steps + after.steps == [2, 4, 6, 8]
+
+
+def test_a_score_that_comes_later_is_saved(tmp_path: Path) -> None:
+    """Two ModelCheckpoints, the one without a monitor saves first."""
+    settings: dict[str, Any] = {"val_every": "2 steps", "max_epochs": 1, "num_sanity_val_steps": 0}
+    pair = ModelCheckpoint(every="2 steps", save_top_k=3), ModelCheckpoint(every="2 steps", monitor="val")
+    fit(tmp_path, *pair, **settings).run(Validates(), DATA, DATA)
+    scores = [read(path).manifest.get("score") for path in sorted((tmp_path / "checkpoints").iterdir())]
+    assert scores == [{"monitor": "val", "mode": "min", "value": 1.0}] * 2
+    fit(tmp_path, **settings).run(Validates(), DATA, DATA, resume="best")
+
+
+class Reads(Callback):
+    """Another job reads the checkpoint ``model`` from step 3 on."""
+
+    def on_train_batch_start(self, run: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if run.step == 3:
+            run.wait_for_checkpoint()
+            self.content = (run.root_dir / "checkpoints" / "model" / "manifest.json").read_bytes()
+            self.lock = os.open(run.root_dir / "checkpoints" / "model" / "manifest.json", os.O_RDONLY)
+            fcntl.flock(self.lock, fcntl.LOCK_SH)
+        if run.step == 7:
+            run.wait_for_checkpoint()
+            self.names = sorted(os.listdir(run.root_dir / "checkpoints"))
+            self.same = (run.root_dir / "checkpoints" / "model" / "manifest.json").read_bytes() == self.content
+            os.close(self.lock)
+
+
+def test_one_that_is_read_is_not_replaced_by_its_name(tmp_path: Path) -> None:
+    reads = Reads()
+    fit(tmp_path, reads, ModelCheckpoint(every="2 steps", filename="model"), max_epochs=2).run(Net(), DATA)
+    assert reads.names == ["model", "model-v1"]
+    assert reads.same
+    assert len(os.listdir(tmp_path / "checkpoints")) == 1
+
+
+class Empties(Callback):
+    """Someone empties an old checkpoint, whose directory stays."""
+
+    def on_train_batch_start(self, run: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if run.step == 3:
+            run.wait_for_checkpoint()
+            (run.root_dir / "checkpoints" / "step=00000002" / "manifest.json").unlink()
+
+
+def test_a_removal_that_fails_is_no_failed_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "engine"):
+        result = fit(tmp_path, Empties(), ModelCheckpoint(every="2 steps")).run(Net(), DATA)
+    assert result.step == 12
+    assert "step=00000002 could not be removed: ValueError" in caplog.text
+    assert "was not written" not in caplog.text
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step=00000002", "step=00000012"]
+
+
+def test_what_weights_were_taken_from_stays(tmp_path: Path) -> None:
+    fit(tmp_path, ModelCheckpoint(), max_epochs=1).run(Net(), DATA)
+    fit(tmp_path, ModelCheckpoint(every=2), max_epochs=2).run(Net(), DATA, resume=Resume("last", weights_only=True))
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step=00000004", "step=00000008"]
+
+
+@pytest.mark.parametrize("filename", [".{step}", "{word}"])
+def test_hidden_names_are_refused(tmp_path: Path, filename: str) -> None:
+    class Word(Callback):
+        def on_train_start(self, run: Any, module: Any) -> None:
+            run.metrics["word"] = ""
+
+    with pytest.raises(ValueError, match="must not be empty or begin with a dot"):
+        fit(tmp_path, Word(), ModelCheckpoint(filename=filename)).run(Net(), DATA)
+
+
+def test_a_changed_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Moves(Callback):
+        def on_train_start(self, run: Any, module: Any) -> None:
+            monkeypatch.chdir(tmp_path / "sub")
+
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path)
+    fit(Path("run"), Moves(), ModelCheckpoint(), max_epochs=1).run(Net(), DATA)
+    assert os.listdir(tmp_path / "run" / "checkpoints") == ["step=00000004"]
+
+
+def test_a_run_that_was_stopped_early_stays_so(tmp_path: Path) -> None:
+    def run() -> int:
+        stopping = EarlyStopping("val", patience=2)
+        return fit(tmp_path, stopping, ModelCheckpoint(), max_epochs=9).run(Validates(), DATA, DATA, resume="auto").step
+
+    assert run() == 12
+    assert run() == run() == 12
+
+
+BUFFERS = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from torch import nn
+from callbacks import ModelCheckpoint
+from tiny import Net, fit
+
+class Norm(Net):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+data = [torch.randn(2, 4, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+module = Norm()
+fit(sys.argv[2], ModelCheckpoint(), devices=2, max_epochs=1, strategy="ddp").run(module, data)
+report([module.net[0].running_mean.tolist(), module.net[0].running_var.tolist()])
+"""
+
+
+def test_buffers_are_rank_0s(tmp_path: Path) -> None:
+    ran = run_ranks(BUFFERS, 2, Path(__file__).parents[1], tmp_path, timeout=60)
+    assert ran[0].value != ran[1].value
+    found = read(next((tmp_path / "checkpoints").iterdir())).model
+    assert [found["net.0.running_mean"].tolist(), found["net.0.running_var"].tolist()] == ran[0].value
+
+
+LATE = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from callbacks import ModelCheckpoint
+from engine import Callback
+from tiny import DATA, Net, fit
+
+class Late(Callback):
+    def on_train_end(self, run, module):
+        if run.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+fit(sys.argv[2], Late(), ModelCheckpoint(), devices=2, max_epochs=1).run(Net(), DATA)
+"""
+
+
+def test_sigterm_after_the_last_step(tmp_path: Path) -> None:
+    ran = run_ranks(LATE, 2, Path(__file__).parents[1], tmp_path, timeout=60, check=False)
+    assert [rank.returncode for rank in ran] == [143, 143], ran[1].stderr[-2000:]
