@@ -58,10 +58,10 @@ class Changes(Callback):
         "on_before_optimizer_step",
     ],
 )
-@pytest.mark.parametrize("monitor", [None, "val"])
-def test_weights_are_those_of_the_moment(tmp_path: Path, event: str, monitor: str | None) -> None:
+@pytest.mark.parametrize(("every", "monitor"), [(2, None), (2, "val"), ("1 epochs", None)])
+def test_weights_are_those_of_the_moment(tmp_path: Path, event: str, every: Any, monitor: str | None) -> None:
     for name, asynchronous in (("one", True), ("two", False)):
-        checkpoint = ModelCheckpoint(every=2, monitor=monitor, save_top_k=-1, asynchronous=asynchronous)
+        checkpoint = ModelCheckpoint(every=every, monitor=monitor, save_top_k=-1, asynchronous=asynchronous)
         fit(tmp_path / name, Changes(event), checkpoint, max_epochs=2, num_sanity_val_steps=0).run(Teacher(), DATA[:2], DATA[:1])
     names = sorted(path.name for path in (tmp_path / "one" / "checkpoints").iterdir())
     assert len(names) == 2
