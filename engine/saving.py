@@ -259,9 +259,7 @@ class Saver:
 
     def _write(self, job: _Job, group: Group) -> None:
         try:
-            if job.staging is not None:
-                job.staging.finish()
-            together(group, lambda: self._begin(job) if group.is_main else None)
+            together(group, partial(self._begin, job, group))
             files = together(group, partial(self._fill, job, group))
             together(group, lambda: self._seal(job, group, files) if group.is_main else None)
         except BaseException:
@@ -270,11 +268,14 @@ class Saver:
         if job.remove or self.postponed:
             self.remove(job.remove)
 
-    def _begin(self, job: _Job) -> None:
-        if not self._swept:
-            self._swept = True
-            self.place.sweep()
-        self.place.begin(job.name, True)
+    def _begin(self, job: _Job, group: Group) -> None:
+        if job.staging is not None:
+            job.staging.finish()  # first of all: the training may be waiting for it
+        if group.is_main:
+            if not self._swept:
+                self._swept = True
+                self.place.sweep()
+            self.place.begin(job.name, True)
 
     def _fill(self, job: _Job, group: Group) -> dict[str, Record]:
         if not group.is_main:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from callbacks import ModelCheckpoint
 from engine import Callback, Engine
+from engine.checkpoint.staging import Staging
 from engine.saving import Saver, split
 
 
@@ -38,7 +40,7 @@ class Gate:
 def test_the_caller_goes_on_while_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver, weight, buffer = Saver(alone(), tmp_path), nn.Parameter(torch.ones(3)), torch.ones(2)
     gate = Gate(monkeypatch, "write")
-    saver.save("a", content(model={"w": weight, "b": buffer}), asynchronous=True)
+    saver.save("a", content(model={"w": weight, "b": buffer}, stepped={id(weight)}), asynchronous=True)
     buffer.zero_()  # a buffer may change at once
     assert gate.reached.wait(20)
     saver.hold()
@@ -56,8 +58,6 @@ def test_the_caller_goes_on_while_files_are_written(tmp_path: Path, monkeypatch:
 def test_hold_waits_for_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver, weight = Saver(alone(), tmp_path), nn.Parameter(torch.ones(3))
     reached, opened = threading.Event(), threading.Event()
-    from engine.checkpoint.staging import Staging
-
     copy = Staging._copy
 
     def slowly(self: Staging) -> None:
@@ -66,7 +66,7 @@ def test_hold_waits_for_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         copy(self)
 
     monkeypatch.setattr(Staging, "_copy", slowly)
-    saver.save("a", content(model={"w": weight}), asynchronous=True)
+    saver.save("a", content(model={"w": weight}, stepped={id(weight)}), asynchronous=True)
     assert reached.wait(20)
     threading.Timer(0.2, opened.set).start()
     saver.hold()
@@ -78,12 +78,30 @@ def test_hold_waits_for_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_parameters_that_others_change_are_copied_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver, weight = Saver(alone(), tmp_path), nn.Parameter(torch.ones(3))
     gate = Gate(monkeypatch, "mkdir")
-    saver.save("a", content(model={"w": weight}), asynchronous=True, unchanging=False)
+    saver.save("a", content(model={"w": weight}, stepped={id(weight)}), asynchronous=True, unchanging=False)
     with torch.no_grad():
         weight.zero_()
     gate.open.set()
     saver.wait()
     assert read(tmp_path / "a").model["w"].tolist() == [1, 1, 1]
+    saver.close()
+
+
+def test_a_parameter_that_changes_while_it_is_copied_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Better no checkpoint than a torn one."""
+    saver, weight = Saver(alone(), tmp_path), nn.Parameter(torch.ones(3))
+    copy = Staging._copy
+
+    def late(self: Staging) -> None:
+        with torch.no_grad():
+            weight.add_(1)
+        copy(self)
+
+    monkeypatch.setattr(Staging, "_copy", late)
+    saver.save("a", content(model={"w": weight}, stepped={id(weight)}), asynchronous=True)
+    with pytest.raises(RuntimeError, match="changed by something other than an optimizer"):
+        saver.wait()
+    assert not (tmp_path / "a").exists()
     saver.close()
 
 
@@ -192,7 +210,14 @@ def test_background_saves_hold_what_blocking_ones_do(tmp_path: Path) -> None:
             assert one == two, (name, file)
 
 
-def test_an_engine_loop_saves_what_was_there(tmp_path: Path) -> None:
+def test_an_engine_loop_saves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = Staging._copy
+
+    def slowly(self: Staging) -> None:
+        time.sleep(0.3)
+        copy(self)
+
+    monkeypatch.setattr(Staging, "_copy", slowly)
     engine = Engine(accelerator="cpu")
     model = nn.Linear(2000, 500)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
