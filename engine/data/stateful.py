@@ -1,13 +1,11 @@
 """Reading data that has no indices, batch by batch, with its place in it: the state after each batch, and going on from one.
 
-A mark is the state as bytes: a copy that later reading cannot change, cheap to take and to send between processes. It is read only when
-someone asks for the state.
+A mark is a copy of the state, which later reading cannot change.
 """
 
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,13 +33,13 @@ def presharded(data: Any) -> bool:
     return any(getattr(owner, "presharded", False) is True or getattr(owner, "_distributed", None) is not None for owner in owners)
 
 
-def mark_of(**owners: Any) -> bytes | None:
+def mark_of(**owners: Any) -> dict[str, Any] | None:
     """The states of those of ``owners`` that have one; ``None`` when none has."""
     found = {name: owner.state_dict() for name, owner in owners.items() if stateful(owner)}
-    return pickle.dumps(found) if found else None
+    return copy.deepcopy(found) or None
 
 
-_OVER = pickle.dumps({"over": True})
+_OVER = {"over": True}
 
 
 class Source:
@@ -72,7 +70,7 @@ class Source:
 
     def state(self, mark: Any) -> dict[str, Any] | None:
         """A mark as a tree of plain values."""
-        return None if mark is None else {"workers": self.workers, **pickle.loads(mark)}
+        return None if mark is None else {"workers": self.workers, **mark}
 
     def fits(self, state: Any) -> bool:
         """Whether :meth:`begin` can go on from ``state``: it was taken with as many worker processes, from data of this kind."""
@@ -123,7 +121,7 @@ class Traced(IterableDataset[Any]):
         yield from own
         self.over = True
 
-    def mark(self) -> bytes | None:
+    def mark(self) -> dict[str, Any] | None:
         """Where the dataset stands. At the end of a pass it may have begun anew already: what is told then is that the pass is over."""
         return _OVER if self.over else mark_of(dataset=self.dataset, **({} if self.iterator is self.dataset else {"iterator": self.iterator}))
 
@@ -134,7 +132,7 @@ class _Tagging:
     def __init__(self, collate: Callable[[Any], Any], dataset: Traced) -> None:
         self.collate, self.dataset = collate, dataset
 
-    def __call__(self, samples: Any) -> tuple[int, bytes | None, Any]:
+    def __call__(self, samples: Any) -> tuple[int, dict[str, Any] | None, Any]:
         worker = get_worker_info()
         assert worker is not None
         return worker.id, self.dataset.mark(), self.collate(samples)
@@ -171,7 +169,7 @@ class InProcess(Source):
         return {"workers": 0, "states": [{"dataset": self.data.dataset.state_dict()}]} if stateful(self.data.dataset) else None
 
     def state(self, mark: Any) -> dict[str, Any] | None:
-        return None if mark is None else {"workers": 0, "states": [pickle.loads(mark)]}
+        return None if mark is None else {"workers": 0, "states": [mark]}
 
     def fits(self, state: Any) -> bool:
         return "states" in state and state["workers"] == 0
@@ -186,7 +184,7 @@ class FromWorkers(Source):
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_() if told else None  # persistent workers have copies of the dataset
         self.whole = self._loader()
         self.next = 0
-        self.marks: list[bytes | None] = []
+        self.marks: list[dict[str, Any] | None] = []
 
     def _loader(self, first: int = 0, states: list[Any] | None = None) -> DataLoader[Any]:
         dataset = Traced(self.data.dataset, first, states, self.epoch)
@@ -201,7 +199,7 @@ class FromWorkers(Source):
         # Workers that go on in other workers' places are good for one pass, even persistent ones.
         loader = self.whole if state is None else self._loader(state["next"], state["states"])
         self.next = state["next"] if state else 0
-        self.marks = [None if s is None else pickle.dumps(s) for s in state["states"]] if state else [None] * self.workers
+        self.marks = list(state["states"]) if state else [None] * self.workers
         iterator = iter(loader)
         return iterator, self._batches(iterator)
 
@@ -220,7 +218,7 @@ class FromWorkers(Source):
         following, marks = mark
         if not any(marks):
             return None
-        return {"workers": self.workers, "next": following, "states": [None if m is None else pickle.loads(m) for m in marks]}
+        return {"workers": self.workers, "next": following, "states": list(marks)}
 
     def fits(self, state: Any) -> bool:
         return "states" in state and bool(state["workers"] == self.workers)

@@ -7,13 +7,15 @@ import os
 import pickle
 import shutil
 import struct
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import run_ranks, run_script
+from processes import clean_environment, run_ranks, run_script
 from safetensors.torch import load_file
 from saved import read, resummed, save
 
@@ -73,6 +75,22 @@ def test_no_pickle_is_read(tmp_path: Path, strategy: str, ranks: int) -> None:
     assert suffixes == {".json", ".safetensors"}
     for path in tmp_path.rglob("*.safetensors"):
         load_file(path)
+
+
+SUITES = (
+    *("checkpoint/test_store.py", "checkpoint/test_tensors.py", "checkpoint/test_plan.py", "checkpoint/test_state.py", "checkpoint/test_places.py"),
+    *("test_saving.py", "test_checkpoints.py", "test_states.py", "test_metric_states.py", "test_load_from_checkpoint.py"),
+    *("callbacks/test_model_checkpoint.py", "failure/test_crash_points.py", "failure/test_moments.py"),
+)
+
+
+@pytest.mark.slow
+def test_the_suites_of_checkpoints_read_none() -> None:
+    tests = Path(__file__).parents[1]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no_pickle", *(str(tests / name) for name in SUITES)]
+    environment = clean_environment(PYTHONPATH=f"{tests}{os.pathsep}{tests.parent}")
+    done = subprocess.run(command, env=environment, cwd=tests.parent, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout[-5000:]
 
 
 class Evil:
