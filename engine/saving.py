@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,8 +28,9 @@ from engine.distributed.group import Group
 from engine.errors import RankError
 from engine.log import logger
 
-CLOSE_S = 30.0
-"""How long a run that has failed waits for a checkpoint that was on its way (s)."""
+CLOSE_S = 5.0
+"""How long a run of several ranks that has failed waits for a checkpoint that was on its way (s): the others wait for this rank's end."""
+_open: weakref.WeakSet[Saver] = weakref.WeakSet()
 
 Packed = tuple[Any, dict[str, Tensor]]
 
@@ -85,7 +90,6 @@ class Saver:
         """Names that are to be removed and could not be yet."""
         self._failures = 0
         self._job: _Job | None = None
-        self._thread: ThreadPoolExecutor | None = None
         self._side: Group | None = None
         self._staging: Staging | None = None
         self._rows: list[Any] | None = None
@@ -132,19 +136,19 @@ class Saver:
                     raise
                 self._ended(name, error)
             return self.place.path(name)
-        if self._thread is None:
+        if self._side is None:
             # Collectives of another thread need a process group of their own.
             self._side = self.group.part([list(range(self.group.world_size))]) if self.group.world_size > 1 else self.group
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        if self._staging is None:
             self._staging = Staging(self.group.device)
-        assert self._staging is not None
         copies = self._staging.begin({key: part.tensor for key, part in job.parts.items()}, later if unchanging else set())
         job.parts = {key: Part(copies[key], part.offsets) for key, part in job.parts.items()}
         job.trees = {stem: (value, {n: t.detach().cpu().clone() for n, t in tensors.items()}) for stem, (value, tensors) in job.trees.items()}
         job.staging = self._staging
-        assert self._side is not None
-        job.future = self._thread.submit(self._write, job, self._side)
-        self._job = job
+        job.future, self._job = Future(), job
+        _open.add(self)
+        # Nobody waits for a daemon: a rank that fails ends, even when the thread waits for ranks that are gone.
+        threading.Thread(target=self._run, args=(job, job.future, self._side), name="checkpoint", daemon=True).start()
         return self.place.path(name)
 
     def hold(self) -> None:
@@ -177,22 +181,18 @@ class Saver:
             logger.error("%s; training goes on (failure %d in a row, %d are an error)", message, self._failures, self.max_failures)
 
     def close(self, failed: bool = False) -> None:
-        """Wait for the checkpoint on its way, end the thread and give the buffers' memory back.
+        """Wait for the checkpoint on its way, and give the buffers' memory back.
 
         Args:
             failed: the run has ended with an error, and other ranks may be gone: wait a little only, and raise nothing.
         """
         try:
-            self.wait(CLOSE_S if failed else None)
+            self.wait(CLOSE_S if failed and self.group.world_size > 1 else None)
         except Exception as error:
             if not failed:
                 raise
-            logger.error("%s: %s", type(error).__name__, error)
-        if self._thread is not None:
-            self._thread.shutdown(wait=False)
-        if self._staging is not None:
-            self._staging.clear()
-        self._thread = self._staging = self._rows = None
+            logger.error("the checkpoint on its way was given up: %s: %s", type(error).__name__, error)
+        self._staging = self._rows = None
 
     def discard(self, names: Sequence[str]) -> None:
         """Delete checkpoints (on the main process) when the one on its way is complete."""
@@ -257,6 +257,14 @@ class Saver:
 
     # -- on the thread that writes ----------------------------------------------------------------------------------------------
 
+    def _run(self, job: _Job, future: Future[None], group: Group) -> None:
+        try:
+            self._write(job, group)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
     def _write(self, job: _Job, group: Group) -> None:
         try:
             together(group, partial(self._begin, job, group))
@@ -294,6 +302,15 @@ class Saver:
 
     def _seal(self, job: _Job, group: Group, files: list[dict[str, Record]]) -> None:
         self.place.seal(job.name, group.world_size, job.facts, {name: known for own in files for name, known in own.items()})
+
+
+def _finish() -> None:
+    """At the interpreter's exit: checkpoints on their way are completed."""
+    for saver in list(_open):
+        saver.close(failed=saver.group.failed or getattr(sys, "last_value", None) is not None)
+
+
+atexit.register(_finish)
 
 
 def split(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:

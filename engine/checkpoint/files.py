@@ -9,6 +9,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -146,7 +147,7 @@ def _sum(path: Path, size: int, index: int) -> str:
 def in_parallel(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
     """``work`` of each item, a few at a time; the first error is raised when all have ended.
 
-    Plain threads: a pool of ``concurrent.futures`` takes nothing any more while the interpreter ends, and a last checkpoint may be written then.
+    Plain threads: pools take nothing any more while the interpreter ends, and a last checkpoint may be written then.
     """
     results: list[Any] = [None] * len(items)
     errors: list[BaseException] = []
@@ -164,9 +165,12 @@ def in_parallel(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
             except BaseException as error:
                 errors.append(error)
 
-    threads = [threading.Thread(target=run) for _ in range(min(THREADS, len(items)) - 1)]
-    for thread in threads:
-        thread.start()
+    threads = []
+    with suppress(RuntimeError):  # an interpreter that ends starts no threads any more: then this one does all
+        for _ in range(min(THREADS, len(items)) - 1):
+            thread = threading.Thread(target=run, daemon=True)
+            thread.start()
+            threads.append(thread)
     run()
     for thread in threads:
         thread.join()

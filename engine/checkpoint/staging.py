@@ -69,11 +69,6 @@ class Staging:
         else:
             self._done.wait()
 
-    def clear(self) -> None:
-        """Give the memory back."""
-        self._buffers.clear()
-        self._left = []
-
     def _copy(self) -> None:
         with torch.no_grad():
             for (copy, tensor), version in zip(self._left, self._versions, strict=True):
