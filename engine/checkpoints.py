@@ -27,7 +27,7 @@ from engine.metrics import Recorder
 from engine.module import TrainModule
 from engine.optimizers import Schedule
 from engine.result import Times, TrainState
-from engine.saving import Content, Saver
+from engine.saving import Content, Saver, stepped
 from engine.seed import capture, restore
 
 OPTIMIZER_NAMES = ("lr", "initial_lr")
@@ -325,11 +325,6 @@ class Checkpoints:
                 _configure(optimizer, groups)
             for schedule in self.schedulers:
                 _rebase(schedule.scheduler)
-
-
-def stepped(optimizers: Sequence[Any]) -> set[int]:
-    """The ``id`` of each parameter that an optimizer trains. Others, a teacher's for example, may be changed at any time."""
-    return {id(p) for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad}
 
 
 def _configure(optimizer: Any, given: list[dict[str, Any]]) -> None:

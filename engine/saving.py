@@ -26,6 +26,7 @@ from engine.checkpoint.tensors import storable, write_tensors
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
 from engine.errors import RankError
+from engine.gradients import parameters_of
 from engine.log import logger
 
 CLOSE_S = 5.0
@@ -311,6 +312,11 @@ def _finish() -> None:
 
 
 atexit.register(_finish)
+
+
+def stepped(optimizers: Sequence[Any]) -> set[int]:
+    """The ``id`` of each parameter that an optimizer trains. Others, a teacher's for example, may be changed at any time."""
+    return {id(p) for p in parameters_of(optimizers) if p.requires_grad}
 
 
 def split(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:

@@ -15,7 +15,7 @@ from engine.loading import fitting, opening
 from engine.log import logger
 from engine.prepared import PreparedScheduler
 from engine.preparing import Preparing
-from engine.saving import Content, Saver
+from engine.saving import Content, Saver, stepped
 from engine.seed import capture, restore
 
 
@@ -172,7 +172,7 @@ class States(Preparing):
             own={"place": self._place(), "rng": capture(), "streams": [state["stream"] for state in loaders]},
             facts=facts,
             partial=strategy.parts_differ,
-            stepped={id(p) for o in self._stepper.known for group in o.param_groups for p in group["params"] if p.requires_grad},
+            stepped=stepped(self._stepper.known),
         )
 
     def _place(self) -> list[int]:
