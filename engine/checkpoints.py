@@ -30,8 +30,6 @@ from engine.result import Times, TrainState
 from engine.saving import Content, Saver, stepped
 from engine.seed import capture, restore
 
-OPTIMIZER_NAMES = ("lr", "initial_lr")
-
 
 class Checkpoints:
     """The part of :class:`engine.Run` that saves and loads."""
@@ -52,6 +50,7 @@ class Checkpoints:
     val_every: Every
     saver: Saver
     last_checkpoint: Path | str | None
+    _started: float
     _elapsed_before: float
     root_dir: Path
     _saved: tuple[tuple[int, int, int, int], str] | None = None
@@ -60,10 +59,8 @@ class Checkpoints:
     """The state of the training data's stream, until its loader takes it."""
 
     def clock(self) -> float:
-        raise NotImplementedError
-
-    def reseed(self, seed: int) -> None:
-        raise NotImplementedError
+        """Seconds of training by this rank's own clock."""
+        return self._elapsed_before + time.monotonic() - self._started
 
     # -- saving -----------------------------------------------------------------------------------------------------------------
 
@@ -240,6 +237,12 @@ class Checkpoints:
             if str(how.path) != "auto" or self.saver.place.manifests():
                 raise
 
+    def reseed(self, seed: int) -> None:
+        """Take over another run's data order."""
+        self.engine.seed = seed
+        if self.train_loader is not None:
+            self.train_loader.reseed(seed)
+
     def load_weights(self, wanted: str | Path | None, strict: bool = True) -> None:
         """Take only the parameters and buffers of a checkpoint."""
         if wanted is not None:
@@ -330,10 +333,10 @@ class Checkpoints:
 def _configure(optimizer: Any, given: list[dict[str, Any]]) -> None:
     """Let the given hyperparameters hold; what a schedule has done to a learning rate is done to the given one."""
     for group, own in zip(optimizer.param_groups, given, strict=True):
-        saved = {name: group.get(name) for name in OPTIMIZER_NAMES}
+        now, first = group["lr"], group.get("initial_lr")
         group.update(own)
-        if saved["initial_lr"]:
-            group["lr"] = own.get("initial_lr", own["lr"]) * (saved["lr"] / saved["initial_lr"])
+        if first:
+            group["lr"] = own.get("initial_lr", own["lr"]) * (now / first)
 
 
 def _rebase(scheduler: Any) -> None:

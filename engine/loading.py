@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class Loaded:
         self._opened, self.path, self._group = opened, path, group
         self.manifest = opened.manifest
 
-    @property
+    @cached_property
     def source(self) -> Source:
         """Its models and optimizers."""
         return Source(self._opened)

@@ -134,10 +134,6 @@ class Run(Checkpoints):
             return self.agreement.elapsed_s
         return self.clock()
 
-    def clock(self) -> float:
-        """Seconds of training by this rank's own clock."""
-        return self._elapsed_before + time.monotonic() - self._started
-
     # -- stopping ---------------------------------------------------------------------------------------------------------------
 
     def stop(self, reason: str = "asked to stop", level: int = STOP) -> None:
@@ -230,12 +226,6 @@ class Run(Checkpoints):
             loader.close()
         self.loaders.clear()
         self.train_loader, self.val_loaders = None, []
-
-    def reseed(self, seed: int) -> None:
-        """Take over another run's data order."""
-        self.engine.seed = seed
-        if self.train_loader is not None:
-            self.train_loader.reseed(seed)
 
     # -- manual optimization ----------------------------------------------------------------------------------------------------
 

@@ -95,12 +95,6 @@ def inside(directory: Path, name: str) -> Path:
     raise DamagedCheckpoint(f"{directory}: the manifest names the file {name!r}, which leads out of the checkpoint")
 
 
-def record_of(path: Path) -> Record:
-    """What :func:`write_file` would say of a file that is there."""
-    size = path.stat().st_size
-    return {"bytes": size, "crc32": [_sum(path, size, index) for index in range(max(1, -(-size // BLOCK)))]}
-
-
 def blocks(files: Mapping[str, Record], names: Iterable[str]) -> list[tuple[str, int]]:
     """Everything that has a checksum: a file's name, and the number of the block."""
     return [(name, index) for name in names for index in range(len(files[name]["crc32"]))]

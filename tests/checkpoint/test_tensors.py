@@ -10,8 +10,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from saved import record_of
 
-from engine.checkpoint.files import BLOCK, blocks, record_of
+from engine.checkpoint.files import BLOCK, blocks
 from engine.checkpoint.tensors import FORMATS, TensorFiles, write_tensors
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from saved import record_of
 from trained import Tied, save
 
-from engine.checkpoint.files import record_of
 from engine.cli.main import main
 
 SCORES = {1: 0.5, 2: 0.1, 3: 0.3}
