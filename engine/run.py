@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from engine.config.schema import Settings
 from engine.data.loader import PreparedLoader
 from engine.datamodule import DataModule
 from engine.distributed.agreement import HURRY, STOP, TERMINATE, Agreement
-from engine.distributed.watchdog import LATER_S
+from engine.distributed.watchdog import collective_limit
 from engine.engine import Engine
 from engine.garbage import Collector
 from engine.hooks import Hooked, Hooks
@@ -145,7 +144,7 @@ class Run(Checkpoints):
         self.started = True
         if self.settings.timeout is not None and self.world_size > 1:
             self.engine.group.barrier()  # a rank that still compiles must find the others patient
-            self.engine.group.limit(timedelta(seconds=self.settings.timeout.value + LATER_S))
+            self.engine.group.limit(collective_limit(self.settings.timeout.value, self.device))
 
     # -- stopping ---------------------------------------------------------------------------------------------------------------
 

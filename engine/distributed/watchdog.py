@@ -14,9 +14,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from engine.distributed import failures, stacks
@@ -32,8 +34,6 @@ REPORT_S = 8.0
 """How long the others wait for rank 0's report (s)."""
 LEAVE_S = 3.0
 """After the report: how long the training's thread may take to come back (s). A thread that does not is in native code, or asleep."""
-LATER_S = 3.0
-"""How much longer a collective may wait than a batch may take (s): the stall is to be found while ranks still stand where they wait."""
 MOST = 8
 """Ranks that a report names one by one."""
 
@@ -235,6 +235,12 @@ class Watchdog:
             sys.stdout.flush()
         finally:
             os._exit(1)
+
+
+def collective_limit(limit_s: float, device: torch.device) -> timedelta:
+    """How long a collective may wait, when a batch may take ``limit_s``: longer, so that the stall is found while ranks still stand where they
+    wait. On the CPU the collective's error then brings the training's thread back; NCCL's ends the process, and the report is to come first."""
+    return timedelta(seconds=limit_s + (3.0 if device.type == "cpu" else NOTES_S + REPORT_S + 2 * LEAVE_S))
 
 
 def laggards(notes: dict[int, Note | None]) -> list[int]:
