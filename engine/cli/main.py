@@ -12,6 +12,7 @@ from engine.errors import nearest
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "checkpoint": ("engine.cli.checkpoint", "list, show, verify, export, convert and prune checkpoints"),
+    "config": ("engine.cli.config", "write a commented file of settings: from answers, defaults, or Accelerate's file; check one"),
     "env": ("engine.cli.env", "print versions, devices, the distributed environment, and each setting with its origin"),
 }
 """Command -> the module whose ``main(arguments) -> exit status`` runs it, and its line of help."""
@@ -49,6 +50,12 @@ def version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows as lines, their columns below one another."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 if __name__ == "__main__":
