@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
 from engine.launch import address, child, rank, rendezvous
@@ -73,7 +73,7 @@ def _run(job: Job, output: Output, errors: Path) -> int:
     nodes = "" if job.max_nodes == 1 else f" here, {job.min_nodes}{f' to {job.max_nodes}' if job.elastic else ''} machines"
     output.say(f"{job.nproc} process(es){nodes}; their output: {job.log_dir}")
     meeting = rendezvous.handler(job)
-    local = job.endpoint and address.towards(*job.endpoint) or rendezvous.LOCAL
+    local = address.towards(*job.endpoint) if job.endpoint else rendezvous.LOCAL
     spec = WorkerSpec(
         role="rank",
         local_world_size=job.nproc,
@@ -158,8 +158,10 @@ class Agent(LocalElasticAgent):
         found = super()._start_workers(worker_group)
         _handle_signals()  # torch's agent has set its own
         self._output.started()
-        errors = {worker.local_rank: self._places.errors / f"attempt={before}-rank={worker.global_rank}.json" for worker in worker_group.workers}
-        self._ranks = [Rank(worker.local_rank, worker.global_rank, found[worker.local_rank], errors[worker.local_rank]) for worker in worker_group.workers]
+        self._ranks = [
+            Rank(each.local_rank, each.global_rank, found[each.local_rank], self._places.errors / f"attempt={before}-rank={each.global_rank}.json")
+            for each in worker_group.workers
+        ]
         if before:
             self._output.say(f"started again: {len(self._ranks)} process(es) here, {worker_group.workers[0].world_size} in all")
         return found
@@ -193,7 +195,7 @@ class Agent(LocalElasticAgent):
 
     def _look(self) -> None:
         """Note which ranks have ended."""
-        handlers = self._pcontext.subprocess_handlers if self._pcontext is not None else {}
+        handlers = self._pcontext.subprocess_handlers if isinstance(self._pcontext, SubprocessContext) else {}
         for each in self._ranks:
             if each.code is None and (code := handlers[each.local].proc.poll()) is not None:
                 each.code, each.ended = code, time.time()
@@ -231,8 +233,8 @@ class Agent(LocalElasticAgent):
             signal.signal(other, lambda *_: None)
         if self._alive():
             interrupted = number == signal.SIGINT
-            what = "Ctrl-C: the ranks may end their step and save; again to kill them" if interrupted else f"{signal.Signals(number).name}: the ranks end"
-            self._output.say(what)
+            again = "; again to kill them" if interrupted else ""
+            self._output.say(f"{'Ctrl-C' if interrupted else number.name}: the ranks may end their step and save{again}")
             self._end(signal.SIGINT if interrupted else signal.SIGTERM, self._job.grace_s, hurry)
         fine = (0, rank.TERMINATED, -signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT)
         for each in self._ranks:
@@ -265,7 +267,7 @@ class Agent(LocalElasticAgent):
         found = rank.cause(self._ranks, {each.rank: self._output.tail(each.rank) for each in self._ranks})
         told = rank.story(found[0], self._output.tail(found[0].rank), self._output.path(found[0].rank)) if found else ""
         only_saw = found is None or found[1]
-        if worker_group.group_world_size > 1:
+        if (worker_group.group_world_size or 1) > 1:
             told = self._exchange(told, only_saw)
         self.told = told
         left = self._remaining_restarts
@@ -277,8 +279,7 @@ class Agent(LocalElasticAgent):
             self._output.say(f"{told}\n\nrestart {self._job.max_restarts - left + 1} of {self._job.max_restarts}")
         if found is None:  # torch's agent sees nothing wrong with ranks that it has not seen failing
             return RunResult(state=WorkerState.FAILED)
-        result = super()._monitor_workers(worker_group)
-        return result
+        return super()._monitor_workers(worker_group)
 
     def _exchange(self, told: str, only_saw: bool) -> str:
         """Tell the other machines' agents the cause, or learn it from them."""

@@ -136,6 +136,8 @@ class Output:
         if not data:
             return 0
         self._log(self._files[stream.rank], data)
+        # Once a process group is there, torch marks the lines of a traceback with the rank, which the terminal's lines have already.
+        data = data.replace(f"[rank{stream.rank}]: ".encode(), b"")
         if stream.is_error:
             self._tails[stream.rank] = (self._tails[stream.rank] + data)[-TAIL:]
         *lines, stream.pending = (stream.pending + data).split(b"\n")
