@@ -156,6 +156,11 @@ class Agent(LocalElasticAgent):
         found = super()._start_workers(worker_group)
         _handle_signals()  # torch's agent has set its own
         self._output.started()
+        if isinstance(self._pcontext, SubprocessContext):
+            for handler in self._pcontext.subprocess_handlers.values():
+                for pipe in (handler._stdout, handler._stderr):  # left open for as long as the process is remembered
+                    if pipe is not None:
+                        pipe.close()
         self._ranks = [
             Rank(
                 each.local_rank,

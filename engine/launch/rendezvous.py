@@ -20,7 +20,7 @@ from engine.launch.job import Job, LaunchError
 
 STORE_S = 10.0
 """How long one exchange with the store may take once the machines have met (s)."""
-PROBE_S = 5.0
+PROBE_S = 3.0
 """How long a program on a busy port gets to answer as a store does (s)."""
 WATCH_S = 0.5
 """How often an agent looks whether machines wait to join, or ranks have failed elsewhere (s)."""
@@ -162,15 +162,22 @@ def _served(job: Job, host: str, port: int) -> dist.Store:
     where = f"{host}:{port}"
     if job.max_nodes == 1:
         raise LaunchError(_busy(where, "another program or job holds it"))
-    try:
+
+    def find() -> dist.TCPStore | None:
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_seconds(PROBE_S))
         deadline = time.monotonic() + PROBE_S
         while not store.check([f"torch.rendezvous.{job.run_id}"]):
             if time.monotonic() > deadline:
-                raise LaunchError(_busy(where, f"a job that is not called {job.run_id!r} meets there"))
+                return None
             time.sleep(0.1)
-    except dist.DistError as error:
+        return store
+
+    try:
+        store = bounded(find, 2 * PROBE_S, "the answer of a store")
+    except (dist.DistError, RendezvousTimeoutError) as error:
         raise LaunchError(_busy(where, "a program holds it that is no rendezvous")) from error
+    if store is None:
+        raise LaunchError(_busy(where, f"a job that is not called {job.run_id!r} meets there"))
     store.set_timeout(_seconds(STORE_S))
     return store
 
