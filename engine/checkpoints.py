@@ -35,6 +35,8 @@ class Checkpoints:
     """The part of :class:`engine.Run` that saves and loads."""
 
     settings: Settings
+    pulse = 0
+    """Signs of life beside the training's batches: batches of evaluation, and saves."""
     engine: Engine
     module: TrainModule
     callbacks: tuple[Hooked, ...]
@@ -133,6 +135,7 @@ class Checkpoints:
         if asynchronous:
             self.engine.before_step(self.saver.hold)
         self.times.checkpoint += time.perf_counter() - began
+        self.pulse += 1
         return path
 
     def wait_for_checkpoint(self) -> set[str]:
@@ -147,6 +150,7 @@ class Checkpoints:
         began = time.perf_counter()
         self.saver.wait()
         self.times.checkpoint += time.perf_counter() - began
+        self.pulse += 1
         return self.saver.lost
 
     def remove_checkpoint(self, path: Path | str) -> None:
