@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -47,7 +47,8 @@ class Engine(States):
     different settings may live side by side.
 
     Args:
-        strategy: a name or a :class:`engine.Strategy`; ``"auto"`` is ``single`` for one process and ``ddp`` for several.
+        strategy: a name, ``{"name": "fsdp", ...}`` with settings of its own, or a :class:`engine.Strategy`;
+            ``"auto"`` is ``single`` for one process and ``ddp`` for several.
         accelerator: ``"auto"`` (CUDA when present), ``"cpu"``, ``"cuda"``.
         precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``fp8-mixed``, ``bf16-true``, ``16-true``, ``64-true``, or :class:`engine.FP8`.
         accumulate_grad_batches: micro-batches in a window; may be changed between epochs.
@@ -67,9 +68,9 @@ class Engine(States):
     def __init__(
         self,
         *,
-        strategy: str | Strategy = "auto",
+        strategy: str | Mapping[str, Any] | Strategy = "auto",
         accelerator: str = "auto",
-        precision: str | Precision | FP8 = "32-true",
+        precision: str | Mapping[str, Any] | Precision | FP8 = "32-true",
         accumulate_grad_batches: int = 1,
         on_nonfinite: str | None = None,
         activation_checkpointing: str | int | None = None,

@@ -31,6 +31,7 @@ LAYERS: dict[str, int] = {
     "engine.prepared": 3,
     "engine.saving": 3,
     "engine.loading": 3,
+    "engine.possible": 4,
     "engine.processes": 4,
     "engine.preparing": 4,
     "engine.states": 4,
