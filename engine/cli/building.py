@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -63,7 +62,7 @@ class Parsed:
         names = parameters(self._parser)
         for key, origin in (*_given(part, names), *((key, f"{COMMAND_LINE} {part.name}.{key}") for key, _ in part.overrides)):
             _check_name(part, key.removesuffix("+"), origin, names)
-        self._arguments = [f"--{_SECTION}", json.dumps(part.init_args, default=str), *(f"--{key}={value}" for key, value in part.overrides)]
+        self._arguments = [f"--{_SECTION}", yaml.safe_dump(dict(part.init_args)), *(f"--{key}={value}" for key, value in part.overrides)]
         try:
             self._values = self._parser.parse_args(self._arguments)
         except argparse.ArgumentError as error:
@@ -75,14 +74,15 @@ class Parsed:
         arguments.pop(_SECTION.replace("-", "_"))
         return self.part.target(**arguments), arguments
 
-    def plain(self) -> dict[str, Any]:
-        """All parameters as YAML has them, defaults included, but for defaults that are objects without a text of their own."""
+    def plain(self) -> tuple[dict[str, Any], list[str]]:
+        """All parameters as YAML has them, defaults included; and those whose value has no text that gives it again."""
         values = self._values.clone()
         values.pop(_SECTION.replace("-", "_"))
-        for name in [name for name in vars(values) if not self._repeatable(name)]:
+        left_out = [name for name in vars(values) if not self._repeatable(name)]
+        for name in left_out:
             values.pop(name)
         found: dict[str, Any] = yaml.safe_load(self._text(values)) or {}
-        return found
+        return found, left_out
 
     def _repeatable(self, name: str) -> bool:
         """Whether the text of a parameter's value gives that value again."""

@@ -88,7 +88,11 @@ def parser(command: str) -> argparse.ArgumentParser:
     top.add_argument("-h", "--help", action="store_true", help="print this; with a target, the parameters of its classes")
     top.add_argument("--data", metavar="CLASS", help="a DataModule, or a class or function that gives a DataLoader")
     top.add_argument(
-        "--callback", action="append", default=[], metavar="CLASS", help="a callback; may be repeated; ModelCheckpoint means callbacks:ModelCheckpoint"
+        "--callback",
+        action="append",
+        default=[],
+        metavar="CLASS",
+        help="a callback; may be repeated; ModelCheckpoint means callbacks:ModelCheckpoint",
     )
     top.add_argument(
         "--set",
