@@ -14,6 +14,7 @@ from engine.cli.exits import UsageError
 from engine.cli.targets import load
 from engine.config import reading
 from engine.config.resolve import Resolved, resolve
+from engine.config.values import KINDS
 from engine.datamodule import DataModule
 from engine.errors import nearest
 from engine.log import logger
@@ -52,6 +53,8 @@ def plan(target: str | None, data: str | None, callbacks: Sequence[str], overrid
         UsageError: no model, an unknown target or part, a section of another form.
         ValueError, TypeError, OSError: a setting or the file cannot be right, as of :func:`engine.config.resolve.resolve`.
     """
+    for text in overrides:
+        _check_section(text)
     resolved = resolve({}, os.environ, None if config is None else Path(config), overrides, SECTIONS)
     sections = resolved.sections
     places = _places(resolved.file) if sections else {}
@@ -141,6 +144,14 @@ def _callbacks(given: Sequence[str], section: Any, places: Mapping[str, str]) ->
         assert part is not None
         found.append(part)
     return found
+
+
+def _check_section(text: str) -> None:
+    """A dotted name whose first part is neither a setting nor a section; what is wrong with settings is said where they are read."""
+    name = text.partition("=")[0]
+    first, dot, _ = name.partition(".")
+    if dot and first not in SECTIONS and first not in KINDS:
+        raise UsageError(f"{COMMAND_LINE} {text}: there is no {first!r} to set{nearest(first, (*SECTIONS, *KINDS))}; write model.*, data.*, callbacks.*")
 
 
 def _override(plan: Plan, name: str, text: str) -> None:

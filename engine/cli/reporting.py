@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from engine.errors import RankError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _OURS = (f"{_PACKAGE}{os.sep}", f"{_PACKAGE.parent / 'callbacks'}{os.sep}")
+_INSTALLED = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")})
 _NEUTRAL = ("<frozen importlib", "<frozen runpy>", contextlib.__file__, f"{os.sep}jsonargparse{os.sep}")
 """Frames of the machinery between our code and others'."""
 _MENDABLE = (ValueError, TypeError, ImportError, FileNotFoundError)
@@ -89,6 +91,8 @@ def _trim(error: BaseException) -> None:
             continue
         seen.add(id(each))
         kept = [frame for frame in _frames(each.__traceback__) if not _is_ours(frame) and not _is_neutral(frame)]
+        first = next((index for index, frame in enumerate(kept) if not _is_installed(frame)), 0)
+        kept = kept[first:]  # torch's way from our call to the first line of the caller's own code
         if kept:
             each.__traceback__ = _joined(kept)
         pending += [each.__cause__, each.__context__]
@@ -109,6 +113,10 @@ def _joined(frames: list[TracebackType]) -> TracebackType | None:
 
 def _is_ours(trace: TracebackType) -> bool:
     return os.path.abspath(_file(trace)).startswith(_OURS)
+
+
+def _is_installed(trace: TracebackType) -> bool:
+    return _file(trace).startswith(_INSTALLED)
 
 
 def _is_neutral(trace: TracebackType) -> bool:
