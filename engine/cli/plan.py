@@ -151,7 +151,7 @@ def _check_section(text: str) -> None:
     name = text.partition("=")[0]
     first, dot, _ = name.partition(".")
     if dot and first not in SECTIONS and first not in KINDS:
-        raise UsageError(f"{COMMAND_LINE} {text}: there is no {first!r} to set{nearest(first, (*SECTIONS, *KINDS))}; write model.*, data.*, callbacks.*")
+        raise UsageError(f"{COMMAND_LINE} {text}: there is no {first!r} to set{nearest(first, (*SECTIONS, *KINDS))}")
 
 
 def _override(plan: Plan, name: str, text: str) -> None:
