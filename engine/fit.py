@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -235,9 +235,17 @@ class Fit:
                 strategy=settings.strategy, precision=settings.precision, on_nonfinite=settings.on_nonfinite, seed=settings.seed, group=group,
                 activation_checkpointing=settings.activation_checkpointing, compile=settings.compile,
             )
-            settings = engine.strategy.configure(settings, self.origins)
+            origins, settings = _configured(engine.strategy, settings, self.origins)
             callbacks = tuple(c for c in settings.callbacks if not (settings.fast_dev_run and c.runs_last))
-            yield Run(settings, engine, module, callbacks, Hooks(callbacks, module, Callback, TrainModule), stage)
+            config = possible.shown(settings, origins, engine.strategy, engine.precision)
+            yield Run(settings, engine, module, callbacks, Hooks(callbacks, module, Callback, TrainModule), stage, config)
+
+
+def _configured(strategy: Strategy, settings: Settings, origins: Mapping[str, str]) -> tuple[dict[str, str], Settings]:
+    """The settings with what the strategy's own configuration says, and where each comes from then."""
+    found = strategy.configure(settings, origins)
+    changed = [each.name for each in fields(settings) if getattr(settings, each.name) != getattr(found, each.name)]
+    return {**origins, **dict.fromkeys(changed, "the strategy's configuration")}, found
 
 
 def _datamodule(datamodule: DataModule | None, loader: Any) -> tuple[DataModule | None, Any]:

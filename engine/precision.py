@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from engine.config.construct import construct
 from engine.config.named import Named
+from engine.config.readable import fields_of
 from engine.config.schema import check
 from engine.errors import nearest
 from engine.transforms.float8 import FP8, TransformerEngine
@@ -40,6 +41,10 @@ class Precision:
 
     def __str__(self) -> str:
         return self.name if self.fp8 in (None, FP8()) else f"{self.name} by {self.fp8}"
+
+    def describe(self) -> str | dict[str, Any]:
+        """As it can be written into a file: its name, with the settings of fp8 where there are any."""
+        return self.name if self.fp8 in (None, FP8()) else fields_of(self.fp8, self.name)
 
     @classmethod
     def parse(cls, name: str | int | Mapping[str, Any] | Named | Precision | FP8) -> Precision:

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from engine.cli.main import version
+from engine import possible
+from engine.cli.main import table, version
+from engine.config.readable import readable, rows
 from engine.config.resolve import resolve
 from engine.distributed.environment import detect
 
@@ -39,7 +41,7 @@ def collect(environ: Mapping[str, str]) -> dict[str, Any]:
 
     Returns:
         ``versions`` (name -> version or ``None``), ``devices``, ``environment`` (as detected, or ``None``), ``settings``
-        (name -> ``value`` and ``origin``) and ``errors`` (what makes the two before it fail).
+        (name -> ``value`` and ``origin``, as in ``run.config``) and ``errors`` (what makes the two before it fail).
     """
     report: dict[str, Any] = {
         "versions": {"python": f"{platform.python_version()} ({platform.platform()})"} | {name: version(name) for name in _PACKAGES},
@@ -57,8 +59,13 @@ def collect(environ: Mapping[str, str]) -> dict[str, Any]:
     except (ValueError, TypeError, OSError) as error:
         report["errors"].append(str(error))
     else:
-        for name, origin in resolved.origins.items():
-            report["settings"][name] = {"value": _plain(getattr(resolved.settings, name)), "origin": origin}
+        report["settings"] = readable(resolved.settings, resolved.origins)
+        try:
+            possible.check(resolved.settings, resolved.origins)
+        except (ValueError, TypeError, OSError) as error:
+            report["errors"].append(str(error))
+        else:
+            report["settings"] = possible.shown(resolved.settings, resolved.origins)
     return report
 
 
@@ -67,9 +74,7 @@ def as_text(report: Mapping[str, Any]) -> str:
     lines = [*_section("versions", {name: found or "not installed" for name, found in report["versions"].items()})]
     lines += _section("devices", report["devices"])
     lines += _section("environment", report["environment"] or {})
-    settings = report["settings"]
-    width = max((len(str(setting["value"])) for setting in settings.values()), default=0)
-    lines += _section("settings", {name: f"{setting['value']!s:<{width}}  {setting['origin']}" for name, setting in settings.items()})
+    lines += ["settings", *("  " + line for line in table(rows(report["settings"]))), ""]
     return "\n".join([*lines, *(f"error: {error}" for error in report["errors"])]).rstrip()
 
 
@@ -97,11 +102,3 @@ def _devices() -> dict[str, str]:
         found["backends"] = ", ".join(name for name, available in there.items() if available) or "none"
     return found
 
-
-def _plain(value: Any) -> Any:
-    """A setting as a JSON value; what JSON has no form of as text."""
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

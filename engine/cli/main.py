@@ -74,5 +74,11 @@ def version(distribution: str) -> str | None:
         return None
 
 
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows as lines, their columns below one another."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 if __name__ == "__main__":
     sys.exit(main())

@@ -20,6 +20,17 @@ Node = Any  # a yaml.Node, whose stub leaves out its fields, or None for an empt
 Entry = tuple[str, Node, str]
 
 _CORE = "tag:yaml.org,2002:"
+PLAIN_FORMS = tuple(
+    (_CORE + tag, re.compile(f"(?:{pattern})$", re.IGNORECASE))
+    for tag, pattern in (
+        ("merge", "<<"),
+        ("null", r"~|null|none"),
+        ("bool", r"true|false|yes|no|on|off"),
+        ("int", r"[-+]?[0-9][0-9_]*"),
+        ("float", r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|[-+]?\.inf|\.nan"),
+    )
+)
+"""What a word without quotes is, other than text: tag and pattern."""
 _PLAIN = frozenset(_CORE + kind for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge"))
 
 
@@ -176,14 +187,7 @@ def _loader() -> type[yaml.SafeLoader]:
     class Loader(yaml.SafeLoader):
         yaml_implicit_resolvers: dict[Any, Any] = {}
 
-    flags = r"true|false|yes|no|on|off"
-    for tag, pattern in (
-        ("merge", "<<"),
-        ("null", r"~|null|none"),
-        ("bool", flags),
-        ("int", r"[-+]?[0-9][0-9_]*"),
-        ("float", r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|[-+]?\.inf|\.nan"),
-    ):
-        Loader.add_implicit_resolver(_CORE + tag, re.compile(f"(?:{pattern})$", re.IGNORECASE), None)
+    for tag, pattern in PLAIN_FORMS:
+        Loader.add_implicit_resolver(tag, pattern, None)
     Loader.add_constructor(_CORE + "int", lambda loader, node: int(node.value))
     return Loader

@@ -12,6 +12,7 @@ import torch
 
 from engine.config.construct import construct
 from engine.config.named import Named
+from engine.config.readable import fields_of
 from engine.config.schema import check
 from engine.errors import nearest
 from engine.strategies.base import Single, Strategy
@@ -87,12 +88,20 @@ def _configured(asked: Named) -> Strategy:
     return built
 
 
+def describe(strategy: Strategy, asked: Any) -> dict[str, Any]:
+    """A strategy as it can be written into a file: its name (the one ``asked`` for, unless that is ``"auto"``) and its settings."""
+    name = asked.name if isinstance(asked, Named) else asked
+    return fields_of(strategy, name if isinstance(name, str) and name != "auto" else _class_name(type(strategy)))
+
+
 def _class_name(make: type) -> str:
     """The name that stands for a class and none of its settings."""
-    return next((name for name, (module, attribute) in _BUILT_IN.items() if (module, attribute) == (make.__module__, make.__name__)), make.__name__)
+    names = (name for name, (module, attribute) in _BUILT_IN.items() if (module, attribute) == (make.__module__, make.__name__))
+    return next(names, make.__name__)
 
 
 def _dtype(text: str) -> torch.dtype:
+    text = text.removeprefix("torch.")
     if text not in _DTYPES:
         raise ValueError(f"no number format has this name{nearest(text, _DTYPES)}; possible: {', '.join(_DTYPES)}")
     return _DTYPES[text]
@@ -108,4 +117,4 @@ _DTYPES = {
     "fp32": torch.float32,
 }
 
-__all__ = ["Single", "Strategy", "get"]
+__all__ = ["Single", "Strategy", "describe", "get"]
