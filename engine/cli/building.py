@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
 from jsonargparse import ArgumentParser
 
 from engine.cli.exits import UsageError
+from engine.config.writing import flow
 from engine.errors import nearest
 
 _SECTION = "fit-section"
@@ -62,7 +63,7 @@ class Parsed:
         names = parameters(self._parser)
         for key, origin in (*_given(part, names), *((key, f"{COMMAND_LINE} {part.name}.{key}") for key, _ in part.overrides)):
             _check_name(part, key.removesuffix("+"), origin, names)
-        self._arguments = [f"--{_SECTION}", yaml.safe_dump(dict(part.init_args)), *(f"--{key}={value}" for key, value in part.overrides)]
+        self._arguments = [f"--{_SECTION}", flow(dict(part.init_args)), *(f"--{key}={value}" for key, value in part.overrides)]
         try:
             self._values = self._parser.parse_args(self._arguments)
         except argparse.ArgumentError as error:
@@ -81,8 +82,7 @@ class Parsed:
         left_out = [name for name in vars(values) if not self._repeatable(name)]
         for name in left_out:
             values.pop(name)
-        found: dict[str, Any] = yaml.safe_load(self._text(values)) or {}
-        return found, left_out
+        return self._as_values(values), left_out
 
     def _repeatable(self, name: str) -> bool:
         """Whether the text of a parameter's value gives that value again."""
@@ -90,13 +90,14 @@ class Parsed:
         for other in [other for other in vars(values) if other != name]:
             values.pop(other)
         try:
-            again = self._parser.parse_args([*self._arguments, f"--{_SECTION}", self._text(values)])
+            again = self._parser.parse_args([*self._arguments, f"--{_SECTION}", flow(self._as_values(values))])
             return bool(again[name] == self._values[name])
-        except (argparse.ArgumentError, yaml.YAMLError, TypeError, ValueError, RuntimeError):
+        except (argparse.ArgumentError, TypeError, ValueError, RuntimeError):
             return False
 
-    def _text(self, values: Any) -> str:
-        return str(self._parser.dump(values, skip_unset=False, skip_validation=True))
+    def _as_values(self, values: Any) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._parser.dump(values, format="json_compact", skip_unset=False, skip_validation=True))
+        return found
 
 
 def parser_of(part: Part) -> ArgumentParser:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from engine.cli.building import Parsed, Part, parameters, parser_of
-from engine.config.duration import Duration
-from engine.config.named import Named
+from engine.config.readable import readable
 from engine.config.resolve import Resolved
-from engine.config.schema import Settings
+from engine.config.writing import flow
 
 
 def config_text(resolved: Resolved, parsed: Sequence[Parsed]) -> str:
@@ -25,10 +21,9 @@ def config_text(resolved: Resolved, parsed: Sequence[Parsed]) -> str:
     Defaults of parameters that have no text (an object made in the signature) are named in a comment, and are taken from there again.
     """
     lines = ["# settings of Fit, and where each comes from"]
-    for setting in fields(Settings):
-        if setting.name != "callbacks":
-            value = _inline(plain(getattr(resolved.settings, setting.name)))
-            lines.append(f"{setting.name}: {value}  # {resolved.origins[setting.name]}")
+    for name, entry in readable(resolved.settings, resolved.origins, hide=False).items():
+        if name != "callbacks":
+            lines.append(f"{name}: {flow(entry['value'])}  # {' '.join(entry['origin'].split())}")
     by_name = {each.part.name: each for each in parsed}
     for name in ("model", "data"):
         if name in by_name:
@@ -42,28 +37,11 @@ def config_text(resolved: Resolved, parsed: Sequence[Parsed]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plain(value: Any) -> Any:
-    """A setting's value as YAML has it."""
-    if isinstance(value, Named):
-        return plain(value.as_dict())
-    if isinstance(value, Mapping):
-        return {key: plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
-    return str(value) if isinstance(value, (Duration, Path)) else value
-
-
-def _inline(value: Any) -> str:
-    """On one line."""
-    text = yaml.safe_dump(value, sort_keys=False, default_flow_style=True, allow_unicode=True, width=1 << 30)
-    return text.removesuffix("\n").removesuffix("...").removesuffix("\n")
-
-
 def _described(parsed: Parsed, indent: str) -> list[str]:
     values, left_out = parsed.plain()
-    lines = [f"class_path: {_inline(parsed.part.path)}"]
+    lines = [f"class_path: {flow(parsed.part.path)}"]
     if values:
-        lines += yaml.safe_dump({"init_args": values}, sort_keys=False, allow_unicode=True, width=1 << 30).rstrip("\n").split("\n")
+        lines += ["init_args:", *(f"  {name}: {flow(value)}" for name, value in values.items())]
     lines += [f"# {name}: the default of {parsed.part.title}, an object that has no text" for name in left_out]
     return [f"{indent}{line}" for line in lines]
 

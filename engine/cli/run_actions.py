@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,9 +70,8 @@ def _run(command: str, arguments: argparse.Namespace) -> int:
 def _built(wanted: Plan, parsed: list[Parsed], *more: Callback) -> tuple[Fit, TrainModule, Any]:
     """The ``Fit``, the module and the data, each built from its parameters."""
     by_name = {each.part.name: each for each in parsed}
-    sections = {name: {"class_path": by_name[name].part.path, "init_args": by_name[name].plain()[0]} for name in by_name}
     callbacks = [_callback(each) for name, each in by_name.items() if name.startswith("callbacks.")]
-    fit = Fit.from_resolved(replace(wanted.resolved, sections=sections), [*callbacks, *more])
+    fit = Fit.from_resolved(replace(wanted.resolved, **_sections(parsed, wanted.resolved.origins)), [*callbacks, *more])
     if fit.settings.seed is not None:
         seed_everything(fit.settings.seed)  # the first weights are drawn in the module's constructor
     data = by_name["data"].build()[0] if "data" in by_name else None
@@ -79,6 +79,17 @@ def _built(wanted: Plan, parsed: list[Parsed], *more: Callback) -> tuple[Fit, Tr
     if not module.hparams:
         module.hparams.update(given)
     return fit, module, data
+
+
+def _sections(parsed: list[Parsed], origins: Mapping[str, str]) -> dict[str, Any]:
+    """What the objects are built from, for checkpoints and loggers: a field and its origins of :class:`engine.config.resolve.Resolved`."""
+    found: dict[str, Any] = {}
+    places = dict(origins)
+    for each in parsed:
+        section, text = each.part.name.partition(".")[0], {"class_path": each.part.path, "init_args": each.plain()[0]}
+        places[section] = each.part.origin("")
+        found[section] = [*found.get(section, []), text] if section == "callbacks" else text
+    return {"sections": found, "origins": places}
 
 
 def _callback(parsed: Parsed) -> Callback:
