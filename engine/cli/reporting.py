@@ -44,7 +44,7 @@ def reported(work: Callable[[], int]) -> int:
     try:
         failures.attach(detect(os.environ))
         return work()
-    except KeyboardInterrupt as error:
+    except (KeyboardInterrupt, BrokenPipeError) as error:
         _remember(error)
         raise
     except UsageError as error:
