@@ -16,7 +16,8 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         0, or 1 when the settings or the environment would make a run fail. Wrong arguments end the process with status 2.
     """
-    return int(importlib.import_module(ACTIONS).run(parser().parse_args(list(argv))))
+    arguments = parser().parse_args(list(argv))
+    return int(importlib.import_module(ACTIONS).run(arguments))
 
 
 def parser() -> argparse.ArgumentParser:

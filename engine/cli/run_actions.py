@@ -138,9 +138,9 @@ def _table(metrics: list[dict[str, float]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("metric", *(["value"] if len(metrics) == 1 else [f"loader {index}" for index in range(len(metrics))]))
-    for name in dict.fromkeys(name for each in metrics for name in each):
-        table.add_row(name, *(f"{each[name]:.6g}" if name in each else "" for each in metrics))
+    table = Table("metric", "value")
+    for name, value in ((name, value) for of_loader in metrics for name, value in of_loader.items()):
+        table.add_row(name, f"{value:.6g}")
     Console().print(table)
 
 
