@@ -13,6 +13,7 @@ from typing import Any
 from engine import possible, prepare
 from engine.callback import Callback
 from engine.config.duration import Duration
+from engine.config.readable import described
 from engine.config.resolve import UNSET, Resolved, resolve
 from engine.config.schema import Settings, check
 from engine.crew import crew
@@ -129,6 +130,8 @@ class Fit:
         """What holds, from command line, code, environment, file and defaults."""
         self.origins: dict[str, str] = resolved.origins
         """Where each setting comes from."""
+        self.sections: dict[str, Any] = resolved.sections
+        """What ``fit run`` has built model, data and callbacks from."""
         possible.check(self.settings, self.origins)
 
     @property
@@ -253,7 +256,7 @@ class Fit:
             )
             origins, settings = _configured(engine.strategy, settings, self.origins)
             callbacks = tuple(c for c in settings.callbacks if not (settings.fast_dev_run and c.runs_last))
-            config = possible.shown(settings, origins, engine.strategy, engine.precision)
+            config = possible.shown(settings, origins, engine.strategy, engine.precision) | described(self.sections, origins)
             yield Run(settings, engine, module, callbacks, Hooks(callbacks, module, Callback, TrainModule), stage, config)
 
 
