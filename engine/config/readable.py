@@ -18,12 +18,13 @@ HIDDEN = "***"
 """What stands for a secret."""
 
 
-def readable(settings: Settings, origins: Mapping[str, str], objects: Mapping[str, Any] | None = None) -> Config:
+def readable(settings: Settings, origins: Mapping[str, str], objects: Mapping[str, Any] | None = None, *, hide: bool = True) -> Config:
     """For each setting its ``value`` and ``origin``; for a strategy or a precision with options also the ``origins`` of these.
 
     Args:
         origins: of :class:`engine.config.resolve.Resolved`.
         objects: what strategy and precision became, as :func:`fields_of` objects are shown.
+        hide: leave secrets out; ``False`` for who has given them.
     """
     found: Config = {}
     for each in fields(settings):
@@ -32,6 +33,13 @@ def readable(settings: Settings, origins: Mapping[str, str], objects: Mapping[st
         if isinstance(value, Named):
             entry["origins"] = {key: _hide_text(place) for key, place in value.origins.items() if key}
         found[each.name] = entry
+    shown: Config = without_secrets(found) if hide else found
+    return shown
+
+
+def described(sections: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
+    """What ``fit run`` has built model, data and callbacks from, in the form of :func:`readable`, secrets left out."""
+    found: Config = {name: {"value": plain(value), "origin": _hide_text(origins.get(name, "command line"))} for name, value in sections.items()}
     shown: Config = without_secrets(found)
     return shown
 
@@ -63,10 +71,16 @@ def plain(value: Any) -> Any:
 
 
 def rows(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Name, value and origin of what :func:`readable` gave, for people; options of a strategy or a precision below it, a row each."""
+    """Name, value and origin of what :func:`readable` gave, for people; the options of a strategy, and what a class is given, in rows below."""
     found = []
     for name, entry in config.items():
         value, origin, origins = entry["value"], entry["origin"], entry.get("origins", {})
+        classes = {name: value} if name != "callbacks" else {f"{name}.{index}": each for index, each in enumerate(value)}
+        if classes and all(isinstance(each, Mapping) and "class_path" in each for each in classes.values()):
+            for inner, each in classes.items():
+                found.append((inner, str(each["class_path"]), origin))
+                found += [(f"  {key}", str(given), "") for key, given in each.get("init_args", {}).items()]
+            continue
         if not isinstance(value, Mapping) or "name" not in value:
             found.append((name, str(value), origin))
             continue

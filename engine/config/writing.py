@@ -25,11 +25,15 @@ def flow(value: Any) -> str:
 
 
 def as_yaml(config: Mapping[str, Mapping[str, Any]]) -> str:
-    """What :func:`engine.config.readable.readable` gave as a file of settings: ``name: value  # origin``. Callbacks stand in a comment."""
+    """What :func:`engine.config.readable.readable` gave as a file of settings: ``name: value  # origin``.
+
+    Callbacks that code has made stand in a comment.
+    """
     lines = []
     for name, entry in config.items():
         line = f"{name}: {flow(entry['value'])}  # {' '.join(entry['origin'].split())}"
-        lines.append(f"# {line}" if name == "callbacks" else line)
+        made = name == "callbacks" and not all(isinstance(each, Mapping) for each in entry["value"])
+        lines.append(f"# {line}" if made else line)
     return "\n".join([*lines, ""])
 
 
