@@ -9,7 +9,6 @@ from typing import Any
 from engine.cli import accelerate_strategies as strategies
 from engine.cli.accelerate_file import File, flag
 from engine.config import reading
-from engine.config.values import KINDS
 
 MACHINES = {"NO": "auto", "MULTI_CPU": "cpu", "MULTI_GPU": "cuda", "FSDP": "cuda", "DEEPSPEED": "cuda", "MEGATRON_LM": "cuda", "TP": "cuda"}
 """``distributed_type`` that has a counterpart -> its accelerator."""
@@ -168,10 +167,7 @@ def _rest(file: File) -> None:
     if steps not in (None, "auto"):
         file.set("accumulate_grad_batches", int(steps))
     if flag(file.take("debug", False)):
-        if "debug" in KINDS:
-            file.set("debug", True)
-        else:
-            file.notes.append("debug: true: collectives are not compared beforehand here")
+        file.set("debug", True)
     for key, neutral in (("rdzv_backend", "static"), ("same_network", None)):
         if file.values.get(key) != neutral:
             file.note(key, "the rendezvous of 'fit launch' needs no choice")

@@ -75,7 +75,7 @@ def test_what_is_written_is_read_as_the_same(in_tmp: Path) -> None:
 def test_a_file_is_not_overwritten_unless_it_is_asked_for(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("fit.yaml").write_text("seed: 1\n")
     Path("fit.yaml").chmod(0o640)
-    assert main(["config", "--default"]) == 1
+    assert main(["config", "--default"]) == 2
     assert "--force" in capsys.readouterr().err
     assert Path("fit.yaml").read_text() == "seed: 1\n"
     assert main(["config", "--default", "--force"]) == 0
@@ -96,7 +96,7 @@ def test_without_a_terminal_it_says_what_to_give(in_tmp: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "engine.cli.main", "config"]
     done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "--default" in done.stderr
     assert list(in_tmp.iterdir()) == []
 
