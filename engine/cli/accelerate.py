@@ -61,6 +61,9 @@ def _processes(file: File, kind: str) -> None:
     cpu = flag(file.take("use_cpu", False)) or kind == "MULTI_CPU"
     file.set("accelerator", "cpu" if cpu else MACHINES.get(kind, "auto"))
     count, machines = file.take("num_processes", 1 if kind == "NO" else -1), int(file.take("num_machines", 1))
+    if kind == "NO" and count not in (1, -1):
+        file.note("num_processes", "Accelerate starts one process for distributed_type: NO")
+        count = 1
     ids = _gpu_ids(file)
     each = max(int(count) // machines, 1)
     if ids is not None and count != -1 and len(ids) != each:
@@ -168,8 +171,8 @@ def _rest(file: File) -> None:
         file.set("accumulate_grad_batches", int(steps))
     if flag(file.take("debug", False)):
         file.set("debug", True)
-    for key, neutral in (("rdzv_backend", "static"), ("same_network", None)):
-        if file.values.get(key) != neutral:
+    for key in ("rdzv_backend", "same_network"):
+        if int(file.take("num_machines", 1)) > 1:
             file.note(key, "the rendezvous of 'fit launch' needs no choice")
         file.take(key)
     if flag(file.take("enable_cpu_affinity", False)):
