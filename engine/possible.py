@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from engine import strategies
+from engine.config.named import Named
 from engine.config.readable import readable
 from engine.config.schema import Settings
 from engine.distributed.environment import Environment
@@ -25,7 +27,20 @@ def check(settings: Settings, origins: Mapping[str, str], environment: Environme
     Precision.parse(settings.precision)
     world_size = _processes(settings, environment)
     if settings.strategy != "auto":
-        strategies.get(settings.strategy).check(settings, origins, world_size)
+        strategy = strategies.get(settings.strategy)
+        try:
+            strategy.check(settings, origins, world_size)
+        except ValueError as error:
+            raise ValueError(f"{error}{_places(str(error), settings, origins)}") from None
+
+
+def _places(message: str, settings: Settings, origins: Mapping[str, str]) -> str:
+    """Where the settings that a message names come from, but for those of the code, which the traceback shows."""
+    own = settings.strategy.origins if isinstance(settings.strategy, Named) else {}
+    known = {**origins, **{f"strategy.{key}": place for key, place in own.items()}}
+    named = set(re.findall(r"\w+(?==)", message)) | ({"devices", "num_nodes"} if "processes" in message else set())
+    found = [f"{name}: {place}" for name, place in known.items() if name.rpartition(".")[2] in named and place not in ("code", "default")]
+    return f" [{'; '.join(found)}]" if found else ""
 
 
 def _processes(settings: Settings, environment: Environment | None) -> int | None:

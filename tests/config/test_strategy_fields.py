@@ -174,6 +174,11 @@ def test_what_cannot_work_together_is_said_before_anything_starts(settings: dict
         Fit(**settings)
 
 
+def test_and_where_it_comes_from() -> None:
+    with pytest.raises(ValueError, match=r"this job has 2: .*\[devices: environment FIT_DEVICES; strategy.dp_replicate: file fit.yaml:3\]$"):
+        built(file="strategy:\n  name: fsdp\n  dp_replicate: 3\n", environ={"FIT_DEVICES": "2"})
+
+
 def test_strategies_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass(kw_only=True)
     class Theirs(Strategy):
