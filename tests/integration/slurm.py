@@ -1,4 +1,4 @@
-"""A SLURM cluster of this machine alone, in a folder: munged, slurmctld and a slurmd for each of two nodes, with their own configuration, sockets and ports.
+"""A SLURM cluster of two nodes on this machine, in a folder: munged, slurmctld and slurmd with their own configuration, sockets, ports.
 
 As root, without systemd and without control groups::
 
@@ -122,9 +122,16 @@ class Cluster:
         with (self.folder / f"{name}.out").open("wb") as out:
             # Its own session: Ctrl-C in the terminal of the tests is not the daemons' business.
             command = [program, *map(str, arguments)]
-            self._daemons.append(
-                subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, preexec_fn=_unblock)
+            daemon = subprocess.Popen(
+                command,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_unblock,
             )
+            self._daemons.append(daemon)
 
     def _await(self, condition: object, what: str) -> None:
         assert callable(condition)
@@ -132,7 +139,8 @@ class Cluster:
         while not condition():
             ended = [daemon.args for daemon in self._daemons if daemon.poll() is not None]
             if ended or time.monotonic() > deadline:
-                logs = "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in sorted(self.folder.glob("*.[lo][ou][gt]")))
+                files = sorted([*self.folder.glob("*.log"), *self.folder.glob("*.out")])
+                logs = "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in files)
                 raise RuntimeError(f"{what} did not come up{f'; ended: {ended}' if ended else ' within 30 s'}\n{logs}")
             time.sleep(0.1)
 
