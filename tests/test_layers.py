@@ -49,6 +49,7 @@ LAYERS: dict[str, int] = {
     "engine.loop": 6,
     "engine.session": 6,
     "engine.fit": 7,
+    "engine.launch": 8,
     "engine.cli": 9,
 }
 # The only places that import own modules by name.

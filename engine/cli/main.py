@@ -12,6 +12,7 @@ from engine.errors import nearest
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "checkpoint": ("engine.cli.checkpoint", "list, show, verify, export, convert and prune checkpoints"),
+    "launch": ("engine.cli.launch", "start a script as the processes of one job, on this machine or on several; watch and restart them"),
     "env": ("engine.cli.env", "print versions, devices, the distributed environment, and each setting with its origin"),
 }
 """Command -> the module whose ``main(arguments) -> exit status`` runs it, and its line of help."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from engine.distributed import failures
 from engine.distributed.environment import Environment
+from engine.distributed.meeting import meet
 from engine.log import logger
 
 LEAVE_S = 5.0
@@ -35,7 +36,6 @@ class _Shared:
 
 _shared: _Shared | None = None
 _stores: dict[tuple[str, int], dist.Store] = {}  # the port that rank 0 serves stays bound for the life of the process
-_generation = 0
 
 
 class Group:
@@ -167,30 +167,11 @@ def _adopt(timeout: timedelta, store: dist.Store | None) -> _Shared:
 
 def _meet(environment: Environment, timeout: timedelta, store: dist.Store | None, check: Callable[[], None] | None) -> dist.Store:
     """The store where all ranks of this attempt have been seen by rank 0."""
-    global _generation
     where = f"{environment.master_addr}:{environment.master_port}"
     who = f"rank {environment.rank} of {environment.world_size}"
-    deadline = time.monotonic() + timeout.total_seconds()
     if store is None:
         store = _open(environment, timeout, where, who)
-    # A group joined after an earlier one was closed, or after a restart, must not read the old one's addresses.
-    prefixed = dist.PrefixStore(f"fit/{environment.restart_count}/{_generation}", store)
-    _generation += 1
-    prefixed.set_timeout(timeout)
-    joined = prefixed.add("joined", 1)
-    pause = 0.005
-    while environment.rank == 0 and joined < environment.world_size:
-        if check is not None:
-            check()
-        if time.monotonic() > deadline:
-            raise RuntimeError(
-                f"only {joined} of {environment.world_size} ranks came to {where} within {timeout.total_seconds():g} s. Look for the "
-                "first error in the output of the others, and whether their machines reach this address."
-            )
-        time.sleep(pause)
-        pause = min(pause * 2, 0.1)
-        joined = prefixed.add("joined", 0)
-    return prefixed
+    return meet(store, environment.rank, environment.world_size, where, timeout=timeout, check=check)
 
 
 def _open(environment: Environment, timeout: timedelta, where: str, who: str) -> dist.Store:
