@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.config.resolve import resolve
+from engine.config.resolve import SECTIONS, resolve
 from engine.errors import nearest
 
 
@@ -217,7 +217,7 @@ def gpus() -> int:
 
 def _accelerator(environ: Mapping[str, str]) -> str:
     try:
-        return resolve({}, environ).settings.accelerator
+        return resolve({}, environ, sections=SECTIONS).settings.accelerator
     except (ValueError, TypeError, OSError) as error:
         raise LaunchError(f"every rank would refuse its settings: {error}") from error
 
