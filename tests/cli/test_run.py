@@ -74,7 +74,8 @@ def test_a_file_describes_all(fit, here: Path) -> None:
 
 def test_the_command_line_stands_above_the_file(fit, here: Path, caplog: pytest.LogCaptureFixture) -> None:
     (here / "other.yaml").write_text(FILE)
-    ended = fit("run", "net.py", "--config", "other.yaml", "--data", "net:numbers", "--callback", "net:Tell", "--set", "callbacks.2.path=second", "max_epochs=1")
+    changed = ("--callback", "net:Tell", "--set", "callbacks.2.path=second", "max_epochs=1")
+    ended = fit("run", "net.py", "--config", "other.yaml", "--data", "net:numbers", *changed)
     assert ended.status == 0, ended.err
     # The model's parameters stay, because it is the same class; those of the other data do not hold for a function.
     assert "the parameters of net.Numbers are not used, because net:numbers was given" in caplog.text
@@ -234,7 +235,10 @@ FILES = [
     ("model:\n  class_pth: net:Net\n", "model has no class_path"),
     ("\nmodel: net:Nett\n", "file fit.yaml:2: model 'net:Nett'"),
     ("model: [net:Net]", "model is a list"),
-    ("model: net:Net\ncallbacks:\n  - ModelCheckpoint\n  - class_path: net:Tell\n    init_args: {pth: x}\n", "file fit.yaml:5: callbacks.1 Tell has no parameter 'pth'"),
+    (
+        "model: net:Net\ncallbacks:\n  - ModelCheckpoint\n  - class_path: net:Tell\n    init_args: {pth: x}\n",
+        "file fit.yaml:5: callbacks.1 Tell has no parameter 'pth'",
+    ),
     ("model: net:Net\nmax_epoch: 3\n", "file fit.yaml:2: 'max_epoch'"),
     ("model: !!python/object/apply:os.mkdir [pwned]\n", "fit.yaml:1"),
 ]
@@ -265,5 +269,5 @@ def test_a_parameter_is_known_by_its_type() -> None:
     def plain(width: int | None = 3, mode: str = "a") -> None: ...
 
     assert Parsed(Part("data", "plain", plain, {"width": None})).plain() == ({"width": None, "mode": "a"}, [])
-    with pytest.raises(UsageError, match="data.width does not fit"):
+    with pytest.raises(UsageError, match=r"data\.width does not fit"):
         Parsed(Part("data", "plain", plain, {}, overrides=[("width", "1.5")]))
