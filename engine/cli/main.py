@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "test": ("engine.cli.run:test", "run the test loop with a checkpoint's weights; alone: check this installation and its devices"),
     "predict": ("engine.cli.run:predict", "write the predictions of a checkpoint's weights to a file"),
     "checkpoint": ("engine.cli.checkpoint", "list, show, verify, export, convert and prune checkpoints"),
+    "config": ("engine.cli.config", "write a commented file of settings: from answers, defaults, or Accelerate's file; check one"),
     "env": ("engine.cli.env", "print versions, devices, the distributed environment, and each setting with its origin"),
     "completion": ("engine.cli.completion", "print a script that completes fit's words in bash, zsh or fish"),
 }

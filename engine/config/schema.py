@@ -40,8 +40,8 @@ class Settings:
     num_nodes: int = 1
     """Nodes of the job."""
     precision: Any = "32-true"
-    """Numbers of the model and of its compute; one of :data:`PRECISIONS`, ``{name: fp8-mixed, recipe: rowwise}``, or an ``FP8`` or
-    ``Precision`` object."""
+    """Numbers of the model and of its compute: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"fp8-mixed"``, ``"bf16-true"``, ``"16-true"``,
+    ``"64-true"``, ``{name: fp8-mixed, recipe: rowwise}``, or an ``FP8`` or ``Precision`` object."""
     max_epochs: int | None = None
     """Stop after so many epochs. 1 when neither this nor ``max_steps`` nor ``max_time`` is given."""
     max_steps: int | None = None
