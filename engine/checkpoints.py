@@ -36,6 +36,8 @@ class Checkpoints:
     """The part of :class:`engine.Run` that saves and loads."""
 
     settings: Settings
+    pulse = 0
+    """Signs of life beside the training's batches: batches of evaluation, and saves."""
     config: Config
     """The settings as plain JSON values, for loggers and checkpoints: name -> ``value`` and ``origin``, secrets as ``"***"``."""
     engine: Engine
@@ -136,6 +138,7 @@ class Checkpoints:
         if asynchronous:
             self.engine.before_step(self.saver.hold)
         self.times.checkpoint += time.perf_counter() - began
+        self.pulse += 1
         return path
 
     def wait_for_checkpoint(self) -> set[str]:
@@ -150,6 +153,7 @@ class Checkpoints:
         began = time.perf_counter()
         self.saver.wait()
         self.times.checkpoint += time.perf_counter() - began
+        self.pulse += 1
         return self.saver.lost
 
     def remove_checkpoint(self, path: Path | str) -> None:

@@ -57,6 +57,7 @@ class Engine(States):
         compile: ``True``, ``"blocks"`` (each repeated block) or a dict of ``torch.compile``'s options.
         seed: of the data order; by default torch's initial seed on rank 0.
         timeout: for meeting the other processes and for each collective.
+        debug: compare the ranks' operations, shapes and dtypes before each collective, and raise where they differ.
         environment: where this process stands; detected when not given.
         group: processes that were joined already.
 
@@ -77,6 +78,7 @@ class Engine(States):
         compile: bool | str | dict[str, Any] = False,
         seed: int | None = None,
         timeout: timedelta = timedelta(minutes=30),
+        debug: bool = False,
         environment: Environment | None = None,
         group: Group | None = None,
     ) -> None:
@@ -90,7 +92,8 @@ class Engine(States):
             chosen = strategies.get(strategy, environment.world_size)
             kind = accelerators.device_type(accelerator)
             group = join(
-                environment, accelerators.device(kind, environment.local_rank), timeout=timeout, store=started.store if started else None
+                environment, accelerators.device(kind, environment.local_rank), timeout=timeout, store=started.store if started else None,
+                debug=debug,
             )
         else:
             chosen = strategies.get(strategy, group.world_size)

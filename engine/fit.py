@@ -29,8 +29,10 @@ from engine.precision import Precision
 from engine.result import Result
 from engine.run import Run
 from engine.session import session
+from engine.startup import compare
 from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8
+from engine.watching import collected, watched
 
 
 class Fit:
@@ -63,6 +65,10 @@ class Fit:
         deterministic: ``True`` or ``"warn"``.
         seed: of python, numpy, torch and the data order.
         on_nonfinite: ``"raise"`` or ``"skip"`` steps whose gradient norm is not finite.
+        timeout, start_timeout: longest time without a finished batch after and before the first step; then the ranks that lag are named.
+        check: compare the ranks' parameters, loaders and first batch before the first step.
+        debug: compare the ranks' shapes before each collective.
+        gc_every_n_steps: steps between two runs of Python's garbage collector; 0 leaves it alone.
         root_dir: where checkpoints and logs go.
 
     Raises:
@@ -96,6 +102,11 @@ class Fit:
         deterministic: bool | str = UNSET,
         seed: int | None = UNSET,
         on_nonfinite: str | None = UNSET,
+        timeout: str | timedelta | Duration | None = UNSET,
+        start_timeout: str | timedelta | Duration = UNSET,
+        check: bool = UNSET,
+        debug: bool = UNSET,
+        gc_every_n_steps: int = UNSET,
         root_dir: str | Path = UNSET,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
@@ -169,8 +180,10 @@ class Fit:
                 run.resume(resume)
             call_all(run, run.hooks.on_fit_start)
             self._sanity_check(run)
+            compare(run)
             call_all(run, run.hooks.on_train_start)
-            train(run)
+            with watched(run), collected(run):
+                train(run)
             run.saver.hold()  # hooks may change weights
             call_all(run, run.hooks.on_train_end)
             call_all(run, run.hooks.on_fit_end)
@@ -199,7 +212,8 @@ class Fit:
         with self._start(module, "predict") as run, session(run, datamodule):
             prepared = prepare.evaluation(run, "predict", loaders, datamodule, "predict_step")
             run.load_weights(checkpoint)
-            results = predict(run, prepared)
+            with watched(run):
+                results = predict(run, prepared)
         return results[0] if len(prepared) == 1 else results
 
     def _evaluate(
@@ -209,7 +223,8 @@ class Fit:
         with self._start(module, stage) as run, session(run, datamodule):
             prepared = prepare.evaluation(run, name, loaders, datamodule, f"{name}_step")
             run.load_weights(checkpoint)
-            return evaluate(run, prepared, name, run.method(f"{name}_step"))
+            with watched(run):
+                return evaluate(run, prepared, name, run.method(f"{name}_step"))
 
     def _sanity_check(self, run: Run) -> None:
         """A few validation batches, so that an error in them does not wait for the end of the first epoch. Leaves no trace."""
@@ -218,7 +233,8 @@ class Fit:
             return
         run.stage = "sanity"
         call_all(run, run.hooks.on_sanity_check_start)
-        validate(run, None if count < 0 else count)
+        with watched(run):
+            validate(run, None if count < 0 else count)
         call_all(run, run.hooks.on_sanity_check_end)
         run.stage = "fit"
 

@@ -19,7 +19,9 @@ from engine.config.writing import as_yaml
 from engine.data.loader import PreparedLoader
 from engine.datamodule import DataModule
 from engine.distributed.agreement import HURRY, STOP, TERMINATE, Agreement
+from engine.distributed.watchdog import collective_limit
 from engine.engine import Engine
+from engine.garbage import Collector
 from engine.hooks import Hooked, Hooks
 from engine.log import logger
 from engine.metrics import Recorder
@@ -34,6 +36,10 @@ class Run(Checkpoints):
 
     stepping = False
     """An optimizer step and what belongs to it are under way: there is no whole state."""
+    due_step = 0
+    """The next step after which more than the step itself may happen."""
+    started = False
+    """A step was made: from now on ``timeout`` holds, no more ``start_timeout``."""
 
     def __init__(
         self, settings: Settings, engine: Engine, module: TrainModule, callbacks: tuple[Hooked, ...], hooks: Hooks, stage: str, config: Config
@@ -76,8 +82,7 @@ class Run(Checkpoints):
         """Micro-batches in a window, by epoch."""
         self.stride = 1
         """What a full window adds to the data position."""
-        self.due_step = 0
-        """The next step after which more than the step itself may happen."""
+        self.garbage = Collector()
         self.interrupted = self.terminated = False
         """Ctrl-C has reached this rank; SIGTERM has reached some rank."""
         self.preempted = False
@@ -140,6 +145,13 @@ class Run(Checkpoints):
             return self.agreement.elapsed_s
         return self.clock()
 
+    def tighten(self) -> None:
+        """The first step is made: nothing of the start (meeting, compilation) is slow any more, so waiting longer means that something hangs."""
+        self.started = True
+        if self.settings.timeout is not None and self.world_size > 1:
+            self.engine.group.barrier()  # a rank that still compiles must find the others patient
+            self.engine.group.limit(collective_limit(self.settings.timeout.value, self.device))
+
     # -- stopping ---------------------------------------------------------------------------------------------------------------
 
     def stop(self, reason: str = "asked to stop", level: int = STOP) -> None:
@@ -179,7 +191,9 @@ class Run(Checkpoints):
         step, settings = self.state.step, self.settings
         marks = [] if self.max_steps is None else [self.max_steps]
         every = self.val_every.duration
-        intervals = [settings.log_every_n_steps]
+        intervals = [settings.log_every_n_steps, settings.gc_every_n_steps]
+        if not self.started:
+            intervals.append(1)
         if every is not None and self.val_loaders:
             whole_epochs = every.unit == "epochs" and isinstance(every.value, int)
             intervals.append(int(every.value) if every.unit == "steps" else 0 if whole_epochs else 1)

@@ -15,6 +15,7 @@ LAYERS: dict[str, int] = {
     "engine.log": 0,
     "engine.tree": 0,
     "engine.seed": 0,
+    "engine.garbage": 0,
     "engine.config": 0,
     "engine.accelerator": 1,
     "engine.distributed": 1,
@@ -48,8 +49,11 @@ LAYERS: dict[str, int] = {
     "engine.prepare": 6,
     "engine.crew": 6,
     "engine.loop": 6,
+    "engine.watching": 6,
+    "engine.startup": 6,
     "engine.session": 6,
     "engine.fit": 7,
+    "engine.launch": 8,
     "engine.cli": 9,
 }
 # The only places that import own modules by name.

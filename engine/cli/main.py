@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "predict": ("engine.cli.run:predict", "write the predictions of a checkpoint's weights to a file"),
     "checkpoint": ("engine.cli.checkpoint", "list, show, verify, export, convert and prune checkpoints"),
     "config": ("engine.cli.config", "write a commented file of settings: from answers, defaults, or Accelerate's file; check one"),
+    "launch": ("engine.cli.launch", "start a script as the processes of one job, on this machine or on several; watch and restart them"),
     "env": ("engine.cli.env", "print versions, devices, the distributed environment, and each setting with its origin"),
     "completion": ("engine.cli.completion", "print a script that completes fit's words in bash, zsh or fish"),
 }

@@ -18,6 +18,7 @@ from engine.errors import nearest
 __all__ = ["PRECISIONS", "Settings", "check", "fast_dev_run_overrides", "precision_name"]
 
 _ONE_EPOCH = Duration("epochs", 1)
+_TEN_MINUTES, _HALF_HOUR = Duration("seconds", 600), Duration("seconds", 1800)
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,17 @@ class Settings:
     """Seed of python, numpy and torch, and of the data order; 0 to 2**32 - 1. ``None`` seeds nothing."""
     on_nonfinite: str | None = None
     """A step whose gradient norm is not finite: ``"raise"`` an error, ``"skip"`` the step, or ``None``: no check."""
+    timeout: Duration | None = _TEN_MINUTES
+    """Longest time without a finished batch, and of a collective, after the first step: several ranks then end with an error that names those
+    that lag; one alone logs where it stands. ``None``: ``start_timeout`` holds throughout, and nothing is watched."""
+    start_timeout: Duration = _HALF_HOUR
+    """The same up to the first step: the processes meet, data are prepared, the model is compiled."""
+    check: bool = False
+    """Compare the ranks before the first step: parameters, lengths of loaders, form of the first batch, and that batches travel unharmed."""
+    debug: bool = False
+    """Compare operation, shapes and dtypes over the ranks before each collective: an error instead of a hang. Slow; for the search of errors."""
+    gc_every_n_steps: int = 50
+    """Python's garbage collector runs at every n-th optimizer step, on all ranks at once, and not in between; 0 leaves it to Python."""
     root_dir: Path = Path("runs")
     """Where checkpoints and logs are written."""
 
@@ -271,6 +283,15 @@ def _time(name: str, value: int | float | str | timedelta | Duration | None) -> 
     return duration
 
 
+def _limit_s(name: str, value: int | float | str | timedelta | Duration | None) -> Duration | None:
+    found = _time(name, value)
+    if found is None and name == "start_timeout":
+        raise _wrong_type(name, value, "a time such as '30 min'")
+    if found is not None and found.value < 1:
+        raise _wrong(name, value, "a time of at least '1 s'" + (", or None for no watch" if name == "timeout" else ""))
+    return found
+
+
 def _duration(name: str, value: int | float | str | timedelta | Duration | None) -> Duration | None:
     try:
         return parse(value)
@@ -328,5 +349,10 @@ _CHECKS: dict[str, _Check] = {
     "deterministic": _bool("warn"),
     "seed": _int(0, none="no seeding", most=2**32 - 1),
     "on_nonfinite": _choice("raise", "skip", none="no check"),
+    "timeout": _limit_s,
+    "start_timeout": _limit_s,
+    "check": _bool(),
+    "debug": _bool(),
+    "gc_every_n_steps": _int(0),
     "root_dir": _path,
 }

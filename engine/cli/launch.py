@@ -1,0 +1,82 @@
+"""``fit launch``: the arguments. What does the work needs torch, and is imported when the arguments are known to be right."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.launch.job import Job, LaunchError, make_job
+
+AGENT = "engine.launch.agent"
+"""The module whose ``run(job) -> exit status`` starts the ranks of this machine and answers for them."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Start a script, a module or a program as the ranks of one job, and wait for its end.
+
+    Returns:
+        0 when all ranks ended well; 1 when one failed, or the job could not be set up; 130 after Ctrl-C and 143 after SIGTERM (128 + the
+        signal's number). Wrong arguments end the process with status 2 before anything is started.
+    """
+    arguments = parser().parse_args(list(argv))
+    try:
+        job = make_job(arguments, os.environ)
+    except LaunchError as error:
+        parser().error(str(error))
+    return start(job)
+
+
+def start(job: Job) -> int:
+    """Run the ranks of this machine; the exit status, as :func:`main` returns it."""
+    return int(importlib.import_module(AGENT).run(job))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of ``fit launch``; everything from the script on belongs to the script."""
+    found = argparse.ArgumentParser(
+        prog="fit launch",
+        usage="fit launch [options] script.py [arguments of the script]\n       fit launch [options] -m package.module [arguments]\n"
+        "       fit launch [options] --no-python program [arguments]",
+        description="Start a script as the processes (ranks) of one job, on this machine or on several, watch them and restart them.",
+        epilog="torchrun's variables (PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT, PET_RDZV_ENDPOINT, "
+        "PET_RDZV_ID, PET_MAX_RESTARTS) are the defaults of the options. Exit status: 0 all went well; 1 a rank failed; 2 wrong arguments; "
+        "130 Ctrl-C; 143 SIGTERM.",
+        allow_abbrev=False,
+    )
+    where = found.add_argument_group("processes")
+    where.add_argument("--nproc", metavar="N", help="processes on this machine: a number, 'gpu' (one a GPU), 'cpu' (one a core), "
+                       "'auto' (one a GPU, or one); default: auto")  # fmt: skip
+    where.add_argument(
+        "--nnodes", metavar="N|MIN:MAX", help="machines; with MIN:MAX the job goes on while MIN are left and grows again; default: 1"
+    )
+    where.add_argument(
+        "--node-rank", metavar="R", help="this machine's number, 0 to N-1, if it is to be fixed; machine 0 serves the rendezvous"
+    )
+    where.add_argument("--rdzv", metavar="HOST:PORT", help="where the machines meet: a port of one of them; not needed for one machine")
+    where.add_argument("--rdzv-id", metavar="ID", help="the job's name at the rendezvous, the same on all machines; default: fit")
+    life = found.add_argument_group("failures")
+    life.add_argument("--max-restarts", metavar="K", help="start all ranks again up to K times when one fails; default: 0")
+    life.add_argument(
+        "--grace", metavar="S", type=float, default=120.0, help="seconds that ranks get to save after SIGTERM or Ctrl-C; default: 120"
+    )
+    life.add_argument(
+        "--dead-after", metavar="S", type=int, default=10, help="a machine silent for so many seconds is taken for dead; default: 10"
+    )
+    life.add_argument(
+        "--join-wait", metavar="S", type=int, default=5, help="seconds to wait for more machines once MIN have come; default: 5"
+    )
+    life.add_argument("--join-timeout", metavar="S", type=int, default=600, help="seconds to wait for the machines to meet; default: 600")
+    out = found.add_argument_group("settings and output")
+    out.add_argument("--config", metavar="FILE", type=Path, help="the YAML file of settings, for every rank (its FIT_CONFIG)")
+    out.add_argument("--log-dir", metavar="DIR", type=Path, help="a new directory in it gets a file for each rank; default: runs/logs")
+    out.add_argument("--show", metavar="RANKS", default="all", help="whose output is shown here: 'all', 'none', or '0,3'; default: all")
+    what = found.add_argument_group("what is run")
+    kind = what.add_mutually_exclusive_group()
+    kind.add_argument("-m", "--module", action="store_true", help="the script is a module, as for python -m")
+    kind.add_argument("--no-python", action="store_true", help="the script is a program of its own")
+    what.add_argument("script")
+    what.add_argument("args", nargs=argparse.REMAINDER)
+    return found

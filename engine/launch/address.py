@@ -1,0 +1,77 @@
+"""The addresses of this machine: the one that reaches another machine, its interface, and whether an address or a port is ours."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+
+_SIOCGIFADDR = 0x8915
+
+
+def resolve_host(host: str, port: int) -> Iterator[tuple[socket.AddressFamily, tuple[str, int]]]:
+    """The addresses of ``host``, for sockets.
+
+    Raises:
+        OSError: the name is not known here.
+    """
+    for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        if family in (socket.AF_INET, socket.AF_INET6):
+            yield family, (str(address[0]), int(address[1]))
+
+
+def towards(host: str, port: int) -> str:
+    """The address of this machine from which packets to ``host`` leave. Nothing is sent.
+
+    Raises:
+        OSError: the name is not known, or no route leads there.
+    """
+    problem: OSError = OSError(f"{host!r} has no address")
+    for family, address in resolve_host(host, port):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(address)
+            except OSError as error:
+                problem = error
+                continue
+            return str(probe.getsockname()[0])
+    raise problem
+
+
+def is_own(host: str) -> bool:
+    """Whether ``host`` is an address (or the name of one) of this machine. An unknown name is not."""
+    with contextlib.suppress(OSError):
+        for family, (address, _) in resolve_host(host, 0):
+            with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+                probe.bind((address, 0))
+                return True
+    return False
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen on ``port`` of this machine now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen(1)
+        except OSError:
+            return False
+    return True
+
+
+def interface(address: str) -> str | None:
+    """The name of the network interface with this IPv4 address (``"eth0"``); ``None`` where it cannot be told."""
+    if sys.platform != "linux" or ":" in address:
+        return None
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None

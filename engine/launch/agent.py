@@ -1,0 +1,345 @@
+"""The agent: starts the ranks of this machine, watches them, ends them together, and starts them again. Torch Elastic's, with our rules.
+
+What differs from torchrun's agent: a failure ends the other ranks within seconds, whereas SIGTERM, Ctrl-C and a machine that joins give
+them time to save; ranks that ended because they were told to are no failure; the first failure is found out and told last; a
+machine that is lost costs no restart; and no rank outlives its agent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException, SubprocessContext
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+
+from engine.launch import address, child, rank, rendezvous
+from engine.launch.job import Job, LaunchError
+from engine.launch.output import Output
+from engine.launch.rank import Rank
+
+SETTLE_S = 0.5
+"""After a death: time for ranks that die of the same cause to leave their tracebacks, so that the first can be told (s)."""
+FAIL_S = 4.0
+"""After a failure: between SIGTERM and SIGKILL for the others, which may hang in a collective (s)."""
+FREE_S = 60.0
+"""A lost machine costs no restart, unless one was lost less than this long before (s)."""
+ELSEWHERE_S = 3.0
+"""How long the cause of a failure is awaited from another machine (s)."""
+
+
+def run(job: Job) -> int:
+    """Run this machine's part of ``job`` to its end.
+
+    Returns:
+        0: all ranks ended well; 1: one failed, or the machines did not meet; 128 + a signal's number after it.
+    """
+    try:
+        job.log_dir.mkdir(parents=True)
+    except OSError as error:
+        print(f"fit launch: no directory for the ranks' output can be made: {error}; choose one with --log-dir", file=sys.stderr)
+        return 1
+    output = Output(job.log_dir, job.show)
+    errors = Path(tempfile.mkdtemp(prefix="fit-launch-"))
+    with _signals(), _torch_log(job.log_dir / f"agent-{os.getpid()}.log"):
+        try:
+            return _run(job, output, errors)
+        except LaunchError as error:
+            output.say(str(error))
+            return 1
+        except SignalException as error:
+            return 128 + int(error.sigval)
+        finally:
+            output.close()
+            shutil.rmtree(errors, ignore_errors=True)
+
+
+def _run(job: Job, output: Output, errors: Path) -> int:
+    nodes = "" if job.max_nodes == 1 else f" here, {job.min_nodes}{f' to {job.max_nodes}' if job.elastic else ''} machines"
+    output.say(f"{job.nproc} process(es){nodes}; their output: {job.log_dir}")
+    meeting = rendezvous.handler(job)
+    local = address.towards(*job.endpoint) if job.endpoint else rendezvous.LOCAL
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=job.nproc,
+        rdzv_handler=meeting,
+        entrypoint=sys.executable,
+        # A dollar sign would be a macro to torch's agent.
+        args=tuple(each.replace("$", "$$") for each in ("-I", "-S", child.__file__, str(os.getpid()), *job.command)),
+        max_restarts=job.max_restarts,
+        local_addr=local,
+    )
+    agent = Agent(spec, job, meeting, output, Places(output, errors, {**job.variables, **_interface(job, local)}))
+    try:
+        result = agent.run()
+    except RendezvousClosedError:
+        output.say(agent.told or "the job has ended on the other machines")
+        return 1
+    except RendezvousTimeoutError:
+        output.say(f"{agent.told or ''}\nonly some of {job.min_nodes} machines came within {job.join_timeout_s} s (--join-timeout)".strip())
+        return 1
+    except (RendezvousError, dist.DistError) as error:
+        output.say(f"{agent.told or ''}\nthe machine that serves the rendezvous is gone: {error}".strip())
+        return 1
+    except SignalException:
+        raise
+    else:
+        meeting.shutdown()
+    if result is None or result.is_failed() or result.state != WorkerState.SUCCEEDED:
+        output.drain()
+        output.say(agent.told or "the job has its machines already")
+        return 1
+    return 0
+
+
+def _interface(job: Job, local: str) -> dict[str, str]:
+    """gloo asks the host's name for an address, which on many machines leads nowhere: it is told the interface that reaches the others."""
+    if job.max_nodes == 1 or "GLOO_SOCKET_IFNAME" in os.environ:
+        return {}
+    found = address.interface(local)
+    return {"GLOO_SOCKET_IFNAME": found} if found else {}
+
+
+class Places(LogsSpecs):
+    """Where the ranks of an attempt write, and what else they find in their environment."""
+
+    def __init__(self, output: Output, errors: Path, variables: dict[str, str]) -> None:
+        super().__init__()
+        self.output, self.errors, self.variables = output, errors, variables
+        self.attempts = 0
+
+    @property
+    def root_log_dir(self) -> str:
+        """The directory of the ranks' files."""
+        return str(self.output.directory)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Called by torch's agent for each attempt, with the variables of each local rank."""
+        ranks = {local: int(env["RANK"]) for local, env in envs.items()}
+        files = {local: str(self.errors / f"attempt={self.attempts}-rank={found}.json") for local, found in ranks.items()}
+        self.attempts += 1
+        for local, env in envs.items():
+            env.update(self.variables, TORCHELASTIC_ERROR_FILE=files[local])
+        stdouts, stderrs = self.output.open(ranks, int(envs[0]["WORLD_SIZE"]))
+        return LogsDest(stdouts=stdouts, stderrs=stderrs, error_files=files)
+
+
+class Agent(LocalElasticAgent):
+    """Torch Elastic's agent for one machine."""
+
+    def __init__(self, spec: WorkerSpec, job: Job, meeting: rendezvous.Watched, output: Output, places: Places) -> None:
+        super().__init__(spec=spec, logs_specs=places)
+        self._meeting = meeting
+        self._job, self._output, self._places = job, output, places
+        self._ranks: list[Rank] = []
+        self._freed = float("-inf")
+        self.told = ""
+        """The story of the last failure."""
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        before = self._places.attempts
+        if before:
+            self._output.mark(f"attempt {before + 1}")
+        found = super()._start_workers(worker_group)
+        _handle_signals()  # torch's agent has set its own
+        self._output.started()
+        if isinstance(self._pcontext, SubprocessContext):
+            for handler in self._pcontext.subprocess_handlers.values():
+                for pipe in (handler._stdout, handler._stderr):  # left open for as long as the process is remembered
+                    if pipe is not None:
+                        pipe.close()
+        self._ranks = [
+            Rank(
+                each.local_rank,
+                each.global_rank,
+                found[each.local_rank],
+                self._places.errors / f"attempt={before}-rank={each.global_rank}.json",
+            )
+            for each in worker_group.workers
+        ]
+        if before:
+            self._output.say(f"started again: {len(self._ranks)} process(es) here, {worker_group.workers[0].world_size} in all")
+        return found
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._look()
+        if any(each.code not in (None, 0) for each in self._ranks):
+            self._settle()
+            return self._preempted() if rank.preempted(self._ranks) else self._failed(worker_group)
+        if self._meeting.failed_elsewhere:
+            return self._failed(worker_group)
+        return super()._monitor_workers(worker_group)
+
+    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
+        # A machine waits to join: the ranks finish their step and save.
+        self._end(signal.SIGTERM, self._job.grace_s)
+        super()._stop_workers(worker_group, *args, **kwargs)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
+        if isinstance(sys.exception(), SignalException):
+            self._forward(death_sig)
+        else:
+            self._end(signal.SIGTERM, FAIL_S)
+        super()._shutdown(death_sig)
+        self._output.drain()
+
+    def _exit_barrier(self) -> None:
+        if self._job.max_nodes > 1:
+            with contextlib.suppress(RendezvousTimeoutError):
+                rendezvous.bounded(super()._exit_barrier, self._exit_barrier_timeout + rendezvous.STORE_S, "waiting for the other machines")
+
+    def _look(self) -> None:
+        """Note which ranks have ended."""
+        handlers = self._pcontext.subprocess_handlers if isinstance(self._pcontext, SubprocessContext) else {}
+        for each in self._ranks:
+            if each.code is None and (code := handlers[each.local].proc.poll()) is not None:
+                each.code, each.ended = code, time.time()
+
+    def _alive(self) -> list[Rank]:
+        self._look()
+        return [each for each in self._ranks if each.code is None]
+
+    def _settle(self) -> None:
+        deadline = time.monotonic() + SETTLE_S
+        while self._alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _end(self, number: int, limit_s: float, hurry: threading.Event | None = None) -> None:
+        """Tell the ranks to end, wait, and kill those that have not, with all that they have started."""
+        for each in self._alive():
+            each.told = True
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each.pid, number)  # its data workers are its own: they would die in the middle of its step
+        deadline = time.monotonic() + limit_s
+        while self._alive() and time.monotonic() < deadline and not (hurry and hurry.is_set()):
+            time.sleep(0.02)
+        for each in self._alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(each.pid, signal.SIGKILL)
+        deadline = time.monotonic() + FAIL_S
+        while self._alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _forward(self, number: signal.Signals) -> None:
+        """SIGTERM, or Ctrl-C: the ranks get it, and time to save."""
+        hurry = threading.Event()
+        signal.signal(signal.SIGINT, lambda *_: hurry.set())
+        for other in (signal.SIGTERM, signal.SIGHUP):  # a launcher and a scheduler may both send one
+            signal.signal(other, lambda *_: None)
+        if self._alive():
+            interrupted = number == signal.SIGINT
+            again = "; again to kill them" if interrupted else ""
+            self._output.say(f"{'Ctrl-C' if interrupted else number.name}: the ranks may end their step and save{again}")
+            self._end(signal.SIGINT if interrupted else signal.SIGTERM, self._job.grace_s, hurry)
+        fine = (0, rank.TERMINATED, -signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT)
+        for each in self._ranks:
+            if each.code not in fine:
+                self._output.drain()
+                self._output.say(rank.story(each, self._output.tail(each.rank), self._output.path(each.rank)))
+                break
+
+    def _preempted(self) -> RunResult:
+        """All ranks save and end because one was told to: by a scheduler, or by another machine's agent."""
+        self._end(signal.SIGTERM, self._job.grace_s)
+        deadline = time.monotonic() + ELSEWHERE_S
+        while time.monotonic() < deadline and not self._meeting.num_nodes_waiting():  # this machine's own SIGTERM may be on its way
+            time.sleep(0.1)
+        if not self._job.elastic and not self._meeting.num_nodes_waiting():
+            raise SignalException("the ranks were told to end", signal.SIGTERM)
+        return self._start_free("the ranks were told to end on another machine")
+
+    def _start_free(self, why: str) -> RunResult:
+        self._output.say(f"{why}; meeting again with the machines that are there")
+        self._restart_workers(self._worker_group)
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _failed(self, worker_group: WorkerGroup) -> RunResult:
+        self._end(signal.SIGTERM, FAIL_S)
+        self._output.drain()
+        found = rank.cause(self._ranks, {each.rank: self._output.tail(each.rank) for each in self._ranks})
+        told = rank.story(found[0], self._output.tail(found[0].rank), self._output.path(found[0].rank)) if found else ""
+        only_saw = found is None or found[1]
+        if (worker_group.group_world_size or 1) > 1:
+            told = self._exchange(told, only_saw)
+        self.told = told
+        left = self._remaining_restarts
+        if only_saw and self._job.elastic and time.monotonic() - self._freed > FREE_S:
+            self._freed = time.monotonic()
+            return self._start_free(f"{told.split('; its output')[0]}: a rank of another machine is gone")
+        if left:
+            self._output.say(f"{told}\n\nrestart {self._job.max_restarts - left + 1} of {self._job.max_restarts}")
+        if found is None:  # torch's agent sees nothing wrong with ranks that it has not seen failing
+            return RunResult(state=WorkerState.FAILED)
+        return super()._monitor_workers(worker_group)
+
+    def _exchange(self, told: str, only_saw: bool) -> str:
+        """Tell the other machines' agents the cause, or learn it from them."""
+        store, key = self._store, self._meeting.cause_key
+        assert store is not None
+
+        def work() -> str:
+            if not only_saw:
+                store.set(key, told)
+                return told
+            deadline = time.monotonic() + ELSEWHERE_S
+            while time.monotonic() < deadline:
+                if store.check([key]):
+                    return store.get(key).decode()
+                time.sleep(0.1)
+            return f"{told}\n\nThe rank that this one lost was on another machine, which tells no cause: it may be gone."
+
+        try:
+            return rendezvous.bounded(work, 2 * ELSEWHERE_S, "asking the other machines")
+        except (RendezvousTimeoutError, dist.DistError):
+            return f"{told}\n\nThe rank that this one lost was on another machine, which cannot be reached."
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    _handle_signals()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _handle_signals() -> None:
+    def handle(number: int, frame: object) -> None:
+        raise SignalException(f"process {os.getpid()} got signal {number}", signal.Signals(number))
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, handle)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _torch_log(path: Path) -> Iterator[None]:
+    """What torch's agent logs goes to a file: the terminal is for the ranks and for what we say."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    handler = logging.FileHandler(path, delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    before = logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.propagate = before
+        logger.removeHandler(handler)
+        handler.close()

@@ -1,0 +1,37 @@
+"""The first moment of a rank: bound to its agent's life, then replaced by the command. Run as ``python -I -S child.py AGENT_PID COMMAND ...``.
+
+It imports nothing of the package, so that a start costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def bind(parent: int) -> None:
+    """From now on the kernel kills this process (SIGKILL) when ``parent``, which has started it, ends in whatever way. Linux only."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)
+
+
+def main() -> None:
+    bind(int(sys.argv[1]))
+    # A job in a shell's background has Ctrl-C ignored, and a rank would inherit that.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        os.execvp(sys.argv[2], sys.argv[2:])
+    except OSError as error:
+        print(f"fit launch: {sys.argv[2]!r} cannot be run: {error.strerror}", file=sys.stderr)
+        sys.exit(127)
+
+
+if __name__ == "__main__":
+    main()

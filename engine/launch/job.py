@@ -1,0 +1,256 @@
+"""What ``fit launch`` was asked for, from its options and torchrun's variables, checked before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine.config.resolve import resolve
+from engine.errors import nearest
+
+
+class LaunchError(ValueError):
+    """The job cannot be started as it was asked for. The message says what was asked, what was found and what to do."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job, as this machine's agent sees it. Made by :func:`make_job`."""
+
+    command: tuple[str, ...]
+    """What each rank runs: a program and its arguments."""
+    nproc: int = 1
+    """Ranks on this machine."""
+    min_nodes: int = 1
+    max_nodes: int = 1
+    node_rank: int | None = None
+    """``None``: the machines are numbered by their addresses."""
+    endpoint: tuple[str, int] | None = None
+    """Host and port of the rendezvous; ``None``: one machine, any free port."""
+    run_id: str = "fit"
+    max_restarts: int = 0
+    grace_s: float = 120.0
+    dead_after_s: int = 10
+    join_wait_s: int = 5
+    join_timeout_s: int = 600
+    log_dir: Path = Path("runs/logs")
+    show: frozenset[int] | None = None
+    """The ranks whose output is shown; ``None``: all."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """What the ranks get in their environment beside torchrun's variables."""
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of machines may change."""
+        return self.min_nodes < self.max_nodes
+
+
+def make_job(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
+    """The job that ``options`` (of ``fit launch``) and torchrun's variables in ``environ`` ask for.
+
+    Raises:
+        LaunchError: an impossible value or combination, a script that is not there, a configuration that does not resolve, or more
+            processes than GPUs.
+    """
+    read = _Reader(options, environ)
+    min_nodes, max_nodes = _nodes(*read("nnodes", "PET_NNODES", "1"))
+    restarts = _whole(*read("max_restarts", "PET_MAX_RESTARTS", "0"), least=0)
+    node_rank, endpoint = _place(read, min_nodes, max_nodes)
+    for name in ("grace", "dead_after", "join_wait", "join_timeout"):
+        if getattr(options, name) <= 0:
+            raise LaunchError(f"--{name.replace('_', '-')} {getattr(options, name):g}: it must be more than 0 seconds")
+    variables = _config(options.config, environ)
+    accelerator = _accelerator({**environ, **variables})
+    nproc = _processes(*read("nproc", "PET_NPROC_PER_NODE", "auto"), accelerator)
+    return Job(
+        command=_command(options),
+        nproc=nproc,
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        node_rank=node_rank,
+        endpoint=endpoint,
+        run_id=read("rdzv_id", "PET_RDZV_ID", "fit")[1],
+        max_restarts=restarts,
+        grace_s=options.grace,
+        dead_after_s=options.dead_after,
+        join_wait_s=options.join_wait,
+        join_timeout_s=options.join_timeout,
+        log_dir=_log_dir(options.log_dir),
+        show=_shown(options.show),
+        variables=variables if "OMP_NUM_THREADS" in environ else {**variables, "OMP_NUM_THREADS": str(max(1, cores() // nproc))},
+    )
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Reader:
+    """An option's value and the name that it goes by in messages: the option, else torchrun's variable, else the default."""
+
+    def __init__(self, options: argparse.Namespace, environ: Mapping[str, str]) -> None:
+        self.options, self.environ = options, environ
+
+    def __call__(self, option: str, variable: str, default: str) -> tuple[str, str]:
+        given = getattr(self.options, option)
+        if given is not None:
+            return f"--{option.replace('_', '-')}", str(given)
+        return variable, self.environ.get(variable) or default
+
+
+def _whole(name: str, text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise LaunchError(f"{name} {text!r}: a whole number is needed") from None
+    if value < least:
+        raise LaunchError(f"{name} {value}: it must be at least {least}")
+    return value
+
+
+def _nodes(name: str, text: str) -> tuple[int, int]:
+    low, colon, high = text.partition(":")
+    found = _whole(name, low, 1), _whole(name, high if colon else low, 1)
+    if found[0] > found[1]:
+        raise LaunchError(f"{name} {text!r}: MIN:MAX with MIN > MAX; did you mean {high}:{low}?")
+    return found
+
+
+def _place(read: _Reader, min_nodes: int, max_nodes: int) -> tuple[int | None, tuple[str, int] | None]:
+    """This machine's number, if it is fixed, and the address of the rendezvous, if one is needed."""
+    endpoint = _endpoint(read)
+    name, text = read("node_rank", "PET_NODE_RANK", "")
+    node_rank = _whole(name, text, 0) if text else None
+    if node_rank is not None and node_rank >= max_nodes:
+        raise LaunchError(
+            f"{name} {node_rank}: the machines are numbered 0 to {max_nodes - 1} ({_told(read, 'nnodes', 'PET_NNODES', '1')})"
+        )
+    if node_rank is not None and min_nodes < max_nodes:
+        raise LaunchError(
+            f"{name} {node_rank} with --nnodes {min_nodes}:{max_nodes}: machines that come and go have no fixed numbers; leave it out"
+        )
+    if endpoint is None and max_nodes > 1:
+        raise LaunchError(
+            f"{_told(read, 'nnodes', 'PET_NNODES', '1')}: several machines need an address to meet at: --rdzv HOST:PORT, "
+            "a port of one of them, the same on all"
+        )
+    return (None, endpoint) if max_nodes == 1 else (node_rank, endpoint)
+
+
+def _told(read: _Reader, option: str, variable: str, default: str) -> str:
+    name, text = read(option, variable, default)
+    return f"{name}{' ' if name.startswith('-') else '='}{text}"
+
+
+def _endpoint(read: _Reader) -> tuple[str, int] | None:
+    environ = read.environ
+    address, port = environ.get("PET_MASTER_ADDR"), environ.get("PET_MASTER_PORT")
+    name, text = read("rdzv", "PET_RDZV_ENDPOINT", "")
+    backend = environ.get("PET_RDZV_BACKEND") or "c10d"
+    if name == "PET_RDZV_ENDPOINT" and backend not in ("c10d", "static"):
+        raise LaunchError(f"PET_RDZV_BACKEND={backend!r}: only c10d and static are known here; use torchrun for others, or unset it")
+    if text:
+        found = _host_and_port(name, text)
+        if name == "PET_RDZV_ENDPOINT" and address and (address, port or str(found[1])) != (found[0], str(found[1])):
+            raise LaunchError(
+                f"PET_RDZV_ENDPOINT={text!r} and PET_MASTER_ADDR={address!r}, PET_MASTER_PORT={port!r} name different addresses; "
+                "unset one, or give --rdzv HOST:PORT"
+            )
+        return found
+    if address:
+        return _host_and_port("PET_MASTER_ADDR and PET_MASTER_PORT", f"{address}:{port or 29500}")
+    if port:
+        raise LaunchError(f"PET_MASTER_PORT={port!r} without PET_MASTER_ADDR: set both, or give --rdzv HOST:PORT")
+    return None
+
+
+def _host_and_port(name: str, text: str) -> tuple[str, int]:
+    match = re.fullmatch(r"\[?([^\[\]]+?)\]?(?::(\d+))?", text)
+    if match is None or (":" in match[1] and not text.startswith("[")):
+        raise LaunchError(f"{name} {text!r}: HOST:PORT is needed, or [IPv6]:PORT")
+    port = int(match[2] or 29400)
+    if not 0 < port < 65536:
+        raise LaunchError(f"{name} {text!r}: a port is a number from 1 to 65535")
+    return match[1], port
+
+
+def _processes(name: str, text: str, accelerator: str) -> int:
+    """Ranks on this machine."""
+    if text == "cpu":
+        return cores()
+    if text not in ("auto", "gpu"):
+        try:
+            int(text)
+        except ValueError:
+            raise LaunchError(f"{name} {text!r}: a number, auto, gpu or cpu is needed{nearest(text, ('auto', 'gpu', 'cpu'))}") from None
+        return check_devices(name, _whole(name, text, 1), gpus(), accelerator)
+    found = gpus() if accelerator != "cpu" or text == "gpu" else 0
+    if text == "gpu" and not found:
+        raise LaunchError(f"{name} gpu: torch sees no GPU on this machine (fit env tells more); give a number to train on the CPU")
+    return found or 1
+
+
+def check_devices(name: str, nproc: int, found: int, accelerator: str) -> int:
+    """``nproc``, if ``found`` GPUs are enough for it: each rank needs its own, unless it is to compute on the CPU or there is none."""
+    if found and nproc > found and accelerator != "cpu":
+        raise LaunchError(
+            f"{name} {nproc}: torch sees {found} GPU(s) on this machine, and each process needs its own. Use --nproc gpu, or train on the CPU "
+            "(accelerator: cpu in the configuration, or FIT_ACCELERATOR=cpu)"
+        )
+    return nproc
+
+
+def gpus() -> int:
+    """The GPUs that torch sees."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _accelerator(environ: Mapping[str, str]) -> str:
+    try:
+        return resolve({}, environ).settings.accelerator
+    except (ValueError, TypeError, OSError) as error:
+        raise LaunchError(f"every rank would refuse its settings: {error}") from error
+
+
+def _config(path: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
+    if path is None:
+        return {}
+    if not path.is_file():
+        raise LaunchError(f"--config {path}: there is no such file (working directory: {Path.cwd()})")
+    return {"FIT_CONFIG": str(path.resolve())}
+
+
+def _command(options: argparse.Namespace) -> tuple[str, ...]:
+    if options.no_python:
+        return options.script, *options.args
+    if options.module:
+        return sys.executable, "-u", "-m", options.script, *options.args
+    script = Path(options.script)
+    if not script.exists():
+        beside = [each.name for each in script.parent.glob("*.py")] if script.parent.is_dir() else []
+        raise LaunchError(
+            f"there is no script {options.script!r}{nearest(script.name, beside)} (working directory: {Path.cwd()}); a module needs -m"
+        )
+    return sys.executable, "-u", options.script, *options.args
+
+
+def _log_dir(parent: Path | None) -> Path:
+    return (parent or Path("runs/logs")) / f"{time.strftime('%Y%m%d-%H%M%S')}-{socket.gethostname()}-{os.getpid()}"
+
+
+def _shown(text: str) -> frozenset[int] | None:
+    if text == "all":
+        return None
+    if text == "none":
+        return frozenset()
+    return frozenset(_whole("--show", each, 0) for each in text.split(","))

@@ -1,0 +1,185 @@
+"""What the ranks print: each line to the terminal with its rank, and everything to one file for each rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import selectors
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+TAIL = 64 * 1024
+"""Bytes of a rank's standard error that are kept to find a traceback in."""
+
+
+@dataclass(eq=False)
+class _Stream:
+    rank: int
+    fd: int
+    target: TextIO
+    is_error: bool
+    pending: bytes = b""
+
+
+class Output:
+    """Pipes from the ranks, read by one thread.
+
+    Args:
+        directory: gets ``rank=0.log`` and so on, with both streams of a rank in the order of arrival.
+        show: the ranks whose lines are shown; ``None``: all.
+    """
+
+    def __init__(self, directory: Path, show: frozenset[int] | None) -> None:
+        self.directory = directory
+        self._show = show
+        self._streams: dict[int, _Stream] = {}
+        self._writing: list[int] = []
+        self._files: dict[int, BinaryIO] = {}
+        self._tails: dict[int, bytes] = {}
+        self._prefixed = True
+        self._lock = threading.Lock()  # guards streams, files, tails and whole lines on the terminal
+        self._selector = selectors.DefaultSelector()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._mute: set[object] = set()  # files and terminals that cannot be written to
+
+    def path(self, rank: int) -> Path:
+        """The file of a rank."""
+        return self.directory / f"rank={rank}.log"
+
+    def open(self, ranks: Mapping[int, int], world_size: int) -> tuple[dict[int, str], dict[int, str]]:
+        """Pipes for an attempt's ranks (local rank -> rank): where their standard output and error are to be opened. Call :meth:`started` then."""
+        self._prefixed = world_size > 1
+        paths: tuple[dict[int, str], dict[int, str]] = {}, {}
+        with self._lock:
+            for local, rank in ranks.items():
+                if rank not in self._files:
+                    self._files[rank] = self.path(rank).open("ab", buffering=0)
+                self._tails[rank] = b""
+                for is_error, target in enumerate((sys.stdout, sys.stderr)):
+                    reading, writing = os.pipe()
+                    os.set_blocking(reading, False)
+                    self._streams[reading] = _Stream(rank, reading, target, bool(is_error))
+                    self._selector.register(reading, selectors.EVENT_READ)
+                    self._writing.append(writing)
+                    paths[is_error][local] = f"/dev/fd/{writing}"
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="fit-output", daemon=True)
+            self._thread.start()
+        return paths
+
+    def started(self) -> None:
+        """The ranks have their ends of the pipes: ours are closed."""
+        for fd in self._writing:
+            os.close(fd)
+        self._writing.clear()
+
+    def drain(self) -> None:
+        """The ranks have ended: read what is left. Something that they have left behind may hold a pipe open: that is not waited for."""
+        self.started()
+        with self._lock:
+            for stream in list(self._streams.values()):
+                while self._read(stream) > 0:
+                    pass
+                self._end(stream)
+
+    def close(self) -> None:
+        """Drain, and end the thread."""
+        self.drain()
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+        with self._lock:
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
+
+    def tail(self, rank: int) -> str:
+        """The end of what a rank has written to its standard error in this attempt."""
+        with self._lock:
+            return self._tails.get(rank, b"").decode(errors="replace")
+
+    def say(self, text: str) -> None:
+        """A line of the launcher's own, on standard error."""
+        with self._lock:
+            self._write(sys.stderr, f"fit launch: {text}\n")
+
+    def mark(self, text: str) -> None:
+        """A line in every rank's file."""
+        with self._lock:
+            for file in self._files.values():
+                self._log(file, f"--- {text} ---\n".encode())
+
+    def _work(self) -> None:
+        while not self._over.is_set():
+            if not self._streams:
+                time.sleep(0.05)
+                continue
+            for key, _ in self._selector.select(0.1):
+                with self._lock:
+                    stream = self._streams.get(int(key.fd))
+                    if stream is not None and self._read(stream) == 0:
+                        self._end(stream)
+
+    def _read(self, stream: _Stream) -> int:
+        """Take what is there: the number of bytes, 0 when nobody can write any more, -1 when nothing is there now."""
+        try:
+            data = os.read(stream.fd, 1 << 16)
+        except BlockingIOError:
+            return -1
+        if not data:
+            return 0
+        self._log(self._files[stream.rank], data)
+        # Once a process group is there, torch marks the lines of a traceback with the rank, which the terminal's lines have already.
+        data = data.replace(f"[rank{stream.rank}]: ".encode(), b"")
+        if stream.is_error:
+            self._tails[stream.rank] = (self._tails[stream.rank] + data)[-TAIL:]
+        *lines, stream.pending = (stream.pending + data).split(b"\n")
+        self._display(stream, lines)
+        return len(data)
+
+    def _end(self, stream: _Stream) -> None:
+        if stream.pending:
+            self._display(stream, [stream.pending])
+        self._selector.unregister(stream.fd)
+        del self._streams[stream.fd]
+        os.close(stream.fd)
+
+    def _display(self, stream: _Stream, lines: Iterable[bytes]) -> None:
+        if self._show is not None and stream.rank not in self._show:
+            return
+        prefix = self._prefix(stream) if self._prefixed else ""
+        # A progress bar writes itself anew after each carriage return; what a terminal shows in the end is its last state.
+        shown = [re.split(r"\r+", line.decode(errors="replace").rstrip("\r"))[-1] for line in lines]
+        if shown:
+            self._write(stream.target, "".join(f"{prefix}{line}\n" for line in shown))
+
+    def _prefix(self, stream: _Stream) -> str:
+        prefix = f"[rank {stream.rank}]"
+        if stream.target.isatty() and not os.environ.get("NO_COLOR"):
+            return f"\x1b[{31 + stream.rank % 6}m{prefix}\x1b[0m "
+        return f"{prefix} "
+
+    def _write(self, target: TextIO, text: str) -> None:
+        if target in self._mute:
+            return
+        try:
+            target.write(text)
+            target.flush()
+        except OSError:  # its reader has gone ("| head"): the ranks go on, and their files have everything
+            self._mute.add(target)
+
+    def _log(self, file: BinaryIO, data: bytes) -> None:
+        try:
+            file.write(data)
+        except OSError as error:
+            if file not in self._mute:
+                self._mute.add(file)
+                with contextlib.suppress(OSError):
+                    sys.stderr.write(f"fit launch: {self.directory}: the ranks' output cannot be kept ({error})\n")

@@ -1,0 +1,106 @@
+"""One rank as its agent sees it, and the story of its end."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.distributed import failures
+
+TERMINATED = 128 + signal.SIGTERM
+"""The exit code of a rank that was told to end, and has saved."""
+LAST_LINES = 15
+"""Lines of a rank's standard error that are shown when there is no traceback in it."""
+
+
+@dataclass(eq=False)
+class Rank:
+    """A process that the agent has started."""
+
+    local: int
+    rank: int
+    pid: int
+    error_file: Path
+    code: int | None = None
+    """Exit code; minus the signal's number; ``None`` while it runs."""
+    ended: float = 0.0
+    """Seconds since 1970."""
+    told: bool = False
+    """It ended after the agent had told it to: not by itself."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by itself, and badly."""
+        return not self.told and self.code not in (None, 0)
+
+
+def cause(ranks: Iterable[Rank], tails: dict[int, str]) -> tuple[Rank, bool] | None:
+    """The rank that failed first, and whether it only saw another go; ``None`` when none failed.
+
+    Args:
+        tails: the end of each rank's standard error, for ranks that have left no error file.
+    """
+    found = [(_only_saw(rank, tails[rank.rank]), failures.read(rank.error_file)[1] or rank.ended, rank) for rank in ranks if rank.failed]
+    if not found:
+        return None
+    saw, _, rank = min(found, key=lambda each: each[:2])
+    return rank, saw
+
+
+def preempted(ranks: Iterable[Rank]) -> bool:
+    """Whether no rank failed, and some ended because they were told to by somebody else: a scheduler, or another machine's agent."""
+    codes = {rank.code for rank in ranks}
+    return TERMINATED in codes and codes <= {None, 0, TERMINATED, -signal.SIGTERM}
+
+
+def story(rank: Rank, tail: str, log: Path | None) -> str:
+    """What is known of a rank's end: who, where and how, and at the end its traceback."""
+    code = rank.code or 0
+    how = f"was killed by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
+    if code == -signal.SIGKILL:
+        how += " (the system may have run out of memory)"
+    head = f"rank {rank.rank} on {socket.gethostname()} (process {rank.pid}) {how}"
+    if log is not None:
+        head += f"; its output: {log}"
+    text = failures.read(rank.error_file)[0].rstrip() or traceback_in(tail)
+    if text:
+        return f"{head}. Its traceback:\n\n{text}"
+    last = "\n".join(tail.rstrip().splitlines()[-LAST_LINES:])
+    return f"{head}. It left no traceback; its last lines:\n\n{last}" if last else f"{head}. It left no traceback and wrote no error."
+
+
+def traceback_in(text: str) -> str:
+    """The last Python traceback in ``text``, with what it says it was caused by; ``""`` without one."""
+    lines = text.splitlines()
+    starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last):")]
+    if not starts:
+        return ""
+    first = starts[-1]
+    for earlier in reversed(starts[:-1]):  # "The above exception was the direct cause": the chain belongs together
+        between = [line for line in lines[earlier:first] if line.startswith(("The above exception", "During handling of"))]
+        if not between:
+            break
+        first = earlier
+    end = starts[-1] + 1
+    while end < len(lines) and (lines[end].startswith(" ") or not lines[end]):
+        end += 1
+    return "\n".join(lines[first : end + 1])
+
+
+def _only_saw(rank: Rank, tail: str) -> bool:
+    text, _, saw = failures.read(rank.error_file)
+    if text:
+        return saw
+    found = traceback_in(tail).splitlines()
+    return bool(found) and failures.blames_peer(RuntimeError(found[-1]))
+
+
+def signal_name(number: int) -> str:
+    """``"SIGKILL"`` for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
