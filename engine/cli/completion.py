@@ -10,6 +10,7 @@ from dataclasses import fields
 from importlib.metadata import entry_points
 
 from engine.cli import main as cli
+from engine.cli.targets import CALLBACKS
 from engine.config.named import PRECISIONS
 from engine.config.schema import Settings
 
@@ -148,6 +149,8 @@ def _open_option(parser: argparse.ArgumentParser, words: Sequence[str]) -> argpa
 
 
 def _values(option: argparse.Action, current: str) -> Iterable[str]:
+    if option.dest == "callback":
+        return [*importlib.import_module(CALLBACKS).__all__]
     if option.dest != "set":
         return map(str, option.choices or WORDS.get(option.dest, ()))
     name, equals, _ = current.partition("=")

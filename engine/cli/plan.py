@@ -11,7 +11,7 @@ from typing import Any
 from engine.callback import Callback
 from engine.cli.building import COMMAND_LINE, Part
 from engine.cli.exits import UsageError
-from engine.cli.targets import load
+from engine.cli.targets import CALLBACKS, load
 from engine.config import reading
 from engine.config.resolve import Resolved, resolve
 from engine.config.values import KINDS
@@ -22,8 +22,6 @@ from engine.module import TrainModule
 
 SECTIONS = ("model", "data", "callbacks")
 _KEYS = ("class_path", "init_args")
-CALLBACKS = "callbacks"
-"""The package in which bare names of callbacks are looked up."""
 
 
 @dataclass(frozen=True)

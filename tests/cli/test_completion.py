@@ -32,6 +32,7 @@ from engine.config.schema import Settings, check
         (["checkpoint", "ex"], ["export"]),
         (["checkpoint", "export", "a", "b", "--dtype", "bf"], ["bf16"]),
         (["completion", ""], ["bash", "zsh", "fish"]),
+        (["run", "net.py", "--callback", "Mod"], ["ModelCheckpoint"]),
         (["run", ""], []),
         (["run", "--config", ""], []),
         (["nothing", ""], []),

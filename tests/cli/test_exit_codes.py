@@ -53,6 +53,22 @@ def test_1_for_an_error_while_the_users_module_is_imported(fit, here: Path) -> N
     assert "engine/cli" not in ended.err
 
 
+def test_1_for_a_module_that_is_no_python(fit, here: Path) -> None:
+    (here / "broken.py").write_text("def f(:\n")
+    ended = fit("run", "broken.py")
+    assert ended.status == 1
+    assert ended.err.startswith(f'  File "{here / "broken.py"}", line 1\n    def f(:\n')
+
+
+def test_tracebacks_of_causes_are_shown_and_are_the_users_too(fit, here: Path) -> None:
+    lines = ("import net", "class Two(net.Net):", "    def training_step(self, batch, i):", "        try:", "            self.log('x', 'y')")
+    (here / "two.py").write_text("\n".join((*lines, "        except Exception as error:", "            raise KeyError('z') from error")))
+    ended = fit("run", "two.py", "--data", "net:Numbers")
+    assert ended.status == 1
+    assert ended.err.count("Traceback (most recent call last):") == 2
+    assert {each.split('"')[1] for each in ended.err.splitlines() if each.startswith('  File "')} == {str(here / "two.py")}
+
+
 def test_1_for_what_goes_wrong_on_the_way(fit, here: Path) -> None:
     (here / "runs").write_text("in the way")
     ended = fit("run", "net:Net", "--data", "net:numbers", "--callback", "ModelCheckpoint", "--set", "callbacks.0.max_failures=1")
