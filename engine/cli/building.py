@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,7 +97,9 @@ class Parsed:
         for other in [other for other in vars(values) if other != name]:
             values.pop(other)
         try:
-            again = self._parser.parse_args([*self._arguments, f"--{_SECTION}", flow(self._as_values(values))])
+            with warnings.catch_warnings():  # of what is compared here
+                warnings.simplefilter("ignore")
+                again = self._parser.parse_args([*self._arguments, f"--{_SECTION}", flow(self._as_values(values))])
             return bool(again[name] == self._values[name])
         except (argparse.ArgumentError, TypeError, ValueError, RuntimeError):
             return False

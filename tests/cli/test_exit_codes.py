@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import clean_environment
+from processes import clean_environment, rank_variables
 
 from engine.checkpoint.overview import entries
+from engine.distributed import failures
 
 HALF = ("data.batch_size=2", "accelerator=cpu")
 NAP = ("--set", "max_epochs=1000000", "num_sanity_val_steps=0", "model.nap=0.01", "accelerator=cpu")
@@ -85,6 +86,21 @@ def test_2_for_wrong_usage(fit, arguments: tuple[str, ...]) -> None:
     assert re.match(r"fit.*: error: ", ended.err.splitlines()[-1])
 
 
+@pytest.mark.parametrize(
+    ("target", "fail", "message"), [("net:Net", "init", "ValueError: bad luck in __init__"), ("net:Nett", "", "UsageError: the target 'net:Nett'")]
+)
+def test_the_launcher_finds_the_error_where_it_looks_for_it(
+    fit, here: Path, monkeypatch: pytest.MonkeyPatch, target: str, fail: str, message: str
+) -> None:
+    for name, value in {**rank_variables(0, 1, 29500), "TORCHELASTIC_ERROR_FILE": str(here / "error.json")}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    assert fit("run", target, "--data", "net:numbers", "--set", f"model.fail={fail}").status == (1 if fail else 2)
+    text, _, _ = failures.read(here / "error.json")
+    assert text.splitlines()[-1].startswith(("engine.cli.exits." if not fail else "") + message)
+    assert ("engine/" in text) == (not fail)  # what the caller has raised is shown without our frames
+
+
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_130_and_143_leave_a_checkpoint(here: Path, sent: signal.Signals, status: int) -> None:
     _stopped(here, sent, status, "devices=1")
@@ -144,18 +160,21 @@ def test_under_torchrun(here: Path, how: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_other_ranks_traceback_is_the_users(here: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_traceback_of_the_rank_that_failed_is_shown(here: Path, rank: int) -> None:
     (here / "late.py").write_text(
         "import net\nclass Late(net.Net):\n    def training_step(self, batch, i):\n"
-        "        if self.global_rank == 1:\n            raise ValueError('bad luck on rank 1')\n        return super().training_step(batch, i)\n"
+        f"        if self.global_rank == {rank}:\n            raise ValueError('bad luck')\n        return super().training_step(batch, i)\n"
     )
     command = [sys.executable, "-m", "engine.cli.main", "run", "late.py", "--data", "net:Numbers", "--set", "devices=2", "accelerator=cpu"]
     done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    told = done.stderr[done.stderr.index("fit: error: rank 1 failed with exit code 1. Its traceback:") :]
+    told = done.stderr
+    if rank == 1:
+        told = told[told.index("fit: error: rank 1 failed with exit code 1. Its traceback:") :]
+        assert "engine" not in told
     assert "late.py" in told
-    assert "engine" not in told
-    assert told.rstrip().endswith("ValueError: bad luck on rank 1")
+    assert told.rstrip().endswith("ValueError: bad luck")
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(here: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +59,7 @@ data:
   class_path: net.Numbers
   init_args:
     batch_size: 8
+    several: false
 callbacks:
   - ModelCheckpoint
   - class_path: net:Tell
@@ -272,6 +274,9 @@ def test_names_of_the_file_must_not_hide_others(fit, here: Path) -> None:
 def test_a_parameter_is_known_by_its_type() -> None:
     def plain(width: int | None = 3, mode: str = "a") -> None: ...
 
+    def path(place: Any = Path("x")) -> None: ...  # its text would be read as text
+
+    assert Parsed(Part("data", "path", path)).plain() == ({}, ["place"])
     assert Parsed(Part("data", "plain", plain, {"width": None})).plain() == ({"width": None, "mode": "a"}, [])
     with pytest.raises(UsageError, match=r"data\.width does not fit"):
         Parsed(Part("data", "plain", plain, {}, overrides=[("width", "1.5")]))
