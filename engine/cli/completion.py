@@ -15,7 +15,7 @@ from engine.config.named import PRECISIONS
 from engine.config.schema import Settings
 
 _BASH = """\
-# fit's completion for bash. In ~/.bashrc: eval "$(fit completion bash)"
+# fit's completion for bash 4.3 or later. In ~/.bashrc: eval "$(fit completion bash)"
 _fit_complete() {
     local line="${COMP_LINE:0:COMP_POINT}" words current
     read -ra words <<< "$line"

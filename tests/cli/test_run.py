@@ -208,6 +208,7 @@ ERRORS = [
     (("net:Net", "--set", "model.optimizer=torch.optim.Adm"), "model Net does not fit: module 'torch.optim' has no attribute 'Adm'"),
     (("net:Net", "--set", "model.layer=torch.nn.Linear", "model.layer.in_featurs=1"), "Option 'in_featurs' is not accepted (given: in_featurs=1)"),
     (("net:Net", "--set", "model.layer=torch.nn.Linear", "model.layer.in_features=-1", "model.layer.out_features=2"), "negative dimension -1"),
+    (("net:Net", "--set", "model.options=hostile.yaml"), "Unable to load config"),
     (("net:Net", "--set", "modl.start=1"), "there is no 'modl' to set; did you mean 'model'?"),
     (("net:Net", "--set", "max_epoch=1"), "did you mean 'max_epochs'?"),
     (("net:Net", "--set", "max_epochs=many"), "command line max_epochs=many"),
@@ -226,6 +227,7 @@ ERRORS = [
 
 @pytest.mark.parametrize(("arguments", "message"), ERRORS)
 def test_what_is_wrong_is_said_in_one_line(fit, here: Path, arguments: tuple[str, ...], message: str) -> None:
+    (here / "hostile.yaml").write_text("lr: !!python/object/apply:os.mkdir [pwned]\n")
     ended = fit("run", *arguments)
     assert ended.status == 2
     assert message in ended.err
@@ -240,11 +242,13 @@ FILES = [
     ("model:\n  class_path: net:Net\n  start: 1\n", "'start' beside class_path; parameters stand under init_args"),
     ("model:\n  class_pth: net:Net\n", "model has no class_path"),
     ("\nmodel: net:Nett\n", "file fit.yaml:2: model 'net:Nett'"),
-    ("model: [net:Net]", "model is a list"),
+    ("model: [net:Net]", "model is of type list"),
     (
         "model: net:Net\ncallbacks:\n  - ModelCheckpoint\n  - class_path: net:Tell\n    init_args: {pth: x}\n",
         "file fit.yaml:5: callbacks.1 Tell has no parameter 'pth'",
     ),
+    ("model: net:Net\ncallbacks:\n", "file fit.yaml:2: callbacks.0 is empty: name a class, or remove the line"),
+    ("model: net:Net\ncallbacks:\n  class_path: net:Tell\n  init_args: {pth: x}\n", "file fit.yaml:4: callbacks.0 Tell has no parameter 'pth'"),
     ("model: net:Net\nmax_epoch: 3\n", "file fit.yaml:2: 'max_epoch'"),
     ("model: !!python/object/apply:os.mkdir [pwned]\n", "fit.yaml:1"),
 ]
