@@ -76,6 +76,8 @@ VALUES: dict[str, tuple[str, ...]] = {
     "activation_checkpointing": ("full", "selective", "null"),
     "compile": (*_FLAG, "blocks"),
     "deterministic": (*_FLAG, "warn"),
+    "check": _FLAG,
+    "debug": _FLAG,
     "on_nonfinite": ("raise", "skip", "null"),
 }
 """What a setting may be, where that are a few words."""
