@@ -37,7 +37,7 @@ FAIL_S = 4.0
 """After a failure: between SIGTERM and SIGKILL for the others, which may hang in a collective (s)."""
 FREE_S = 60.0
 """A lost machine costs no restart, unless one was lost less than this long before (s)."""
-ELSEWHERE_S = 3.0
+ELSEWHERE_S = 2.0
 """How long the cause of a failure is awaited from another machine (s)."""
 
 
@@ -54,23 +54,30 @@ def run(job: Job) -> int:
         return 1
     output = Output(job.log_dir, job.show)
     errors = Path(tempfile.mkdtemp(prefix="fit-launch-"))
+    meetings: list[rendezvous.Watched] = []
+    status = 1
     with _signals(), _torch_log(job.log_dir / f"agent-{os.getpid()}.log"):
         try:
-            return _run(job, output, errors)
+            nodes = "" if job.max_nodes == 1 else f" here, {job.min_nodes}{f' to {job.max_nodes}' if job.elastic else ''} machines"
+            output.say(f"{job.nproc} process(es){nodes}; their output: {job.log_dir}")
+            meetings.append(rendezvous.handler(job))
+            status = _run(job, meetings[0], output, errors)
         except LaunchError as error:
             output.say(str(error))
-            return 1
         except SignalException as error:
-            return 128 + int(error.sigval)
+            status = 128 + int(error.sigval)
         finally:
             output.close()
             shutil.rmtree(errors, ignore_errors=True)
+    if meetings and not meetings[0].reachable:
+        # Threads that hang in torch's store would be waited for at the interpreter's exit.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
-def _run(job: Job, output: Output, errors: Path) -> int:
-    nodes = "" if job.max_nodes == 1 else f" here, {job.min_nodes}{f' to {job.max_nodes}' if job.elastic else ''} machines"
-    output.say(f"{job.nproc} process(es){nodes}; their output: {job.log_dir}")
-    meeting = rendezvous.handler(job)
+def _run(job: Job, meeting: rendezvous.Watched, output: Output, errors: Path) -> int:
     local = address.towards(*job.endpoint) if job.endpoint else rendezvous.LOCAL
     spec = WorkerSpec(
         role="rank",
@@ -302,9 +309,11 @@ class Agent(LocalElasticAgent):
             return f"{told}\n\nThe rank that this one lost was on another machine, which tells no cause: it may be gone."
 
         try:
-            return rendezvous.bounded(work, 2 * ELSEWHERE_S, "asking the other machines")
+            if self._meeting.reachable:
+                return rendezvous.bounded(work, 2 * ELSEWHERE_S, "asking the other machines")
         except (RendezvousTimeoutError, dist.DistError):
-            return f"{told}\n\nThe rank that this one lost was on another machine, which cannot be reached."
+            pass
+        return f"{told}\n\nThe rank that this one lost was on another machine, which cannot be reached." if only_saw else told
 
 
 @contextlib.contextmanager
