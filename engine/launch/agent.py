@@ -16,19 +16,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException, SubprocessContext
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, MultiprocessContext, SignalException, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
 from engine.launch import address, child, rank, rendezvous
 from engine.launch.job import Job, LaunchError
-from engine.launch.output import Output
+from engine.launch.output import Direct, Output
 from engine.launch.rank import Rank
 
 SETTLE_S = 0.5
@@ -56,7 +56,7 @@ def run(job: Job) -> int:
     errors = Path(tempfile.mkdtemp(prefix="fit-launch-"))
     meetings: list[rendezvous.Watched] = []
     status = 1
-    with _signals(), _torch_log(job.log_dir / f"agent-{os.getpid()}.log"):
+    with signals(), torch_log(job.log_dir / f"agent-{os.getpid()}.log"):
         try:
             nodes = "" if job.max_nodes == 1 else f" here, {job.min_nodes}{f' to {job.max_nodes}' if job.elastic else ''} machines"
             output.say(f"{job.nproc} process(es){nodes}; their output: {job.log_dir}")
@@ -78,18 +78,9 @@ def run(job: Job) -> int:
 
 
 def _run(job: Job, meeting: rendezvous.Watched, output: Output, errors: Path) -> int:
-    local = address.towards(*job.endpoint) if job.endpoint else rendezvous.LOCAL
-    spec = WorkerSpec(
-        role="rank",
-        local_world_size=job.nproc,
-        rdzv_handler=meeting,
-        entrypoint=sys.executable,
-        # A dollar sign would be a macro to torch's agent.
-        args=tuple(each.replace("$", "$$") for each in ("-I", "-S", child.__file__, str(os.getpid()), *job.command)),
-        max_restarts=job.max_restarts,
-        local_addr=local,
-    )
-    agent = Agent(spec, job, meeting, output, Places(output, errors, {**job.variables, **_interface(job, local)}))
+    # A dollar sign would be a macro to torch's agent.
+    command = tuple(each.replace("$", "$$") for each in ("-I", "-S", child.__file__, str(os.getpid()), *job.command))
+    agent = make_agent(job, meeting, output, errors, sys.executable, command)
     try:
         result = agent.run()
     except RendezvousClosedError:
@@ -112,6 +103,29 @@ def _run(job: Job, meeting: rendezvous.Watched, output: Output, errors: Path) ->
     return 0
 
 
+def make_agent(
+    job: Job,
+    meeting: rendezvous.Watched,
+    output: Output | Direct,
+    errors: Path,
+    entrypoint: str | Callable[..., Any],
+    args: tuple[Any, ...],
+    start_method: str = "spawn",
+) -> Agent:
+    """The agent of this machine for a program, or for a function (which ``start_method`` gives to its processes)."""
+    local = address.towards(*job.endpoint) if job.endpoint else rendezvous.LOCAL
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=job.nproc,
+        rdzv_handler=meeting,
+        entrypoint=entrypoint,
+        args=args,
+        max_restarts=job.max_restarts,
+        local_addr=local,
+    )
+    return Agent(spec, job, meeting, output, Places(output, errors, {**job.variables, **_interface(job, local)}), start_method)
+
+
 def _interface(job: Job, local: str) -> dict[str, str]:
     """gloo asks the host's name for an address, which on many machines leads nowhere: it is told the interface that reaches the others."""
     if job.max_nodes == 1 or "GLOO_SOCKET_IFNAME" in os.environ:
@@ -123,7 +137,7 @@ def _interface(job: Job, local: str) -> dict[str, str]:
 class Places(LogsSpecs):
     """Where the ranks of an attempt write, and what else they find in their environment."""
 
-    def __init__(self, output: Output, errors: Path, variables: dict[str, str]) -> None:
+    def __init__(self, output: Output | Direct, errors: Path, variables: dict[str, str]) -> None:
         super().__init__()
         self.output, self.errors, self.variables = output, errors, variables
         self.attempts = 0
@@ -147,8 +161,10 @@ class Places(LogsSpecs):
 class Agent(LocalElasticAgent):
     """Torch Elastic's agent for one machine."""
 
-    def __init__(self, spec: WorkerSpec, job: Job, meeting: rendezvous.Watched, output: Output, places: Places) -> None:
-        super().__init__(spec=spec, logs_specs=places)
+    def __init__(
+        self, spec: WorkerSpec, job: Job, meeting: rendezvous.Watched, output: Output | Direct, places: Places, start_method: str
+    ) -> None:
+        super().__init__(spec=spec, logs_specs=places, start_method=start_method)
         self._meeting = meeting
         self._job, self._output, self._places = job, output, places
         self._ranks: list[Rank] = []
@@ -210,10 +226,16 @@ class Agent(LocalElasticAgent):
 
     def _look(self) -> None:
         """Note which ranks have ended."""
-        handlers = self._pcontext.subprocess_handlers if isinstance(self._pcontext, SubprocessContext) else {}
         for each in self._ranks:
-            if each.code is None and (code := handlers[each.local].proc.poll()) is not None:
+            if each.code is None and (code := self._exit_code(each.local)) is not None:
                 each.code, each.ended = code, time.time()
+
+    def _exit_code(self, local: int) -> int | None:
+        if isinstance(self._pcontext, SubprocessContext):
+            return self._pcontext.subprocess_handlers[local].proc.poll()
+        assert isinstance(self._pcontext, MultiprocessContext)
+        assert self._pcontext._pc is not None
+        return self._pcontext._pc.processes[local].exitcode
 
     def _alive(self) -> list[Rank]:
         self._look()
@@ -235,6 +257,7 @@ class Agent(LocalElasticAgent):
             time.sleep(0.02)
         for each in self._alive():
             with contextlib.suppress(ProcessLookupError):
+                os.kill(each.pid, signal.SIGKILL)
                 os.killpg(each.pid, signal.SIGKILL)
         deadline = time.monotonic() + FAIL_S
         while self._alive() and time.monotonic() < deadline:
@@ -317,7 +340,11 @@ class Agent(LocalElasticAgent):
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[None]:
+def signals() -> Iterator[None]:
+    """Signals are :class:`SignalException` inside, and what they were before afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in numbers}
     _handle_signals()
@@ -329,6 +356,9 @@ def _signals() -> Iterator[None]:
 
 
 def _handle_signals() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        return
+
     def handle(number: int, frame: object) -> None:
         raise SignalException(f"process {os.getpid()} got signal {number}", signal.Signals(number))
 
@@ -338,7 +368,7 @@ def _handle_signals() -> None:
 
 
 @contextlib.contextmanager
-def _torch_log(path: Path) -> Iterator[None]:
+def torch_log(path: Path) -> Iterator[None]:
     """What torch's agent logs goes to a file: the terminal is for the ranks and for what we say."""
     logger = logging.getLogger("torch.distributed.elastic")
     handler = logging.FileHandler(path, delay=True)

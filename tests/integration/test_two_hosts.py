@@ -114,7 +114,6 @@ def test_a_cut_cable_ends_both_sides_with_the_lost_peers_name(tmp_path: Path, ho
                 ended |= {i: time.monotonic() - begun for i, side in enumerate(sides) if i not in ended and side.process.poll() is not None}
                 time.sleep(0.05)
             print(f"seconds from the cut to the end of each side, with a limit of {limit_s:g} s: {ended}")
-            if os.environ.get("SHOW"): print(first.stderr, second.stderr)
             assert len(ended) == 2, first.text + second.text
         finally:
             ip("-n", hosts[0][0], "link", "set", hosts[0][1], "up")
