@@ -185,7 +185,8 @@ CELLS = (
     + """
 def work(x):
     engine = Engine(accelerator="cpu")
-    print("from rank", rank(), flush=True)
+    sys.stdout.write(f"from rank {rank()}\\n")
+    sys.stdout.flush()
     return engine.gather(torch.tensor([float(x + rank())])).tolist()
 """,
     "print('values', launch.notebook(work, 1, num_processes=2))",
