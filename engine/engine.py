@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -43,11 +43,12 @@ class Engine(States):
                 scheduler.step()
                 optimizer.zero_grad()
 
-    The processes are those that the environment describes (torchrun's variables); without any, there is one. Engines with
+    The processes are those that the environment describes (torchrun's variables, SLURM's, MPI's, ...); without any, there is one. Engines with
     different settings may live side by side.
 
     Args:
-        strategy: a name or a :class:`engine.Strategy`; ``"auto"`` is ``single`` for one process and ``ddp`` for several.
+        strategy: a name, ``{"name": "fsdp", ...}`` with settings of its own, or a :class:`engine.Strategy`;
+            ``"auto"`` is ``single`` for one process and ``ddp`` for several.
         accelerator: ``"auto"`` (CUDA when present), ``"cpu"``, ``"cuda"``.
         precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``fp8-mixed``, ``bf16-true``, ``16-true``, ``64-true``, or :class:`engine.FP8`.
         accumulate_grad_batches: micro-batches in a window; may be changed between epochs.
@@ -68,9 +69,9 @@ class Engine(States):
     def __init__(
         self,
         *,
-        strategy: str | Strategy = "auto",
+        strategy: str | Mapping[str, Any] | Strategy = "auto",
         accelerator: str = "auto",
-        precision: str | Precision | FP8 = "32-true",
+        precision: str | Mapping[str, Any] | Precision | FP8 = "32-true",
         accumulate_grad_batches: int = 1,
         on_nonfinite: str | None = None,
         activation_checkpointing: str | int | None = None,
@@ -90,10 +91,8 @@ class Engine(States):
             failures.attach(environment)
             chosen = strategies.get(strategy, environment.world_size)
             kind = accelerators.device_type(accelerator)
-            group = join(
-                environment, accelerators.device(kind, environment.local_rank), timeout=timeout, store=started.store if started else None,
-                debug=debug,
-            )
+            device = accelerators.device(kind, environment.local_rank, own=environment.binds_devices)
+            group = join(environment, device, timeout=timeout, store=started.store if started else None, debug=debug)
         else:
             chosen = strategies.get(strategy, group.world_size)
         self.group, self.strategy = group, chosen

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 
 def nearest(name: object, choices: Iterable[str]) -> str:
     """A hint for an unknown name: ``"; did you mean 'ddp'?"``, or an empty string when nothing is close."""
-    found = difflib.get_close_matches(str(name).lower(), list(choices), n=1, cutoff=0.5)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    known = {choice.lower(): choice for choice in choices}
+    found = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.5)
+    return f"; did you mean {known[found[0]]!r}?" if found else ""
 
 
 class RankError(RuntimeError):

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from engine import prepare
+from engine import possible, prepare
 from engine.callback import Callback
 from engine.config.duration import Duration
-from engine.config.resolve import UNSET, resolve
-from engine.config.schema import Settings
+from engine.config.readable import described
+from engine.config.resolve import UNSET, Resolved, resolve
+from engine.config.schema import Settings, check
 from engine.crew import crew
 from engine.datamodule import DataModule
 from engine.distributed import failures
@@ -41,12 +43,13 @@ class Fit:
     defaults are documented at :class:`engine.config.schema.Settings`.
 
     Args:
-        strategy: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, a :class:`engine.Strategy` object.
+        strategy: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, a dict with such a name and settings of its own,
+            ``{"name": "deepspeed", "stage": 3}``, or a :class:`engine.Strategy` object.
         accelerator: ``"auto"`` (CUDA when present), ``"cpu"``, ``"cuda"``.
         devices: processes on this machine, one device each; started by ``run`` unless torchrun has. Default: every GPU, or one process.
         num_nodes: machines.
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``,
-            ``"fp8-mixed"`` or an ``FP8`` object.
+            ``"fp8-mixed"``, ``{"name": "fp8-mixed", "recipe": "rowwise"}``, or an ``FP8`` object.
         max_epochs, max_steps, max_time: stop at whichever comes first; one epoch when none is given.
         accumulate_grad_batches: micro-batches of an optimizer step, or ``{first epoch: micro-batches}``.
         global_batch_size: samples of an optimizer step over all ranks; the micro-batches of a step follow from it.
@@ -75,11 +78,11 @@ class Fit:
     def __init__(
         self,
         *,
-        strategy: str | Strategy = UNSET,
+        strategy: str | Mapping[str, Any] | Strategy = UNSET,
         accelerator: str = UNSET,
         devices: int | str | Sequence[int] = UNSET,
         num_nodes: int = UNSET,
-        precision: str | int | Precision | FP8 = UNSET,
+        precision: str | int | Mapping[str, Any] | Precision | FP8 = UNSET,
         max_epochs: int | None = UNSET,
         max_steps: int | None = UNSET,
         max_time: str | timedelta | Duration | None = UNSET,
@@ -108,11 +111,28 @@ class Fit:
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         failures.attach(detect(os.environ))
-        resolved = resolve(given, os.environ)
+        self._set(resolve(given, os.environ))
+
+    @classmethod
+    def from_resolved(cls, resolved: Resolved, callbacks: Callback | Sequence[Callback] | None = ()) -> Fit:
+        """A ``Fit`` with settings that :func:`engine.config.resolve.resolve` has put together, and these callbacks.
+
+        Raises:
+            ValueError, TypeError: as the constructor.
+        """
+        failures.attach(detect(os.environ))
+        fit = cls.__new__(cls)
+        fit._set(replace(resolved, settings=replace(resolved.settings, callbacks=check("callbacks", callbacks))))
+        return fit
+
+    def _set(self, resolved: Resolved) -> None:
         self.settings: Settings = resolved.settings
-        """What holds, from code, environment, file and defaults."""
+        """What holds, from command line, code, environment, file and defaults."""
         self.origins: dict[str, str] = resolved.origins
         """Where each setting comes from."""
+        self.sections: dict[str, Any] = resolved.sections
+        """What ``fit run`` has built model, data and callbacks from."""
+        possible.check(self.settings, self.origins)
 
     @property
     def is_main_process(self) -> bool:
@@ -234,9 +254,17 @@ class Fit:
                 strategy=settings.strategy, precision=settings.precision, on_nonfinite=settings.on_nonfinite, seed=settings.seed, group=group,
                 activation_checkpointing=settings.activation_checkpointing, compile=settings.compile,
             )
-            settings = engine.strategy.configure(settings, self.origins)
+            origins, settings = _configured(engine.strategy, settings, self.origins)
             callbacks = tuple(c for c in settings.callbacks if not (settings.fast_dev_run and c.runs_last))
-            yield Run(settings, engine, module, callbacks, Hooks(callbacks, module, Callback, TrainModule), stage)
+            config = possible.shown(settings, origins, engine.strategy, engine.precision) | described(self.sections, origins)
+            yield Run(settings, engine, module, callbacks, Hooks(callbacks, module, Callback, TrainModule), stage, config)
+
+
+def _configured(strategy: Strategy, settings: Settings, origins: Mapping[str, str]) -> tuple[dict[str, str], Settings]:
+    """The settings with what the strategy's own configuration says, and where each comes from then."""
+    found = strategy.configure(settings, origins)
+    changed = [each.name for each in fields(settings) if getattr(settings, each.name) != getattr(found, each.name)]
+    return {**origins, **dict.fromkeys(changed, "the strategy's configuration")}, found
 
 
 def _datamodule(datamodule: DataModule | None, loader: Any) -> tuple[DataModule | None, Any]:

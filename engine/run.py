@@ -13,7 +13,9 @@ import torch
 
 from engine.checkpoints import Checkpoints
 from engine.config.duration import Every
+from engine.config.readable import Config
 from engine.config.schema import Settings
+from engine.config.writing import as_yaml
 from engine.data.loader import PreparedLoader
 from engine.datamodule import DataModule
 from engine.distributed.agreement import HURRY, STOP, TERMINATE, Agreement
@@ -40,9 +42,9 @@ class Run(Checkpoints):
     """A step was made: from now on ``timeout`` holds, no more ``start_timeout``."""
 
     def __init__(
-        self, settings: Settings, engine: Engine, module: TrainModule, callbacks: tuple[Hooked, ...], hooks: Hooks, stage: str
+        self, settings: Settings, engine: Engine, module: TrainModule, callbacks: tuple[Hooked, ...], hooks: Hooks, stage: str, config: Config
     ) -> None:
-        self.settings, self.engine, self.module, self.callbacks = settings, engine, module, callbacks
+        self.settings, self.engine, self.module, self.callbacks, self.config = settings, engine, module, callbacks, config
         self.stage = stage
         """``"fit"`` (validation in it included), ``"sanity"`` (the check before training), ``"validate"``, ``"test"``, ``"predict"``."""
         self.hooks = hooks
@@ -98,6 +100,10 @@ class Run(Checkpoints):
         self._elapsed_before = 0.0
         self._logged_step = -1
         self._logs_itself = not hooks.on_log
+
+    def config_as_yaml(self) -> str:
+        """:attr:`config` in the form of ``fit.yaml``, each line with its origin."""
+        return as_yaml(self.config)
 
     # -- where am I -------------------------------------------------------------------------------------------------------------
 

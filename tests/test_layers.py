@@ -32,6 +32,7 @@ LAYERS: dict[str, int] = {
     "engine.prepared": 3,
     "engine.saving": 3,
     "engine.loading": 3,
+    "engine.possible": 4,
     "engine.processes": 4,
     "engine.preparing": 4,
     "engine.states": 4,
@@ -56,7 +57,7 @@ LAYERS: dict[str, int] = {
     "engine.cli": 9,
 }
 # The only places that import own modules by name.
-LAZY_TABLES = ("engine", "engine.launch", "engine.strategies", "engine.cli.main", "engine.cli.checkpoint", "callbacks")
+LAZY_TABLES = ("engine", "engine.launch", "engine.strategies", "engine.cli.main", "engine.cli.checkpoint", "engine.cli.config", "callbacks")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
