@@ -55,9 +55,9 @@ def lines(root: Path, diary: str) -> int:
 def test_a_killed_worker_changes_no_bit(tmp_path: Path) -> None:
     seed = int.from_bytes(os.urandom(4), "big")
     chance = random.Random(seed)
-    rank, step = chance.randrange(2), chance.randint(2, 15)
+    rank, step = chance.randrange(2), chance.randint(2, 9)
     print(f"seed {seed}: rank {rank} is killed after step {step}")
-    settings: dict[str, object] = {"max_epochs": 3}
+    settings: dict[str, object] = {"max_epochs": 2}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = ("--nproc", 2, "--max-restarts", 3)
     with Launched(tmp_path, *options, *arguments(tmp_path, whole, settings, {2: 0}), name="whole-agent") as undisturbed:

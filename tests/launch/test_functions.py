@@ -128,7 +128,7 @@ def nested() -> Any:
 
 
 def test_debug_returns_what_each_rank_returns() -> None:
-    assert launch.debug(add, 3, num_processes=3) == [(3, 3, False), (4, 3, False), (5, 3, False)]
+    assert launch.debug(add, 3) == [(3, 2, False), (4, 2, False)]
     with pytest.raises(RankError, match=r"rank 1 on .*failed with exit code 1[\s\S]*ValueError: no such layer$"):
         launch.debug(fails)
 

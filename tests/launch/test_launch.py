@@ -159,6 +159,7 @@ def test_signals_reach_the_ranks_which_save(tmp_path: Path, number: int, status:
 STUBBORN = PID + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:
     with Launched(tmp_path, "--nproc", 2, script(tmp_path, STUBBORN)) as job:
         job.until(lambda: pids(tmp_path, 2))
@@ -183,6 +184,7 @@ def test_no_rank_outlives_a_killed_agent(tmp_path: Path) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_ranks_that_a_scheduler_ends_are_not_started_again(tmp_path: Path) -> None:
     with Launched(tmp_path, "--nproc", 2, "--max-restarts", 3, script(tmp_path, GRACEFUL)) as job:
         job.until(lambda: pids(tmp_path, 2))
@@ -193,6 +195,7 @@ def test_ranks_that_a_scheduler_ends_are_not_started_again(tmp_path: Path) -> No
     assert "restart" not in job.stderr
 
 
+@pytest.mark.slow
 def test_restarts_are_counted_and_each_cause_is_told(tmp_path: Path) -> None:
     path = script(
         tmp_path,
