@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ from engine.launch.job import Job, LaunchError
 from engine.launch.output import Direct, Output
 from engine.launch.rank import Rank
 
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that reach the ranks through the agent."""
 SETTLE_S = 0.5
 """After a death: time for ranks that die of the same cause to leave their tracebacks, so that the first can be told (s)."""
 FAIL_S = 4.0
@@ -166,6 +168,7 @@ class Agent(LocalElasticAgent):
     ) -> None:
         super().__init__(spec=spec, logs_specs=places, start_method=start_method)
         self._meeting = meeting
+        self._handled = [number for number in HANDLED if signal.getsignal(number) != signal.SIG_IGN]
         self._job, self._output, self._places = job, output, places
         self._ranks: list[Rank] = []
         self._freed = float("-inf")
@@ -177,7 +180,7 @@ class Agent(LocalElasticAgent):
         if before:
             self._output.mark(f"attempt {before + 1}")
         found = super()._start_workers(worker_group)
-        _handle_signals()  # torch's agent has set its own
+        handle_signals(self._handled)  # torch's agent has set its own
         self._output.started()
         if isinstance(self._pcontext, SubprocessContext):
             for handler in self._pcontext.subprocess_handlers.values():
@@ -267,7 +270,7 @@ class Agent(LocalElasticAgent):
         """SIGTERM, or Ctrl-C: the ranks get it, and time to save."""
         hurry = threading.Event()
         signal.signal(signal.SIGINT, lambda *_: hurry.set())
-        for other in (signal.SIGTERM, signal.SIGHUP):  # a launcher and a scheduler may both send one
+        for other in HANDLED[1:]:  # a launcher and a scheduler may both send one
             signal.signal(other, lambda *_: None)
         if self._alive():
             interrupted = number == signal.SIGINT
@@ -345,9 +348,9 @@ def signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in numbers}
-    _handle_signals()
+    before = {number: signal.getsignal(number) for number in (*HANDLED, signal.SIGQUIT)}
+    # nohup ignores SIGHUP. Ctrl-C is ignored for every job in the background of a script, but whoever sends it there means it.
+    handle_signals([number for number in HANDLED if number != signal.SIGHUP or before[number] != signal.SIG_IGN])
     try:
         yield
     finally:
@@ -355,15 +358,16 @@ def signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _handle_signals() -> None:
+def handle_signals(numbers: Sequence[signal.Signals]) -> None:
+    """From now on these raise :class:`SignalException`; the others of those that torch's agent handles do what they do anywhere."""
     if threading.current_thread() is not threading.main_thread():
         return
 
     def handle(number: int, frame: object) -> None:
         raise SignalException(f"process {os.getpid()} got signal {number}", signal.Signals(number))
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, handle)
+    for number in HANDLED:
+        signal.signal(number, handle if number in numbers else signal.SIG_IGN)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 

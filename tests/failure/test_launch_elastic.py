@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -46,6 +47,11 @@ def arguments(place: Path, root: Path, settings: dict[str, object], numbers: dic
     script.write_text(SCRIPT)
     root.mkdir(exist_ok=True)
     return [script, HERE, root, json.dumps(settings), json.dumps(numbers), pause]
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def lines(root: Path, diary: str) -> int:
@@ -93,10 +99,10 @@ SAME = {"dropout": 0.0, "global_batch_size": 24}
 @pytest.mark.slow
 def test_a_lost_machine_shrinks_the_world(tmp_path: Path) -> None:
     root = tmp_path / "job"
-    options = (*TWO, "--rdzv", f"127.0.0.1:{free_port()}", *arguments(tmp_path, root, SAME, {2: 1, 1: 2}, pause=0.05))
+    port = free_port()
+    options = (*TWO, "--rdzv", f"127.0.0.1:{port}", *arguments(tmp_path, root, SAME, {2: 1, 1: 2}, pause=0.05))
     with Launched(tmp_path, *options, name="first") as first:
-        first.until(lambda: first.stderr)
-        time.sleep(1.0)  # the first one serves the rendezvous
+        first.until(lambda: answers(port))  # it serves the rendezvous
         with Launched(tmp_path, *options, name="second") as second:
             second.until(lambda: lines(root, "diary1.1") >= 4)
             ranks = [int((root / f"pid.{rank}").read_text()) for rank in range(2)]
@@ -132,10 +138,10 @@ def test_a_machine_that_joins_grows_the_world(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_machine_that_is_drained_saves_and_the_other_goes_on(tmp_path: Path) -> None:
     root = tmp_path / "job"
-    options = (*TWO, "--rdzv", f"127.0.0.1:{free_port()}", *arguments(tmp_path, root, SAME, {2: 1, 1: 2}, pause=0.05))
+    port = free_port()
+    options = (*TWO, "--rdzv", f"127.0.0.1:{port}", *arguments(tmp_path, root, SAME, {2: 1, 1: 2}, pause=0.05))
     with Launched(tmp_path, *options, name="first") as first:
-        first.until(lambda: first.stderr)
-        time.sleep(1.0)
+        first.until(lambda: answers(port))
         with Launched(tmp_path, *options, name="second") as second:
             second.until(lambda: lines(root, "diary1.1") >= 3)
             second.process.terminate()

@@ -129,6 +129,10 @@ def nested() -> Any:
 
 def test_debug_returns_what_each_rank_returns() -> None:
     assert launch.debug(add, 3) == [(3, 2, False), (4, 2, False)]
+
+
+@pytest.mark.slow
+def test_debug_raises_the_first_failure() -> None:
     with pytest.raises(RankError, match=r"rank 1 on .*failed with exit code 1[\s\S]*ValueError: no such layer$"):
         launch.debug(fails)
 

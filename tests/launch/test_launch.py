@@ -173,6 +173,18 @@ def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:
     assert not any(map(alive, pids(tmp_path, 2)))
 
 
+@pytest.mark.slow
+def test_nohup(tmp_path: Path) -> None:
+    path = script(tmp_path, PID + "while not os.path.exists('go'):\n    time.sleep(0.01)\nprint('went on')")
+    with Launched(tmp_path, "--nproc", 1, path, prefix=("nohup",)) as job:
+        job.until(lambda: pids(tmp_path, 1))
+        job.process.send_signal(signal.SIGHUP)
+        time.sleep(0.3)
+        (tmp_path / "go").touch()
+        assert job.wait() == 0, job.text
+    assert job.stdout == "went on\n"
+
+
 def test_no_rank_outlives_a_killed_agent(tmp_path: Path) -> None:
     with Launched(tmp_path, "--nproc", 2, script(tmp_path, STUBBORN)) as job:
         job.until(lambda: pids(tmp_path, 2))
