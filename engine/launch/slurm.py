@@ -122,7 +122,7 @@ def script(batch: Batch) -> str:
     lines += [shlex.quote(f"--{option.lstrip('-')}") for option in batch.further]
     # From SLURM 22.05 on srun does not take this from sbatch.
     cores = f" --cpus-per-task={batch.cpus_per_task}" if batch.cpus_per_task else ""
-    ranks = f"srun --kill-on-bad-exit=1 --label{cores} bash -c {shlex.quote(_TASK)} "$told" {shlex.join(batch.command)}"
+    ranks = f'srun --kill-on-bad-exit=1 --label{cores} bash -c {shlex.quote(_TASK)} "$told" {shlex.join(batch.command)}'
     return "\n".join(
         [
             "#!/bin/bash",
