@@ -68,6 +68,9 @@ class Batch:
     """Any other options of sbatch: ``"key=value"`` or ``"key"``."""
 
     def __post_init__(self) -> None:
+        for name in ("nodes", "job_name", "gpus_per_node", "cpus_per_task", "mem", "time", "partition", "account", "qos", "output"):
+            if "\n" in getattr(self, name):
+                raise LaunchError(f"{name}={getattr(self, name)!r} has a line break")
         if self.time and self.requeue and (seconds := time_limit(self.time)) is not None and seconds <= self.grace_s + EARLY_S:
             raise LaunchError(
                 f"--time {self.time} is {seconds} s, and SIGTERM comes {self.grace_s} to {self.grace_s + EARLY_S} s before its end: the job would be "
