@@ -57,6 +57,7 @@ def test_pytorchjob(tmp_path: Path) -> None:
     variables = [
         {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         | {"PET_NODE_RANK": str(rank), "PET_NNODES": str(world_size), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
+        | {"PET_NPROC_PER_NODE": "auto"}
         for rank in range(world_size)
     ]
     texts = run_pods(container, variables, tmp_path)
