@@ -27,6 +27,9 @@ _NAMES = {
     "MeshParallel": "engine.strategies.mesh_parallel",
     "Duration": "engine.config.duration",
     "Every": "engine.config.duration",
+    "CheckError": "engine.errors",
+    "HangError": "engine.errors",
+    "MismatchError": "engine.errors",
     "RankError": "engine.errors",
     "seed_everything": "engine.seed",
 }
@@ -40,6 +43,9 @@ if TYPE_CHECKING:
     from engine.data.combined import CombinedLoader as CombinedLoader
     from engine.datamodule import DataModule as DataModule
     from engine.engine import Engine as Engine
+    from engine.errors import CheckError as CheckError
+    from engine.errors import HangError as HangError
+    from engine.errors import MismatchError as MismatchError
     from engine.errors import RankError as RankError
     from engine.fit import Fit as Fit
     from engine.gradients import Loss as Loss

@@ -6,7 +6,7 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from engine.checkpoint.state import pack
 from engine.config.duration import Every
+from engine.config.readable import Config, without_secrets
 from engine.config.schema import Settings
 from engine.data.loader import PreparedLoader
 from engine.datamodule import DataModule
@@ -35,6 +36,10 @@ class Checkpoints:
     """The part of :class:`engine.Run` that saves and loads."""
 
     settings: Settings
+    pulse = 0
+    """Signs of life beside the training's batches: batches of evaluation, and saves."""
+    config: Config
+    """The settings as plain JSON values, for loggers and checkpoints: name -> ``value`` and ``origin``, secrets as ``"***"``."""
     engine: Engine
     module: TrainModule
     callbacks: tuple[Hooked, ...]
@@ -133,6 +138,7 @@ class Checkpoints:
         if asynchronous:
             self.engine.before_step(self.saver.hold)
         self.times.checkpoint += time.perf_counter() - began
+        self.pulse += 1
         return path
 
     def wait_for_checkpoint(self) -> set[str]:
@@ -147,6 +153,7 @@ class Checkpoints:
         began = time.perf_counter()
         self.saver.wait()
         self.times.checkpoint += time.perf_counter() - began
+        self.pulse += 1
         return self.saver.lost
 
     def remove_checkpoint(self, path: Path | str) -> None:
@@ -163,8 +170,8 @@ class Checkpoints:
             "counters": {"epoch": self.state.epoch, "step": self.state.step, "batch_idx": self.state.batch_idx},
             "metrics": dict(self.metrics),
             "module": f"{type(self.module).__module__}:{type(self.module).__qualname__}",
-            "hparams": _readable(self.module.hparams),
-            "config": _readable({f.name: getattr(self.settings, f.name) for f in fields(self.settings)}),
+            "hparams": without_secrets(_readable(self.module.hparams)),
+            "config": self.config,
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
         }
         return Content(

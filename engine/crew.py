@@ -15,13 +15,12 @@ from engine.distributed.environments.place import shown
 from engine.distributed.group import Group, join
 from engine.log import warn_once
 
-TIMEOUT = timedelta(minutes=30)
-
 
 @contextmanager
 def crew(settings: Settings) -> Iterator[Group]:
     """The group of all processes of this job, met. An error that only says that others are gone is replaced by theirs."""
     kind = accelerator.device_type(settings.accelerator)
+    timeout = timedelta(seconds=settings.start_timeout.value)
     environment = detect(os.environ)
     started: relaunch.Started | None = None
     if environment.world_size == 1 and environment.name == "single":
@@ -33,10 +32,10 @@ def crew(settings: Settings) -> Iterator[Group]:
     index = environment.local_rank if not isinstance(settings.devices, tuple) else settings.devices[environment.local_rank]
     device = accelerator.device(kind, index, own=environment.binds_devices)
     if started is None:
-        yield join(environment, device, timeout=TIMEOUT)
+        yield join(environment, device, timeout=timeout, debug=settings.debug)
         return
     with started.training():
-        yield join(environment, device, timeout=TIMEOUT, store=started.store, check=started.check)
+        yield join(environment, device, timeout=timeout, store=started.store, check=started.check, debug=settings.debug)
 
 
 def _start(kind: str, settings: Settings) -> relaunch.Started | None:
@@ -53,7 +52,7 @@ def _start(kind: str, settings: Settings) -> relaunch.Started | None:
     if settings.strategy == "single":
         raise ValueError(f"strategy='single' and devices={devices!r}: one process cannot use {wanted} devices; use strategy='ddp' or 'auto'")
     try:
-        return relaunch.start(wanted, timeout=TIMEOUT)
+        return relaunch.start(wanted, timeout=timedelta(seconds=settings.start_timeout.value))
     except RuntimeError as error:
         if devices != "auto":
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -47,7 +47,8 @@ class Engine(States):
     different settings may live side by side.
 
     Args:
-        strategy: a name or a :class:`engine.Strategy`; ``"auto"`` is ``single`` for one process and ``ddp`` for several.
+        strategy: a name, ``{"name": "fsdp", ...}`` with settings of its own, or a :class:`engine.Strategy`;
+            ``"auto"`` is ``single`` for one process and ``ddp`` for several.
         accelerator: ``"auto"`` (CUDA when present), ``"cpu"``, ``"cuda"``.
         precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``fp8-mixed``, ``bf16-true``, ``16-true``, ``64-true``, or :class:`engine.FP8`.
         accumulate_grad_batches: micro-batches in a window; may be changed between epochs.
@@ -56,6 +57,7 @@ class Engine(States):
         compile: ``True``, ``"blocks"`` (each repeated block) or a dict of ``torch.compile``'s options.
         seed: of the data order; by default torch's initial seed on rank 0.
         timeout: for meeting the other processes and for each collective.
+        debug: compare the ranks' operations, shapes and dtypes before each collective, and raise where they differ.
         environment: where this process stands; detected when not given.
         group: processes that were joined already.
 
@@ -67,15 +69,16 @@ class Engine(States):
     def __init__(
         self,
         *,
-        strategy: str | Strategy = "auto",
+        strategy: str | Mapping[str, Any] | Strategy = "auto",
         accelerator: str = "auto",
-        precision: str | Precision | FP8 = "32-true",
+        precision: str | Mapping[str, Any] | Precision | FP8 = "32-true",
         accumulate_grad_batches: int = 1,
         on_nonfinite: str | None = None,
         activation_checkpointing: str | int | None = None,
         compile: bool | str | dict[str, Any] = False,
         seed: int | None = None,
         timeout: timedelta = timedelta(minutes=30),
+        debug: bool = False,
         environment: Environment | None = None,
         group: Group | None = None,
     ) -> None:
@@ -89,7 +92,7 @@ class Engine(States):
             chosen = strategies.get(strategy, environment.world_size)
             kind = accelerators.device_type(accelerator)
             device = accelerators.device(kind, environment.local_rank, own=environment.binds_devices)
-            group = join(environment, device, timeout=timeout, store=started.store if started else None)
+            group = join(environment, device, timeout=timeout, store=started.store if started else None, debug=debug)
         else:
             chosen = strategies.get(strategy, group.world_size)
         self.group, self.strategy = group, chosen

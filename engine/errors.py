@@ -1,4 +1,4 @@
-"""What every error of this library shares: the nearest legal name, and the failure of another rank."""
+"""The errors that this library raises by a name of its own, and what all of them share: the nearest legal name."""
 
 from __future__ import annotations
 
@@ -8,9 +8,25 @@ from collections.abc import Iterable
 
 def nearest(name: object, choices: Iterable[str]) -> str:
     """A hint for an unknown name: ``"; did you mean 'ddp'?"``, or an empty string when nothing is close."""
-    found = difflib.get_close_matches(str(name).lower(), list(choices), n=1, cutoff=0.5)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    known = {choice.lower(): choice for choice in choices}
+    found = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.5)
+    return f"; did you mean {known[found[0]]!r}?" if found else ""
 
 
 class RankError(RuntimeError):
     """Another rank of this job failed. The message names it and carries its traceback."""
+
+
+class HangError(RuntimeError):
+    """No batch was finished for the time that ``Fit(timeout=)`` allows. The message names the ranks that lag, and where they are."""
+
+    waiting = False
+    """This rank only waited for those that lag."""
+
+
+class MismatchError(RuntimeError):
+    """The ranks came to one collective with different operations, shapes or dtypes (found by ``debug=True``)."""
+
+
+class CheckError(RuntimeError):
+    """What ``check=True`` found to differ between the ranks before the first step."""

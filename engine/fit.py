@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from engine import prepare
+from engine import possible, prepare
 from engine.callback import Callback
 from engine.config.duration import Duration
-from engine.config.resolve import UNSET, resolve
-from engine.config.schema import Settings
+from engine.config.readable import described
+from engine.config.resolve import UNSET, Resolved, resolve
+from engine.config.schema import Settings, check
 from engine.crew import crew
 from engine.datamodule import DataModule
 from engine.distributed import failures
@@ -27,8 +29,10 @@ from engine.precision import Precision
 from engine.result import Result
 from engine.run import Run
 from engine.session import session
+from engine.startup import compare
 from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8
+from engine.watching import collected, watched
 
 
 class Fit:
@@ -39,12 +43,13 @@ class Fit:
     defaults are documented at :class:`engine.config.schema.Settings`.
 
     Args:
-        strategy: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, a :class:`engine.Strategy` object.
+        strategy: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, a dict with such a name and settings of its own,
+            ``{"name": "deepspeed", "stage": 3}``, or a :class:`engine.Strategy` object.
         accelerator: ``"auto"`` (CUDA when present), ``"cpu"``, ``"cuda"``.
         devices: processes on this machine, one device each; started by ``run`` unless torchrun has. Default: every GPU, or one process.
         num_nodes: machines.
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``,
-            ``"fp8-mixed"`` or an ``FP8`` object.
+            ``"fp8-mixed"``, ``{"name": "fp8-mixed", "recipe": "rowwise"}``, or an ``FP8`` object.
         max_epochs, max_steps, max_time: stop at whichever comes first; one epoch when none is given.
         accumulate_grad_batches: micro-batches of an optimizer step, or ``{first epoch: micro-batches}``.
         global_batch_size: samples of an optimizer step over all ranks; the micro-batches of a step follow from it.
@@ -60,6 +65,10 @@ class Fit:
         deterministic: ``True`` or ``"warn"``.
         seed: of python, numpy, torch and the data order.
         on_nonfinite: ``"raise"`` or ``"skip"`` steps whose gradient norm is not finite.
+        timeout, start_timeout: longest time without a finished batch after and before the first step; then the ranks that lag are named.
+        check: compare the ranks' parameters, loaders and first batch before the first step.
+        debug: compare the ranks' shapes before each collective.
+        gc_every_n_steps: steps between two runs of Python's garbage collector; 0 leaves it alone.
         root_dir: where checkpoints and logs go.
 
     Raises:
@@ -69,11 +78,11 @@ class Fit:
     def __init__(
         self,
         *,
-        strategy: str | Strategy = UNSET,
+        strategy: str | Mapping[str, Any] | Strategy = UNSET,
         accelerator: str = UNSET,
         devices: int | str | Sequence[int] = UNSET,
         num_nodes: int = UNSET,
-        precision: str | int | Precision | FP8 = UNSET,
+        precision: str | int | Mapping[str, Any] | Precision | FP8 = UNSET,
         max_epochs: int | None = UNSET,
         max_steps: int | None = UNSET,
         max_time: str | timedelta | Duration | None = UNSET,
@@ -93,15 +102,37 @@ class Fit:
         deterministic: bool | str = UNSET,
         seed: int | None = UNSET,
         on_nonfinite: str | None = UNSET,
+        timeout: str | timedelta | Duration | None = UNSET,
+        start_timeout: str | timedelta | Duration = UNSET,
+        check: bool = UNSET,
+        debug: bool = UNSET,
+        gc_every_n_steps: int = UNSET,
         root_dir: str | Path = UNSET,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         failures.attach(detect(os.environ))
-        resolved = resolve(given, os.environ)
+        self._set(resolve(given, os.environ))
+
+    @classmethod
+    def from_resolved(cls, resolved: Resolved, callbacks: Callback | Sequence[Callback] | None = ()) -> Fit:
+        """A ``Fit`` with settings that :func:`engine.config.resolve.resolve` has put together, and these callbacks.
+
+        Raises:
+            ValueError, TypeError: as the constructor.
+        """
+        failures.attach(detect(os.environ))
+        fit = cls.__new__(cls)
+        fit._set(replace(resolved, settings=replace(resolved.settings, callbacks=check("callbacks", callbacks))))
+        return fit
+
+    def _set(self, resolved: Resolved) -> None:
         self.settings: Settings = resolved.settings
-        """What holds, from code, environment, file and defaults."""
+        """What holds, from command line, code, environment, file and defaults."""
         self.origins: dict[str, str] = resolved.origins
         """Where each setting comes from."""
+        self.sections: dict[str, Any] = resolved.sections
+        """What ``fit run`` has built model, data and callbacks from."""
+        possible.check(self.settings, self.origins)
 
     @property
     def is_main_process(self) -> bool:
@@ -149,8 +180,10 @@ class Fit:
                 run.resume(resume)
             call_all(run, run.hooks.on_fit_start)
             self._sanity_check(run)
+            compare(run)
             call_all(run, run.hooks.on_train_start)
-            train(run)
+            with watched(run), collected(run):
+                train(run)
             run.saver.hold()  # hooks may change weights
             call_all(run, run.hooks.on_train_end)
             call_all(run, run.hooks.on_fit_end)
@@ -179,7 +212,8 @@ class Fit:
         with self._start(module, "predict") as run, session(run, datamodule):
             prepared = prepare.evaluation(run, "predict", loaders, datamodule, "predict_step")
             run.load_weights(checkpoint)
-            results = predict(run, prepared)
+            with watched(run):
+                results = predict(run, prepared)
         return results[0] if len(prepared) == 1 else results
 
     def _evaluate(
@@ -189,7 +223,8 @@ class Fit:
         with self._start(module, stage) as run, session(run, datamodule):
             prepared = prepare.evaluation(run, name, loaders, datamodule, f"{name}_step")
             run.load_weights(checkpoint)
-            return evaluate(run, prepared, name, run.method(f"{name}_step"))
+            with watched(run):
+                return evaluate(run, prepared, name, run.method(f"{name}_step"))
 
     def _sanity_check(self, run: Run) -> None:
         """A few validation batches, so that an error in them does not wait for the end of the first epoch. Leaves no trace."""
@@ -198,7 +233,8 @@ class Fit:
             return
         run.stage = "sanity"
         call_all(run, run.hooks.on_sanity_check_start)
-        validate(run, None if count < 0 else count)
+        with watched(run):
+            validate(run, None if count < 0 else count)
         call_all(run, run.hooks.on_sanity_check_end)
         run.stage = "fit"
 
@@ -218,9 +254,17 @@ class Fit:
                 strategy=settings.strategy, precision=settings.precision, on_nonfinite=settings.on_nonfinite, seed=settings.seed, group=group,
                 activation_checkpointing=settings.activation_checkpointing, compile=settings.compile,
             )
-            settings = engine.strategy.configure(settings, self.origins)
+            origins, settings = _configured(engine.strategy, settings, self.origins)
             callbacks = tuple(c for c in settings.callbacks if not (settings.fast_dev_run and c.runs_last))
-            yield Run(settings, engine, module, callbacks, Hooks(callbacks, module, Callback, TrainModule), stage)
+            config = possible.shown(settings, origins, engine.strategy, engine.precision) | described(self.sections, origins)
+            yield Run(settings, engine, module, callbacks, Hooks(callbacks, module, Callback, TrainModule), stage, config)
+
+
+def _configured(strategy: Strategy, settings: Settings, origins: Mapping[str, str]) -> tuple[dict[str, str], Settings]:
+    """The settings with what the strategy's own configuration says, and where each comes from then."""
+    found = strategy.configure(settings, origins)
+    changed = [each.name for each in fields(settings) if getattr(settings, each.name) != getattr(found, each.name)]
+    return {**origins, **dict.fromkeys(changed, "the strategy's configuration")}, found
 
 
 def _datamodule(datamodule: DataModule | None, loader: Any) -> tuple[DataModule | None, Any]:

@@ -17,6 +17,7 @@ from engine.gradients import Loss, loss_in
 from engine.metric_states import unchanged
 from engine.run import Run
 from engine.seed import isolated
+from engine.startup import checked
 from engine.tree import map_tensors, whole
 
 
@@ -152,11 +153,15 @@ def due(run: Run) -> None:
     """Log, validate and find out whether a limit is reached."""
     run.engine.settle()
     step, settings = run.state.step, run.settings
+    if not run.started:
+        run.tighten()
     if settings.log_every_n_steps and step % settings.log_every_n_steps == 0:
         run.publish_step()
     if run.val_loaders and not run.stop_reason and run.val_every.due(step, None, run.elapsed_s):
         validate(run)
     reached_limit(run)
+    if settings.gc_every_n_steps and step % settings.gc_every_n_steps == 0:
+        run.garbage.collect()
     run.plan_next()
 
 
@@ -190,7 +195,7 @@ def begin_epoch(run: Run) -> Iterator[Any]:
     run.saver.hold()
     for hook in run.hooks.on_train_epoch_start:
         hook(run, run.module)
-    return iter(loader)
+    return checked(run, iter(loader)) if run.settings.check and not run.started else iter(loader)
 
 
 def end_epoch(run: Run) -> None:
@@ -240,7 +245,8 @@ def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
     for loader in run.val_loaders:
         loader.set_epoch(run.state.epoch)  # a shuffled one gives the same order after a resume
     try:
-        results = evaluate(run, run.val_loaders, "validation", run.method("validation_step"), limit)
+        with run.garbage.automatic():
+            results = evaluate(run, run.val_loaders, "validation", run.method("validation_step"), limit)
     except Preempted:
         run.record_to(outer)
         run.state.validated_step, results = before, []
@@ -325,6 +331,7 @@ def batches(run: Run, loader: PreparedLoader, name: str, step: Callable[..., Any
     began = time.perf_counter()
     for number, batch in enumerate(loader if limit is None else itertools.islice(loader, limit)):
         began, waited = time.perf_counter(), time.perf_counter() - began
+        run.pulse += 1
         if run.agreement.poll(run.stop_level, waited):
             run.accept_stop()
             if run.preempted:

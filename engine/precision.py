@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from engine.config.construct import construct
+from engine.config.named import Named
+from engine.config.readable import fields_of
+from engine.config.schema import check
 from engine.errors import nearest
 from engine.transforms.float8 import FP8, TransformerEngine
 
@@ -38,14 +42,24 @@ class Precision:
     def __str__(self) -> str:
         return self.name if self.fp8 in (None, FP8()) else f"{self.name} by {self.fp8}"
 
+    def describe(self) -> str | dict[str, Any]:
+        """As it can be written into a file: its name, with the settings of fp8 where there are any."""
+        return self.name if self.fp8 in (None, FP8()) else fields_of(self.fp8, self.name)
+
     @classmethod
-    def parse(cls, name: str | int | Precision | FP8) -> Precision:
+    def parse(cls, name: str | int | Mapping[str, Any] | Named | Precision | FP8) -> Precision:
         """The precision of that name (Lightning's names, and Accelerate's ``no``, ``bf16``, ``fp16`` and ``fp8``).
 
+        ``{"name": "fp8-mixed", "recipe": "rowwise"}`` has settings of :class:`engine.FP8`.
+
         Raises:
-            ValueError: for a name that does not exist, with the names that do.
+            ValueError: for a name or a setting that does not exist, with those that do.
             TypeError: something else.
         """
+        if isinstance(name, (Mapping, Named)):
+            name = check("precision", name)
+            if isinstance(name, Named):
+                name = construct("precision", name, FP8)
         if isinstance(name, Precision):
             return name
         if isinstance(name, FP8):

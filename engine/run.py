@@ -13,11 +13,15 @@ import torch
 
 from engine.checkpoints import Checkpoints
 from engine.config.duration import Every
+from engine.config.readable import Config
 from engine.config.schema import Settings
+from engine.config.writing import as_yaml
 from engine.data.loader import PreparedLoader
 from engine.datamodule import DataModule
 from engine.distributed.agreement import HURRY, STOP, TERMINATE, Agreement
+from engine.distributed.watchdog import collective_limit
 from engine.engine import Engine
+from engine.garbage import Collector
 from engine.hooks import Hooked, Hooks
 from engine.log import logger
 from engine.metrics import Recorder
@@ -32,11 +36,15 @@ class Run(Checkpoints):
 
     stepping = False
     """An optimizer step and what belongs to it are under way: there is no whole state."""
+    due_step = 0
+    """The next step after which more than the step itself may happen."""
+    started = False
+    """A step was made: from now on ``timeout`` holds, no more ``start_timeout``."""
 
     def __init__(
-        self, settings: Settings, engine: Engine, module: TrainModule, callbacks: tuple[Hooked, ...], hooks: Hooks, stage: str
+        self, settings: Settings, engine: Engine, module: TrainModule, callbacks: tuple[Hooked, ...], hooks: Hooks, stage: str, config: Config
     ) -> None:
-        self.settings, self.engine, self.module, self.callbacks = settings, engine, module, callbacks
+        self.settings, self.engine, self.module, self.callbacks, self.config = settings, engine, module, callbacks, config
         self.stage = stage
         """``"fit"`` (validation in it included), ``"sanity"`` (the check before training), ``"validate"``, ``"test"``, ``"predict"``."""
         self.hooks = hooks
@@ -74,8 +82,7 @@ class Run(Checkpoints):
         """Micro-batches in a window, by epoch."""
         self.stride = 1
         """What a full window adds to the data position."""
-        self.due_step = 0
-        """The next step after which more than the step itself may happen."""
+        self.garbage = Collector()
         self.interrupted = self.terminated = False
         """Ctrl-C has reached this rank; SIGTERM has reached some rank."""
         self.preempted = False
@@ -93,6 +100,10 @@ class Run(Checkpoints):
         self._elapsed_before = 0.0
         self._logged_step = -1
         self._logs_itself = not hooks.on_log
+
+    def config_as_yaml(self) -> str:
+        """:attr:`config` in the form of ``fit.yaml``, each line with its origin."""
+        return as_yaml(self.config)
 
     # -- where am I -------------------------------------------------------------------------------------------------------------
 
@@ -134,6 +145,13 @@ class Run(Checkpoints):
             return self.agreement.elapsed_s
         return self.clock()
 
+    def tighten(self) -> None:
+        """The first step is made: nothing of the start (meeting, compilation) is slow any more, so waiting longer means that something hangs."""
+        self.started = True
+        if self.settings.timeout is not None and self.world_size > 1:
+            self.engine.group.barrier()  # a rank that still compiles must find the others patient
+            self.engine.group.limit(collective_limit(self.settings.timeout.value, self.device))
+
     # -- stopping ---------------------------------------------------------------------------------------------------------------
 
     def stop(self, reason: str = "asked to stop", level: int = STOP) -> None:
@@ -173,7 +191,9 @@ class Run(Checkpoints):
         step, settings = self.state.step, self.settings
         marks = [] if self.max_steps is None else [self.max_steps]
         every = self.val_every.duration
-        intervals = [settings.log_every_n_steps]
+        intervals = [settings.log_every_n_steps, settings.gc_every_n_steps]
+        if not self.started:
+            intervals.append(1)
         if every is not None and self.val_loaders:
             whole_epochs = every.unit == "epochs" and isinstance(every.value, int)
             intervals.append(int(every.value) if every.unit == "steps" else 0 if whole_epochs else 1)

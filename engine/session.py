@@ -17,7 +17,7 @@ from engine.data.sampler import mixed
 from engine.datamodule import DataModule
 from engine.distributed import relaunch
 from engine.distributed.agreement import HURRY, TERMINATE
-from engine.errors import RankError
+from engine.errors import CheckError, RankError
 from engine.log import logger
 from engine.loop import Preempted
 from engine.prepare import deterministic
@@ -45,7 +45,7 @@ def session(run: Run, datamodule: DataModule | None) -> Iterator[None]:
                 raise
             cause = _cause(run, error)
             run.exception = cause
-            run.engine.group.failed = True
+            run.engine.group.failed = not isinstance(cause, CheckError)  # that one all ranks raise together
             _report(run, cause)
             if cause is not error:
                 raise cause from error

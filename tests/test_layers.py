@@ -15,6 +15,7 @@ LAYERS: dict[str, int] = {
     "engine.log": 0,
     "engine.tree": 0,
     "engine.seed": 0,
+    "engine.garbage": 0,
     "engine.config": 0,
     "engine.accelerator": 1,
     "engine.distributed": 1,
@@ -31,6 +32,7 @@ LAYERS: dict[str, int] = {
     "engine.prepared": 3,
     "engine.saving": 3,
     "engine.loading": 3,
+    "engine.possible": 4,
     "engine.processes": 4,
     "engine.preparing": 4,
     "engine.states": 4,
@@ -47,13 +49,15 @@ LAYERS: dict[str, int] = {
     "engine.prepare": 6,
     "engine.crew": 6,
     "engine.loop": 6,
+    "engine.watching": 6,
+    "engine.startup": 6,
     "engine.session": 6,
     "engine.fit": 7,
     "engine.launch": 8,
     "engine.cli": 9,
 }
 # The only places that import own modules by name.
-LAZY_TABLES = ("engine", "engine.strategies", "engine.cli.main", "engine.cli.checkpoint", "callbacks")
+LAZY_TABLES = ("engine", "engine.strategies", "engine.cli.main", "engine.cli.checkpoint", "engine.cli.config", "callbacks")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 

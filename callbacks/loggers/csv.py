@@ -13,6 +13,7 @@ from torch import nn
 from engine import Callback, Run
 
 _FIXED = ("step", "epoch")
+_CONFIG = "config.yaml"
 
 
 class CSVLogger(Callback):
@@ -25,6 +26,8 @@ class CSVLogger(Callback):
     A resumed run appends, after cutting the rows later than the step that it resumed from: they belong to a past that did
     not happen. A run that starts at step 0 where such a file stands already moves that file to ``metrics.1.csv`` (or the next
     free number) first.
+
+    Beside it stands ``config.yaml``: the settings of the run with where each comes from, in the form of ``fit.yaml``, secrets left out.
     """
 
     def __init__(self, dir: str | os.PathLike[str] | None = None, name: str = "metrics.csv") -> None:
@@ -34,10 +37,12 @@ class CSVLogger(Callback):
             name: the file's name.
 
         Raises:
-            ValueError: ``name`` is empty or has a folder in it.
+            ValueError: ``name`` is empty, has a folder in it, or is ``config.yaml``.
         """
-        if not name or Path(name).name != name:
-            raise ValueError(f"CSVLogger(name={name!r}): name must be the name of a file without a folder; give the folder as dir=")
+        if not name or Path(name).name != name or name == _CONFIG:
+            raise ValueError(
+                f"CSVLogger(name={name!r}): name must be the name of a file without a folder, other than {_CONFIG}; give the folder as dir="
+            )
         self.dir = None if dir is None else Path(dir)
         self.name = name
         self.path: Path | None = None
@@ -51,7 +56,10 @@ class CSVLogger(Callback):
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         """Cut (resumed) or put aside (new run) what an earlier run left in the file."""
         assert self.path is not None
-        if not run.is_main_process or not self.path.exists():
+        if not run.is_main_process:
+            return
+        self._write_config(run)
+        if not self.path.exists():
             return
         self._close()
         if run.step > 0:
@@ -71,6 +79,17 @@ class CSVLogger(Callback):
 
     def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
         self._close()
+
+    def _write_config(self, run: Run) -> None:
+        assert self.path is not None
+        path = self.path.with_name(_CONFIG)
+        text = run.config_as_yaml()
+        if run.step == 0 and path.exists() and path.read_text(encoding="utf-8") != text:
+            path.rename(_free_name(path))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(path.name + ".new")
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
 
     def _write(self, row: dict[str, Any]) -> None:
         if self._file is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any
@@ -13,6 +13,8 @@ from typing import Any
 from engine.checkpoint.convert import convert
 from engine.checkpoint.export import export_checkpoint
 from engine.checkpoint.overview import entries, facts, problems, prune
+from engine.cli.main import table
+from engine.config.readable import rows as settings_rows
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,7 +46,7 @@ def _list(arguments: argparse.Namespace) -> Answer:
         if entry["complete"]:
             told = (_text(entry["step"]), _text(entry["epoch"]), _time(entry["saved_at"]), _size(entry["bytes"]), str(entry["world_size"]))
             rows.append((entry["name"], *told, _metrics(entry)))
-    lines = _table(rows) if len(rows) > 1 else []
+    lines = table(rows) if len(rows) > 1 else []
     lines += [f"{entry['name']}  incomplete or damaged: {entry['reason']}" for entry in found if not entry["complete"]]
     return found, lines, all(entry["complete"] for entry in found)
 
@@ -52,12 +54,14 @@ def _list(arguments: argparse.Namespace) -> Answer:
 def _show(arguments: argparse.Namespace) -> Answer:
     found = facts(arguments.path, arguments.tensors)
     tensors = found.get("tensors", {})
-    shown = {name: value for name, value in found.items() if name not in ("tensors", "tied", "files", "name", "complete")}
+    shown = {name: value for name, value in found.items() if name not in ("tensors", "tied", "files", "name", "complete", "config")}
     shown |= {"saved_at": _time(found["saved_at"]), "bytes": f"{found['bytes']} ({_size(found['bytes'])}) in {len(found['files'])} files"}
     lines = [found["name"], *_section(shown)]
+    if found.get("config"):
+        lines += ["  config", *("    " + line for line in table(settings_rows(found["config"])))]
     for folder, each in tensors.items():
         lines += ["", f"{folder}: {len(each)} tensors"]
-        lines += _table([(f"  {name}", str(t["shape"]), t["dtype"], f"{t['shards']} shard(s)") for name, t in each.items()])
+        lines += table([(f"  {name}", str(t["shape"]), t["dtype"], f"{t['shards']} shard(s)") for name, t in each.items()])
     if found.get("tied"):
         lines += ["", "tied", *(f"  {name} is {first}" for name, first in found["tied"].items())]
     return found, lines, True
@@ -116,11 +120,6 @@ _ACTIONS: dict[str, Callable[[argparse.Namespace], Answer]] = {
     "convert": _convert,
     "prune": _prune,
 }
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _section(values: Mapping[str, Any], indent: str = "  ") -> list[str]:

@@ -1,117 +1,27 @@
-"""``fit env``: what a run that is started here would find."""
+"""``fit env``: the options. What it prints needs torch, and is imported when they are right."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+import importlib
+from collections.abc import Sequence
 
-from engine.cli.main import version
-from engine.config.resolve import resolve
-from engine.distributed.environment import detect, hints
-
-_PACKAGES = (
-    *("fit-trainer", "torch", "torchmetrics", "lightning-utilities", "safetensors", "numpy", "rich", "pyyaml"),
-    *("deepspeed", "tensorboard"),
-)
+ACTIONS = "engine.cli.env_actions"
+"""The module that does it."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the report.
+    """Print what a run that is started here would find.
 
     Returns:
-        0, or 1 when the settings or the environment would make a run fail; the report then says why.
+        0, or 1 when the settings or the environment would make a run fail. Wrong arguments end the process with status 2.
     """
-    parser = argparse.ArgumentParser(prog="fit env", description="Print versions, devices, environment, and each setting with its origin.")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    as_json = parser.parse_args(list(argv)).json
-    report = collect(os.environ)
-    print(json.dumps(report, indent=2) if as_json else as_text(report))
-    return 1 if report["errors"] else 0
+    arguments = parser().parse_args(list(argv))
+    return int(importlib.import_module(ACTIONS).run(arguments))
 
 
-def collect(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The report as JSON values.
-
-    Returns:
-        ``versions`` (name -> version or ``None``), ``devices``, ``environment`` (as detected, or ``None``), ``variables`` (those it
-        was read from), ``hints`` (lines about it), ``settings`` (name -> ``value`` and ``origin``) and ``errors`` (what makes
-        environment or settings fail).
-    """
-    report: dict[str, Any] = {
-        "versions": {"python": f"{platform.python_version()} ({platform.platform()})"} | {name: version(name) for name in _PACKAGES},
-        "devices": _devices(),
-        "environment": None,
-        "variables": {},
-        "hints": [],
-        "settings": {},
-        "errors": [],
-    }
-    try:
-        found = detect(environ)
-        report["environment"] = asdict(found)
-        report["variables"] = report["environment"].pop("variables")
-        report["hints"] = hints(environ, found)
-    except (ValueError, RuntimeError) as error:
-        report["errors"].append(str(error))
-    try:
-        resolved = resolve({}, environ)
-    except (ValueError, TypeError, OSError) as error:
-        report["errors"].append(str(error))
-    else:
-        for name, origin in resolved.origins.items():
-            report["settings"][name] = {"value": _plain(getattr(resolved.settings, name)), "origin": origin}
-    return report
-
-
-def as_text(report: Mapping[str, Any]) -> str:
-    """The report of :func:`collect` for people: one value a line, settings with their origin."""
-    lines = [*_section("versions", {name: found or "not installed" for name, found in report["versions"].items()})]
-    lines += _section("devices", report["devices"])
-    lines += _section("environment", report["environment"] or {})
-    if report["variables"]:
-        lines += _section("read from", report["variables"])
-    if report["hints"]:
-        lines += [*(f"hint: {hint}" for hint in report["hints"]), ""]
-    settings = report["settings"]
-    width = max((len(str(setting["value"])) for setting in settings.values()), default=0)
-    lines += _section("settings", {name: f"{setting['value']!s:<{width}}  {setting['origin']}" for name, setting in settings.items()})
-    return "\n".join([*lines, *(f"error: {error}" for error in report["errors"])]).rstrip()
-
-
-def _section(title: str, values: Mapping[str, Any]) -> list[str]:
-    width = max(map(len, values), default=0)
-    return [title, *(f"  {name:<{width}}  {value}" for name, value in values.items()), ""]
-
-
-def _devices() -> dict[str, str]:
-    import torch
-    import torch.distributed as dist
-
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found = {"cpu": f"{cores} cores, {torch.get_num_threads()} threads in an operation"}
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            device = torch.cuda.get_device_properties(index)
-            gib = device.total_memory / 2**30
-            found[f"cuda:{index}"] = f"{device.name}, {gib:.1f} GiB, compute capability {device.major}.{device.minor}"
-        found["cuda"] = f"version {torch.version.cuda}"
-    else:
-        found["cuda"] = "none" if torch.version.cuda else "none (this torch was built without it)"
-    if dist.is_available():
-        there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
-        found["backends"] = ", ".join(name for name, available in there.items() if available) or "none"
-    return found
-
-
-def _plain(value: Any) -> Any:
-    """A setting as a JSON value; what JSON has no form of as text."""
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    top = argparse.ArgumentParser(prog="fit env", description="Print versions, devices, environment, and each setting with its origin.")
+    top.add_argument("--json", action="store_true", help="print one JSON object")
+    return top

@@ -55,15 +55,25 @@ def parser() -> argparse.ArgumentParser:
     where = found.add_argument_group("processes")
     where.add_argument("--nproc", metavar="N", help="processes on this machine: a number, 'gpu' (one a GPU), 'cpu' (one a core), "
                        "'auto' (one a GPU, or one); default: auto")  # fmt: skip
-    where.add_argument("--nnodes", metavar="N|MIN:MAX", help="machines; with MIN:MAX the job goes on while MIN are left and grows again; default: 1")
-    where.add_argument("--node-rank", metavar="R", help="this machine's number, 0 to N-1, if it is to be fixed; machine 0 serves the rendezvous")
+    where.add_argument(
+        "--nnodes", metavar="N|MIN:MAX", help="machines; with MIN:MAX the job goes on while MIN are left and grows again; default: 1"
+    )
+    where.add_argument(
+        "--node-rank", metavar="R", help="this machine's number, 0 to N-1, if it is to be fixed; machine 0 serves the rendezvous"
+    )
     where.add_argument("--rdzv", metavar="HOST:PORT", help="where the machines meet: a port of one of them; not needed for one machine")
     where.add_argument("--rdzv-id", metavar="ID", help="the job's name at the rendezvous, the same on all machines; default: fit")
     life = found.add_argument_group("failures")
     life.add_argument("--max-restarts", metavar="K", help="start all ranks again up to K times when one fails; default: 0")
-    life.add_argument("--grace", metavar="S", type=float, default=120.0, help="seconds that ranks get to save after SIGTERM or Ctrl-C; default: 120")
-    life.add_argument("--dead-after", metavar="S", type=int, default=10, help="a machine silent for so many seconds is taken for dead; default: 10")
-    life.add_argument("--join-wait", metavar="S", type=int, default=5, help="seconds to wait for more machines once MIN have come; default: 5")
+    life.add_argument(
+        "--grace", metavar="S", type=float, default=120.0, help="seconds that ranks get to save after SIGTERM or Ctrl-C; default: 120"
+    )
+    life.add_argument(
+        "--dead-after", metavar="S", type=int, default=10, help="a machine silent for so many seconds is taken for dead; default: 10"
+    )
+    life.add_argument(
+        "--join-wait", metavar="S", type=int, default=5, help="seconds to wait for more machines once MIN have come; default: 5"
+    )
     life.add_argument("--join-timeout", metavar="S", type=int, default=600, help="seconds to wait for the machines to meet; default: 600")
     out = found.add_argument_group("settings and output")
     out.add_argument("--config", metavar="FILE", type=Path, help="the YAML file of settings, for every rank (its FIT_CONFIG)")

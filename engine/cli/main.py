@@ -5,43 +5,67 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 
+from engine.cli.exits import STATUSES, guarded
 from engine.errors import nearest
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "run": ("engine.cli.run", "train what a Python path or a file of settings describes"),
+    "validate": ("engine.cli.run:validate", "run the validation loop with a checkpoint's weights"),
+    "test": ("engine.cli.run:test", "run the test loop with a checkpoint's weights; alone: check this installation and its devices"),
+    "predict": ("engine.cli.run:predict", "write the predictions of a checkpoint's weights to a file"),
     "checkpoint": ("engine.cli.checkpoint", "list, show, verify, export, convert and prune checkpoints"),
+    "config": ("engine.cli.config", "write a commented file of settings: from answers, defaults, or Accelerate's file; check one"),
     "launch": ("engine.cli.launch", "start a script as the processes of one job, on this machine or on several; watch and restart them"),
     "env": ("engine.cli.env", "print versions, devices, the distributed environment, and each setting with its origin"),
+    "completion": ("engine.cli.completion", "print a script that completes fit's words in bash, zsh or fish"),
 }
-"""Command -> the module whose ``main(arguments) -> exit status`` runs it, and its line of help."""
+"""Command -> the module whose ``main(arguments) -> exit status`` (or the function after a colon) runs it, and its line of help."""
+HIDDEN: dict[str, str] = {"complete": "engine.cli.completion:complete"}
+"""Commands for programs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``fit`` with ``argv`` (``None``: the process's own arguments).
 
     Returns:
-        The exit status: 0 when all went well. Wrong arguments end the process with status 2, as argparse does.
+        The exit status, as of :mod:`engine.cli.exits`. Wrong options end the process with status 2, as argparse does.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    top = parser()
+    # What follows the command is its own.
+    known = top.parse_args(arguments[:1])
+    if known.command is None:
+        top.print_help()
+        return 0
+    if known.command not in COMMANDS and known.command not in HIDDEN:
+        top.error(f"unknown command {known.command!r}{nearest(known.command, COMMANDS)}; possible: {', '.join(COMMANDS)}")
+    return guarded(lambda: int(entry(known.command)(arguments[1:])))
+
+
+def parser() -> argparse.ArgumentParser:
+    """What stands before a command's own arguments."""
     width = max(map(len, COMMANDS)) + 2
-    parser = argparse.ArgumentParser(
+    lines = "\n".join(f"  {name:<{width}}{line}" for name, (_, line) in COMMANDS.items())
+    top = argparse.ArgumentParser(
         prog="fit",
         description="Train PyTorch models: exact, elastic, free, safe and planned.",
-        epilog="commands:\n" + "\n".join(f"  {name:<{width}}{line}" for name, (_, line) in COMMANDS.items()),
+        epilog=f"commands:\n{lines}\n\n{STATUSES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"fit-trainer {version('fit-trainer') or 'not installed'}")
-    parser.add_argument("command", nargs="?", metavar="command", help="'fit COMMAND --help' tells more")
-    # What follows the command is its own.
-    known = parser.parse_args(arguments[:1])
-    if known.command is None:
-        parser.print_help()
-        return 0
-    if known.command not in COMMANDS:
-        parser.error(f"unknown command {known.command!r}{nearest(known.command, COMMANDS)}; possible: {', '.join(COMMANDS)}")
-    return int(importlib.import_module(COMMANDS[known.command][0]).main(arguments[1:]))
+    top.add_argument("--version", action="version", version=f"fit-trainer {version('fit-trainer') or 'not installed'}")
+    top.add_argument("command", nargs="?", metavar="command", help="'fit COMMAND --help' tells more")
+    return top
+
+
+def entry(command: str) -> Callable[[Sequence[str]], int]:
+    """The function that runs ``command``."""
+    place = COMMANDS[command][0] if command in COMMANDS else HIDDEN[command]
+    module, _, name = place.partition(":")
+    found: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), name or "main")
+    return found
 
 
 def version(distribution: str) -> str | None:
@@ -50,6 +74,12 @@ def version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows as lines, their columns below one another."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 if __name__ == "__main__":

@@ -11,34 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.duration import Duration, parse
+from engine.config.named import PRECISIONS, precision_name, precision_setting, strategy_setting
 from engine.config.transforms import compile_setting, recompute_setting
 from engine.errors import nearest
 
-PRECISIONS: dict[str, str] = {
-    **{name: name for name in ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "fp8-mixed")},
-    "no": "32-true",  # Accelerate's
-    "bf16": "bf16-mixed",
-    "fp16": "16-mixed",
-    "fp8": "fp8-mixed",
-    "32": "32-true",  # Lightning's short ones
-    "16": "16-mixed",
-    "64": "64-true",
-}
-"""Accepted precision name -> the name that the library uses."""
+__all__ = ["PRECISIONS", "Settings", "check", "fast_dev_run_overrides", "precision_name"]
 
 _ONE_EPOCH = Duration("epochs", 1)
-
-
-def precision_name(value: object) -> str:
-    """The library's name of a precision, e.g. ``"bf16"`` -> ``"bf16-mixed"``.
-
-    Raises:
-        ValueError: an unknown name; the nearest one is given.
-    """
-    name = PRECISIONS.get(str(value).lower())
-    if name is None:
-        raise ValueError(f"precision={value!r} is unknown{nearest(value, PRECISIONS)}; possible: {', '.join(PRECISIONS)}")
-    return name
+_TEN_MINUTES, _HALF_HOUR = Duration("seconds", 600), Duration("seconds", 1800)
 
 
 @dataclass(frozen=True)
@@ -53,7 +33,7 @@ class Settings:
     """
 
     strategy: Any = "auto"
-    """How the model is spread over the ranks: a registered name, or a strategy object."""
+    """How the model is spread over the ranks: a registered name, ``{name: deepspeed, stage: 3}`` with settings of its own, or a strategy object."""
     accelerator: str = "auto"
     """``"cpu"``, ``"cuda"`` (``"gpu"`` means the same), or ``"auto"``: CUDA when there is one."""
     devices: int | str | tuple[int, ...] = "auto"
@@ -61,7 +41,8 @@ class Settings:
     num_nodes: int = 1
     """Nodes of the job."""
     precision: Any = "32-true"
-    """Numbers of the model and of its compute; one of :data:`PRECISIONS`, or an ``FP8`` or ``Precision`` object."""
+    """Numbers of the model and of its compute: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"fp8-mixed"``, ``"bf16-true"``, ``"16-true"``,
+    ``"64-true"``, ``{name: fp8-mixed, recipe: rowwise}``, or an ``FP8`` or ``Precision`` object."""
     max_epochs: int | None = None
     """Stop after so many epochs. 1 when neither this nor ``max_steps`` nor ``max_time`` is given."""
     max_steps: int | None = None
@@ -101,6 +82,17 @@ class Settings:
     """Seed of python, numpy and torch, and of the data order; 0 to 2**32 - 1. ``None`` seeds nothing."""
     on_nonfinite: str | None = None
     """A step whose gradient norm is not finite: ``"raise"`` an error, ``"skip"`` the step, or ``None``: no check."""
+    timeout: Duration | None = _TEN_MINUTES
+    """Longest time without a finished batch, and of a collective, after the first step: several ranks then end with an error that names those
+    that lag; one alone logs where it stands. ``None``: ``start_timeout`` holds throughout, and nothing is watched."""
+    start_timeout: Duration = _HALF_HOUR
+    """The same up to the first step: the processes meet, data are prepared, the model is compiled."""
+    check: bool = False
+    """Compare the ranks before the first step: parameters, lengths of loaders, form of the first batch, and that batches travel unharmed."""
+    debug: bool = False
+    """Compare operation, shapes and dtypes over the ranks before each collective: an error instead of a hang. Slow; for the search of errors."""
+    gc_every_n_steps: int = 50
+    """Python's garbage collector runs at every n-th optimizer step, on all ranks at once, and not in between; 0 leaves it to Python."""
     root_dir: Path = Path("runs")
     """Where checkpoints and logs are written."""
 
@@ -216,17 +208,6 @@ def _bool(*names: str) -> _Check:
     return run
 
 
-def _strategy(name: str, value: Any) -> Any:
-    if value is None or value == "" or isinstance(value, (bool, int, float, type)):
-        raise _wrong_type(name, value, "the name of a strategy, or a strategy object")
-    return value
-
-
-def _precision(name: str, value: Any) -> Any:
-    # Objects are the engine's to judge: this layer does not know their classes.
-    return precision_name(value) if value is None or isinstance(value, (str, bool, int, float, type)) else value
-
-
 def _devices(name: str, value: Any) -> int | str | tuple[int, ...]:
     possible = "'auto', an int of at least 1, or distinct device indices such as [0, 2]"
     if isinstance(value, str) and value != "auto":
@@ -302,6 +283,15 @@ def _time(name: str, value: int | float | str | timedelta | Duration | None) -> 
     return duration
 
 
+def _limit_s(name: str, value: int | float | str | timedelta | Duration | None) -> Duration | None:
+    found = _time(name, value)
+    if found is None and name == "start_timeout":
+        raise _wrong_type(name, value, "a time such as '30 min'")
+    if found is not None and found.value < 1:
+        raise _wrong(name, value, "a time of at least '1 s'" + (", or None for no watch" if name == "timeout" else ""))
+    return found
+
+
 def _duration(name: str, value: int | float | str | timedelta | Duration | None) -> Duration | None:
     try:
         return parse(value)
@@ -335,11 +325,11 @@ def _path(name: str, value: Any) -> Path:
 
 
 _CHECKS: dict[str, _Check] = {
-    "strategy": _strategy,
+    "strategy": strategy_setting,
     "accelerator": _choice("auto", "cpu", "cuda", aliases={"gpu": "cuda"}),
     "devices": _devices,
     "num_nodes": _int(1),
-    "precision": _precision,
+    "precision": precision_setting,
     "max_epochs": _int(0, none="no limit of epochs"),
     "max_steps": _int(0, none="no limit of steps"),
     "max_time": _time,
@@ -359,5 +349,10 @@ _CHECKS: dict[str, _Check] = {
     "deterministic": _bool("warn"),
     "seed": _int(0, none="no seeding", most=2**32 - 1),
     "on_nonfinite": _choice("raise", "skip", none="no check"),
+    "timeout": _limit_s,
+    "start_timeout": _limit_s,
+    "check": _bool(),
+    "debug": _bool(),
+    "gc_every_n_steps": _int(0),
     "root_dir": _path,
 }

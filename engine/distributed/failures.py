@@ -16,7 +16,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from engine.distributed.environment import Environment
-from engine.errors import RankError
+from engine.errors import HangError, RankError
 
 # What gloo, NCCL and the store say when it is the other side that has gone.
 _PEER_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "gloo", "nccl")
@@ -25,7 +25,9 @@ _attached: set[str] = set()
 
 
 def blames_peer(error: BaseException) -> bool:
-    """Whether ``error`` only says that another rank has gone: a collective's error, or a :class:`RankError`."""
+    """Whether ``error`` only says that another rank has gone or lags: a collective's error, a :class:`RankError`, another's hang."""
+    if isinstance(error, HangError):
+        return error.waiting
     if isinstance(error, (RankError, dist.DistError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _PEER_GONE)

@@ -29,8 +29,10 @@ class _Shared:
 
     world: dist.ProcessGroup
     cpu: dist.ProcessGroup
-    store: dist.Store | None  # None: the user initialised the default group, and destroys it
+    store: dist.Store  # where the ranks met
+    ours: bool  # False: the user initialised the default group, and destroys it
     pid: int
+    debug: bool  # its groups compare each collective's shapes
     failed: bool = False
 
 
@@ -68,6 +70,22 @@ class Group:
         if self._shared is not None:
             self._shared.failed = value
 
+    @property
+    def store(self) -> dist.Store | None:
+        """Where the processes met; ``None`` when this one is alone."""
+        return self._shared.store if self._shared is not None else None
+
+    def limit(self, timeout: timedelta) -> None:
+        """From now on a collective of any process group may wait so long. One that has begun keeps its time."""
+        if self.cpu is not None:
+            for group in list(dist.distributed_c10d._world.pg_map):
+                for device in group._device_types:
+                    backend = group._get_backend(device)
+                    # In debug mode torch wraps each back end; some third-party ones know no timeout.
+                    backend = getattr(backend, "wrapped_pg", backend)
+                    if hasattr(backend, "_set_default_timeout"):
+                        backend._set_default_timeout(timeout)
+
     def part(self, parts: Sequence[Sequence[int]]) -> Group:
         """The one of ``parts`` that this rank is in, as a group whose ranks count from 0. A collective; every rank is in just one part."""
         found: Group | None = None
@@ -103,6 +121,7 @@ def join(
     timeout: timedelta,
     store: dist.Store | None = None,
     check: Callable[[], None] | None = None,
+    debug: bool = False,
 ) -> Group:
     """Meet the other processes of the job; all of them call this.
 
@@ -115,8 +134,11 @@ def join(
         timeout: for the meeting, and later for each collective.
         store: where the processes meet; by default served at the environment's master address and port.
         check: called on rank 0 about ten times a second while others are awaited; it may raise.
+        debug: from now on each collective first compares operation, shapes and dtypes over the ranks, and raises where they differ
+            (torch's ``DebugLevel.DETAIL``); for all groups of this process, at the price of a small collective for each.
 
     Raises:
+        ValueError: ``debug`` with a default group that was made without it.
         RuntimeError: the others did not come in time, the address cannot be served or reached, or the default group that exists has
             another rank or size than the environment says.
     """
@@ -127,12 +149,19 @@ def join(
         if environment.world_size == 1:
             return Group(environment, device)
         if _shared is None or _shared.world is not dist.group.WORLD:
-            _shared = _adopt(timeout, None)
+            _shared = _adopt(timeout, None, dist.get_debug_level() == dist.DebugLevel.DETAIL)
+        if debug and not _shared.debug:
+            raise ValueError(
+                "debug=True was asked for, but this process's collectives were set up without it: give it to the first Fit or Engine of the "
+                "process, or set TORCH_DISTRIBUTED_DEBUG=DETAIL before init_process_group"
+            )
         _shared.failed = False  # an earlier run's error was dealt with, or this one would not begin
         return Group(environment, device, _shared)
     if environment.world_size == 1:
         return Group(environment, device)
     prefixed = _meet(environment, timeout, store, check)
+    if debug:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)  # for groups that are made later, too
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=prefixed,
@@ -140,7 +169,7 @@ def join(
         world_size=environment.world_size,
         timeout=timeout,
     )
-    _shared = _adopt(timeout, prefixed)
+    _shared = _adopt(timeout, prefixed, debug or dist.get_debug_level() == dist.DebugLevel.DETAIL)
     return Group(environment, device, _shared)
 
 
@@ -154,7 +183,7 @@ def _check_existing(environment: Environment) -> None:
         )
 
 
-def _adopt(timeout: timedelta, store: dist.Store | None) -> _Shared:
+def _adopt(timeout: timedelta, store: dist.Store | None, debug: bool) -> _Shared:
     world = dist.group.WORLD
     assert world is not None
     cpu = dist.new_group(backend="gloo", timeout=timeout)
@@ -162,7 +191,8 @@ def _adopt(timeout: timedelta, store: dist.Store | None) -> _Shared:
     # Handlers run last in, first out: ours must come before those of whoever serves the store or waits for our exit.
     atexit.unregister(_leave)
     atexit.register(_leave)
-    return _Shared(world, cpu, store, os.getpid())
+    theirs = store or dist.distributed_c10d._get_default_store()
+    return _Shared(world, cpu, theirs, store is not None, os.getpid(), debug)
 
 
 def _meet(environment: Environment, timeout: timedelta, store: dist.Store | None, check: Callable[[], None] | None) -> dist.Store:
@@ -198,7 +228,7 @@ def _leave() -> None:
     """Destroy the default group if it is ours: after all ranks have come here, unless this process is ending with an error."""
     global _shared
     shared, _shared = _shared, None
-    if shared is None or shared.store is None or shared.pid != os.getpid() or shared.world is not dist.group.WORLD:
+    if shared is None or not shared.ours or shared.pid != os.getpid() or shared.world is not dist.group.WORLD:
         return
     # Set by the interpreter when it prints an uncaught exception (last_exc is its name from Python 3.12 on).
     if shared.failed or getattr(sys, "last_exc", None) is not None or getattr(sys, "last_value", None) is not None:

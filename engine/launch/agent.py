@@ -39,8 +39,6 @@ FREE_S = 60.0
 """A lost machine costs no restart, unless one was lost less than this long before (s)."""
 ELSEWHERE_S = 3.0
 """How long the cause of a failure is awaited from another machine (s)."""
-CAUSE = "fit/cause"
-"""The key under which the agent whose rank failed first tells the others, in the round's store."""
 
 
 def run(job: Job) -> int:
@@ -84,7 +82,7 @@ def _run(job: Job, output: Output, errors: Path) -> int:
         max_restarts=job.max_restarts,
         local_addr=local,
     )
-    agent = Agent(spec, job, output, Places(output, errors, {**job.variables, **_interface(job, local)}))
+    agent = Agent(spec, job, meeting, output, Places(output, errors, {**job.variables, **_interface(job, local)}))
     try:
         result = agent.run()
     except RendezvousClosedError:
@@ -142,12 +140,12 @@ class Places(LogsSpecs):
 class Agent(LocalElasticAgent):
     """Torch Elastic's agent for one machine."""
 
-    def __init__(self, spec: WorkerSpec, job: Job, output: Output, places: Places) -> None:
+    def __init__(self, spec: WorkerSpec, job: Job, meeting: rendezvous.Watched, output: Output, places: Places) -> None:
         super().__init__(spec=spec, logs_specs=places)
+        self._meeting = meeting
         self._job, self._output, self._places = job, output, places
         self._ranks: list[Rank] = []
         self._freed = float("-inf")
-        self._next_look = 0.0
         self.told = ""
         """The story of the last failure."""
 
@@ -158,8 +156,18 @@ class Agent(LocalElasticAgent):
         found = super()._start_workers(worker_group)
         _handle_signals()  # torch's agent has set its own
         self._output.started()
+        if isinstance(self._pcontext, SubprocessContext):
+            for handler in self._pcontext.subprocess_handlers.values():
+                for pipe in (handler._stdout, handler._stderr):  # left open for as long as the process is remembered
+                    if pipe is not None:
+                        pipe.close()
         self._ranks = [
-            Rank(each.local_rank, each.global_rank, found[each.local_rank], self._places.errors / f"attempt={before}-rank={each.global_rank}.json")
+            Rank(
+                each.local_rank,
+                each.global_rank,
+                found[each.local_rank],
+                self._places.errors / f"attempt={before}-rank={each.global_rank}.json",
+            )
             for each in worker_group.workers
         ]
         if before:
@@ -171,7 +179,7 @@ class Agent(LocalElasticAgent):
         if any(each.code not in (None, 0) for each in self._ranks):
             self._settle()
             return self._preempted() if rank.preempted(self._ranks) else self._failed(worker_group)
-        if self._elsewhere():
+        if self._meeting.failed_elsewhere:
             return self._failed(worker_group)
         return super()._monitor_workers(worker_group)
 
@@ -247,14 +255,11 @@ class Agent(LocalElasticAgent):
         """All ranks save and end because one was told to: by a scheduler, or by another machine's agent."""
         self._end(signal.SIGTERM, self._job.grace_s)
         deadline = time.monotonic() + ELSEWHERE_S
-        while time.monotonic() < deadline and not self._waiting():  # this machine's own SIGTERM may be on its way
+        while time.monotonic() < deadline and not self._meeting.num_nodes_waiting():  # this machine's own SIGTERM may be on its way
             time.sleep(0.1)
-        if not self._job.elastic and not self._waiting():
+        if not self._job.elastic and not self._meeting.num_nodes_waiting():
             raise SignalException("the ranks were told to end", signal.SIGTERM)
         return self._start_free("the ranks were told to end on another machine")
-
-    def _waiting(self) -> int:
-        return self._rdzv_handler.num_nodes_waiting()
 
     def _start_free(self, why: str) -> RunResult:
         self._output.say(f"{why}; meeting again with the machines that are there")
@@ -273,8 +278,7 @@ class Agent(LocalElasticAgent):
         left = self._remaining_restarts
         if only_saw and self._job.elastic and time.monotonic() - self._freed > FREE_S:
             self._freed = time.monotonic()
-            self._output.say(told)
-            return self._start_free("another machine is gone or starts its ranks again")
+            return self._start_free(f"{told.split('; its output')[0]}: a rank of another machine is gone")
         if left:
             self._output.say(f"{told}\n\nrestart {self._job.max_restarts - left + 1} of {self._job.max_restarts}")
         if found is None:  # torch's agent sees nothing wrong with ranks that it has not seen failing
@@ -283,7 +287,7 @@ class Agent(LocalElasticAgent):
 
     def _exchange(self, told: str, only_saw: bool) -> str:
         """Tell the other machines' agents the cause, or learn it from them."""
-        store, key = self._store, self._key()
+        store, key = self._store, self._meeting.cause_key
         assert store is not None
 
         def work() -> str:
@@ -301,14 +305,6 @@ class Agent(LocalElasticAgent):
             return rendezvous.bounded(work, 2 * ELSEWHERE_S, "asking the other machines")
         except (RendezvousTimeoutError, dist.DistError):
             return f"{told}\n\nThe rank that this one lost was on another machine, which cannot be reached."
-
-    def _key(self) -> str:
-        # A fixed meeting has one store for all of its rounds.
-        return f"{CAUSE}/{self._places.attempts}" if self._job.node_rank is not None else CAUSE
-
-    def _elsewhere(self) -> bool:
-        """Whether a rank failed on another machine: ours may hang in a collective for long."""
-        return False
 
 
 @contextlib.contextmanager

@@ -130,9 +130,13 @@ def _place(read: _Reader, min_nodes: int, max_nodes: int) -> tuple[int | None, t
     name, text = read("node_rank", "PET_NODE_RANK", "")
     node_rank = _whole(name, text, 0) if text else None
     if node_rank is not None and node_rank >= max_nodes:
-        raise LaunchError(f"{name} {node_rank}: the machines are numbered 0 to {max_nodes - 1} ({_told(read, 'nnodes', 'PET_NNODES', '1')})")
+        raise LaunchError(
+            f"{name} {node_rank}: the machines are numbered 0 to {max_nodes - 1} ({_told(read, 'nnodes', 'PET_NNODES', '1')})"
+        )
     if node_rank is not None and min_nodes < max_nodes:
-        raise LaunchError(f"{name} {node_rank} with --nnodes {min_nodes}:{max_nodes}: machines that come and go have no fixed numbers; leave it out")
+        raise LaunchError(
+            f"{name} {node_rank} with --nnodes {min_nodes}:{max_nodes}: machines that come and go have no fixed numbers; leave it out"
+        )
     if endpoint is None and max_nodes > 1:
         raise LaunchError(
             f"{_told(read, 'nnodes', 'PET_NNODES', '1')}: several machines need an address to meet at: --rdzv HOST:PORT, "
@@ -234,7 +238,9 @@ def command_of(options: argparse.Namespace) -> tuple[str, ...]:
     script = Path(options.script)
     if not script.exists():
         beside = [each.name for each in script.parent.glob("*.py")] if script.parent.is_dir() else []
-        raise LaunchError(f"there is no script {options.script!r}{nearest(script.name, beside)} (working directory: {Path.cwd()}); a module needs -m")
+        raise LaunchError(
+            f"there is no script {options.script!r}{nearest(script.name, beside)} (working directory: {Path.cwd()}); a module needs -m"
+        )
     return sys.executable, "-u", options.script, *options.args
 
 

@@ -10,17 +10,17 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import create_rdzv_handler
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from engine.launch import address
 from engine.launch.job import Job, LaunchError
 
 STORE_S = 10.0
 """How long one exchange with the store may take once the machines have met (s)."""
-PROBE_S = 5.0
+PROBE_S = 3.0
 """How long a program on a busy port gets to answer as a store does (s)."""
 WATCH_S = 0.5
 """How often an agent looks whether machines wait to join, or ranks have failed elsewhere (s)."""
@@ -56,18 +56,33 @@ def bounded(call: Callable[[], T], limit_s: float, what: str) -> T:
     return done[0]
 
 
-class Dynamic(DynamicRendezvousHandler):
-    """torch's rendezvous, asked by a thread of its own while ranks run: an agent must see its ranks' ends whatever the network does."""
+class Watched(RendezvousHandler):
+    """A rendezvous that is asked by a thread of its own while ranks run: an agent must see its ranks' ends whatever the network does."""
 
+    limit_s = 600.0
+    """How long the meeting may take (s)."""
+    failed_elsewhere = False
+    """The agent of another machine has told that a rank of its own failed in this round."""
     _waiting = 0
-    _asking: threading.Event | None = None
+    _rounds = 0
+    _over: threading.Event | None = None
+
+    @property
+    def cause_key(self) -> str:
+        """Where, in the round's store, an agent tells the cause of a failure."""
+        raise NotImplementedError
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other agents: the next round. Raises what torch's does, at the latest some seconds after the join timeout."""
-        self._ask(False)
-        limit_s = self.settings.timeout.join.total_seconds() + 3 * STORE_S
-        found = bounded(super().next_rendezvous, limit_s, "the meeting of the machines")
-        self._ask(True)
+        self._stop_asking()
+        found = bounded(
+            super().next_rendezvous,  # type: ignore[safe-super]
+            self.limit_s + 3 * STORE_S,
+            "the meeting of the machines",
+        )
+        self._rounds += 1
+        self._over = threading.Event()
+        threading.Thread(target=self._keep_asking, args=(self._over, found.store), name="fit-waiting", daemon=True).start()
         return found
 
     def num_nodes_waiting(self) -> int:
@@ -76,30 +91,47 @@ class Dynamic(DynamicRendezvousHandler):
 
     def shutdown(self) -> bool:
         """Close the rendezvous for all machines, if it can still be reached."""
-        self._ask(False)
+        self._stop_asking()
         try:
-            return bounded(super().shutdown, STORE_S / 2, "closing the rendezvous")
+            return bounded(super().shutdown, STORE_S / 2, "closing the rendezvous")  # type: ignore[safe-super]
         except (RendezvousTimeoutError, dist.DistError):
             return False
 
-    def _ask(self, on: bool) -> None:
-        if self._asking is not None:
-            self._asking.set()
-        self._waiting = 0
-        if on:
-            self._asking = threading.Event()
-            threading.Thread(target=self._keep_asking, args=(self._asking,), name="fit-waiting", daemon=True).start()
+    def _stop_asking(self) -> None:
+        if self._over is not None:
+            self._over.set()
+        self._waiting, self.failed_elsewhere = 0, False
 
-    def _keep_asking(self, over: threading.Event) -> None:
+    def _keep_asking(self, over: threading.Event, store: dist.Store) -> None:
         while not over.wait(WATCH_S):
-            # An unreachable store says nothing about the ranks: they are watched on, and a restart will tell.
+            # A store that cannot be reached says nothing about the ranks: they are watched on, and a restart will tell.
             with contextlib.suppress(Exception):
-                found = super().num_nodes_waiting()
+                waiting = super().num_nodes_waiting()  # type: ignore[safe-super]
+                failed = store.check([self.cause_key])
                 if not over.is_set():
-                    self._waiting = found
+                    self._waiting, self.failed_elsewhere = waiting, failed
 
 
-def handler(job: Job) -> RendezvousHandler:
+class Dynamic(Watched, DynamicRendezvousHandler):
+    """Machines come and go; each round has a store of its own."""
+
+    cause_key = "fit/cause"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """As above. Also tells where rank 0 is in each round anew: torch tells it once, and a machine that joins later waits for ever."""
+        self._bootstrap_store_info = None
+        return super().next_rendezvous()
+
+
+class Static(Watched, StaticTCPRendezvous):
+    """Numbered machines; all rounds share one store."""
+
+    @property
+    def cause_key(self) -> str:
+        return f"fit/cause/{self._rounds}"
+
+
+def handler(job: Job) -> Watched:
     """The rendezvous of ``job``, served from this machine when its address is this machine's (and nobody serves it yet).
 
     Raises:
@@ -112,9 +144,9 @@ def handler(job: Job) -> RendezvousHandler:
     if job.node_rank is not None:
         if job.node_rank == 0 and not address.is_free(port):
             raise LaunchError(_busy(where, "another program holds it"))
-        return create_rdzv_handler(
-            RendezvousParameters("static", where, job.run_id, job.min_nodes, job.max_nodes, rank=job.node_rank, timeout=job.join_timeout_s)
-        )
+        static = Static(host, port, job.node_rank, job.max_nodes, job.run_id, job.join_timeout_s)
+        static.limit_s = job.join_timeout_s
+        return static
     try:
         local = address.towards(host, port)
     except OSError as error:
@@ -130,15 +162,22 @@ def _served(job: Job, host: str, port: int) -> dist.Store:
     where = f"{host}:{port}"
     if job.max_nodes == 1:
         raise LaunchError(_busy(where, "another program or job holds it"))
-    try:
+
+    def find() -> dist.TCPStore | None:
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_seconds(PROBE_S))
         deadline = time.monotonic() + PROBE_S
         while not store.check([f"torch.rendezvous.{job.run_id}"]):
             if time.monotonic() > deadline:
-                raise LaunchError(_busy(where, f"a job that is not called {job.run_id!r} meets there"))
+                return None
             time.sleep(0.1)
-    except dist.DistError as error:
+        return store
+
+    try:
+        store = bounded(find, 2 * PROBE_S, "the answer of a store")
+    except (dist.DistError, RendezvousTimeoutError) as error:
         raise LaunchError(_busy(where, "a program holds it that is no rendezvous")) from error
+    if store is None:
+        raise LaunchError(_busy(where, f"a job that is not called {job.run_id!r} meets there"))
     store.set_timeout(_seconds(STORE_S))
     return store
 
@@ -159,14 +198,16 @@ def _reached(job: Job, host: str, port: int) -> dist.Store:
 
 
 def _busy(where: str, why: str) -> str:
-    return f"--rdzv {where}: the port is busy: {why}. Choose another port (the same on all machines), or leave --rdzv out on a single machine"
+    return (
+        f"--rdzv {where}: the port is busy: {why}. Choose another port (the same on all machines), or leave --rdzv out on a single machine"
+    )
 
 
 def _dynamic(job: Job, store: dist.Store, local: str) -> Dynamic:
     # Silent for this long in all: a heartbeat may be late several times.
     interval = max(1, job.dead_after_s // 5)
     times: dict[str, Any] = {"join": _seconds(job.join_timeout_s), "last_call": _seconds(job.join_wait_s)}
-    return Dynamic.from_backend(
+    dynamic: Dynamic = Dynamic.from_backend(
         job.run_id,
         store,
         C10dRendezvousBackend(store, job.run_id),
@@ -177,6 +218,8 @@ def _dynamic(job: Job, store: dist.Store, local: str) -> Dynamic:
         keep_alive_interval=interval,
         keep_alive_max_attempt=max(1, job.dead_after_s // interval),
     )
+    dynamic.limit_s = job.join_timeout_s
+    return dynamic
 
 
 def _seconds(value: float) -> timedelta:

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from importlib.metadata import entry_points
+from typing import Any
 
+import torch
+
+from engine.config.construct import construct
+from engine.config.named import Named
+from engine.config.readable import fields_of
+from engine.config.schema import check
 from engine.errors import nearest
 from engine.strategies.base import Single, Strategy
 
@@ -21,31 +30,91 @@ _BUILT_IN = {
     "deepspeed_stage_3_offload": ("engine.strategies.deepspeed", "stage_3_offload"),
     "tp": ("engine.strategies.mesh_parallel", "tensor_parallel_only"),
     "pp": ("engine.strategies.mesh_parallel", "pipeline_parallel_only"),
+    "mesh": ("engine.strategies.mesh_parallel", "MeshParallel"),
 }
 
 
-def get(name: str | Strategy, world_size: int = 1) -> Strategy:
+def get(name: str | Mapping[str, Any] | Named | Strategy, world_size: int = 1) -> Strategy:
     """The strategy of that name; ``"auto"`` is ``single`` for one process and ``ddp`` for several. An instance is used as it is.
 
-    Third parties register theirs in the entry-point group ``engine.strategies``: a callable without arguments.
+    ``{"name": "deepspeed", "stage": 3}`` makes it with settings of its own: the arguments of its class.
+
+    Third parties register theirs in the entry-point group ``engine.strategies``: a callable whose arguments have defaults.
 
     Raises:
-        ValueError: for a name that does not exist, with the names that do.
+        ValueError: for a name or a setting that does not exist, with the possible ones, or a value that is not possible.
+        TypeError: a setting of another type than its annotation.
     """
     if isinstance(name, Strategy):
         return name
-    if name == "auto":
-        name = "single" if world_size == 1 else "ddp"
-    if name in _BUILT_IN:
+    asked = check("strategy", name)
+    if isinstance(asked, Named):
+        return _configured(asked)
+    if asked == "auto":
+        asked = "single" if world_size == 1 else "ddp"
+    built: Strategy = _maker(asked, "")()
+    return built
+
+
+def _maker(name: object, place: str) -> Callable[..., Any]:
+    """What makes the strategy of that name; ``place`` begins the error."""
+    if isinstance(name, str) and name in _BUILT_IN:
         module, attribute = _BUILT_IN[name]
-        built: Strategy = getattr(importlib.import_module(module), attribute)()
-        return built
+        found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+        return found
     others = {point.name: point for point in entry_points(group="engine.strategies")}
     if name in others:
-        made: Strategy = others[name].load()()
-        return made
+        loaded: Callable[..., Any] = others[str(name)].load()
+        return loaded
     known = ["auto", *_BUILT_IN, *others]
-    raise ValueError(f"strategy={name!r} is unknown{nearest(name, known)}; possible: {', '.join(known)}, or a Strategy object")
+    raise ValueError(f"{place}strategy={name!r} is unknown{nearest(name, known)}; possible: {', '.join(known)}, or a Strategy object")
 
 
-__all__ = ["Single", "Strategy", "get"]
+def _configured(asked: Named) -> Strategy:
+    make = _maker(asked.name, asked.at())
+    if not isinstance(make, type):
+        # A name that stands for some settings of a class already, such as deepspeed_stage_3.
+        base = make()
+        make = type(base)
+        fixed = {each.name: getattr(base, each.name) for each in fields(base) if each.init and getattr(base, each.name) != each.default}
+        for key, value in fixed.items():
+            if asked.options.get(key, value) != value:
+                raise ValueError(
+                    f"{asked.at(key)}strategy.{key}={asked.options[key]!r} contradicts the name {asked.name!r}, which stands for {key}={value!r}: "
+                    f"give another name, such as {_class_name(make)!r}"
+                )
+        asked = replace(asked, options={**fixed, **asked.options})
+    built: Strategy = construct("strategy", asked, make, {torch.dtype: _dtype})
+    return built
+
+
+def describe(strategy: Strategy, asked: Any) -> dict[str, Any]:
+    """A strategy as it can be written into a file: its name (the one ``asked`` for, unless that is ``"auto"``) and its settings."""
+    name = asked.name if isinstance(asked, Named) else asked
+    return fields_of(strategy, name if isinstance(name, str) and name != "auto" else _class_name(type(strategy)))
+
+
+def _class_name(make: type) -> str:
+    """The name that stands for a class and none of its settings."""
+    names = (name for name, (module, attribute) in _BUILT_IN.items() if (module, attribute) == (make.__module__, make.__name__))
+    return next(names, make.__name__)
+
+
+def _dtype(text: str) -> torch.dtype:
+    text = text.removeprefix("torch.")
+    if text not in _DTYPES:
+        raise ValueError(f"no number format has this name{nearest(text, _DTYPES)}; possible: {', '.join(_DTYPES)}")
+    return _DTYPES[text]
+
+
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+
+__all__ = ["Single", "Strategy", "describe", "get"]

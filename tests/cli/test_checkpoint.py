@@ -104,7 +104,7 @@ def test_show(written: Path, run: Output) -> None:
     assert lines[0] == [NAMES[2]]  # the newest
     assert ["width", "4"] in lines
     assert ["torch", torch.__version__] in lines
-    assert ["strategy", "auto"] in lines
+    assert ["strategy", "single", "default"] in lines
     assert not any("shard(s)" in line for line in lines)
     text = run("show", written / NAMES[0], "--tensors")
     assert next(line.split() for line in text.splitlines() if "head.weight" in line) == ["model.head.weight", "[6,", "4]", "float32", "1", "shard(s)"]

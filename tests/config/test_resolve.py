@@ -112,7 +112,7 @@ def test_variables_of_the_launcher_are_no_settings(in_tmp: Path) -> None:
         ("seed: 1\nseed: 2", "fit.yaml:2: 'seed' was given already in file fit.yaml:1"),
         ("a: b: c", "no YAML"),
         ("callbacks: []", "in code only"),
-        ("seed: !!python/object/apply:os.system ['touch pwned']", "cannot be read"),
+        ("seed: !!python/object/apply:os.system ['touch pwned']", r"fit.yaml:1: the tag '!!python/object/apply:os.system' is refused"),
     ],
 )
 def test_errors_name_the_line(in_tmp: Path, text: str, message: str) -> None:

@@ -1,0 +1,164 @@
+"""The objects of a run: which class each is of, the parameters of its constructor from the file and the command line, and how it is built."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+from engine.cli.exits import UsageError
+from engine.config.writing import flow
+from engine.errors import nearest
+
+_SECTION = "fit-section"
+"""The option under which a parser takes what the file says; no parameter is called so."""
+COMMAND_LINE = "command line"
+
+
+@dataclass
+class Part:
+    """One object that is to be built."""
+
+    name: str
+    """``"model"``, ``"data"`` or ``"callbacks.0"``."""
+    path: str
+    """The class or function, as it was named."""
+    target: Callable[..., Any]
+    init_args: Mapping[str, Any] = field(default_factory=dict)
+    """What the file says."""
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """Where the file says it, by the parameter's dotted name; ``""`` is the part itself."""
+    overrides: list[tuple[str, str]] = field(default_factory=list)
+    """Dotted names and texts of the command line."""
+
+    @property
+    def title(self) -> str:
+        """The class's own name."""
+        return str(getattr(self.target, "__qualname__", self.path))
+
+    def origin(self, key: str) -> str:
+        """Where the value of a parameter comes from: what gave it, or something in it, last."""
+        if any(_within(given, key) for given, _ in self.overrides):
+            return f"{COMMAND_LINE} {self.name}.{key}"
+        while key not in self.origins and key:
+            key = key.rpartition(".")[0]
+        return self.origins.get(key, COMMAND_LINE)
+
+
+class Parsed:
+    """A :class:`Part` whose parameters have been checked against the types of its constructor.
+
+    Raises:
+        UsageError: a parameter is unknown, missing, or of the wrong type; names it, where it was given, and the nearest one.
+    """
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self._parser = parser_of(part)
+        names = parameters(self._parser)
+        for key, origin in (*_given(part, names), *((key, f"{COMMAND_LINE} {part.name}.{key}") for key, _ in part.overrides)):
+            _check_name(part, key.removesuffix("+"), origin, names)
+        self._arguments = [f"--{_SECTION}", flow(dict(part.init_args)), *(f"--{key}={value}" for key, value in part.overrides)]
+        try:
+            self._values = self._parser.parse_args(self._arguments)
+        except argparse.ArgumentError as error:
+            raise UsageError(_explained(part, str(error))) from None
+
+    def build(self) -> tuple[Any, dict[str, Any]]:
+        """The object, and the arguments that its constructor was called with."""
+        arguments = self._parser.instantiate(self._values).as_dict()
+        arguments.pop(_SECTION.replace("-", "_"))
+        return self.part.target(**arguments), arguments
+
+    def plain(self) -> tuple[dict[str, Any], list[str]]:
+        """All parameters as YAML has them, defaults included; and those whose value has no text that gives it again."""
+        values = self._values.clone()
+        values.pop(_SECTION.replace("-", "_"))
+        left_out = [name for name in vars(values) if not self._repeatable(name)]
+        for name in left_out:
+            values.pop(name)
+        return self._as_values(values), left_out
+
+    def _repeatable(self, name: str) -> bool:
+        """Whether the text of a parameter's value gives that value again."""
+        values = self._values.clone()
+        for other in [other for other in vars(values) if other != name]:
+            values.pop(other)
+        try:
+            again = self._parser.parse_args([*self._arguments, f"--{_SECTION}", flow(self._as_values(values))])
+            return bool(again[name] == self._values[name])
+        except (argparse.ArgumentError, TypeError, ValueError, RuntimeError):
+            return False
+
+    def _as_values(self, values: Any) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._parser.dump(values, format="json_compact", skip_unset=False, skip_validation=True))
+        return found
+
+
+def parser_of(part: Part) -> ArgumentParser:
+    """The options that stand for the parameters of a part's class or function."""
+    parser = ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False, print_config=None, prog=part.name)
+    parser.add_argument(f"--{_SECTION}", action="config")
+    try:
+        if isinstance(part.target, type):
+            parser.add_class_arguments(part.target, None, fail_untyped=False)
+        else:
+            parser.add_function_arguments(part.target, None, fail_untyped=False)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{part.name} {part.path}: its parameters cannot be read: {' '.join(str(error).split())}") from error
+    return parser
+
+
+def parameters(parser: ArgumentParser) -> dict[str, argparse.Action]:
+    """The parameters that have values, by dotted name; those of a dataclass stand for themselves."""
+    actions = {action.dest: action for action in parser._actions if action.option_strings and action.dest != _SECTION.replace("-", "_")}
+    helps = {f"{name}.help" for name in actions}
+    kept = {name: action for name, action in actions.items() if name not in helps}
+    return {name: action for name, action in kept.items() if not any(other.startswith(f"{name}.") for other in kept)}
+
+
+def _within(inner: str, outer: str) -> bool:
+    return f"{inner.removesuffix('+')}.".startswith(f"{outer}.")
+
+
+def _given(part: Part, names: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The dotted names that the file gives, as deep as the parser has names, and where."""
+
+    def walk(values: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
+        for key, value in values.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, Mapping) and any(other.startswith(f"{name}.") for other in names):
+                yield from walk(value, f"{name}.")
+            else:
+                yield name, part.origin(name)
+
+    return walk(part.init_args, "")
+
+
+def _check_name(part: Part, key: str, origin: str, names: Mapping[str, Any]) -> None:
+    # A name within a parameter (of an object that the parameter's type describes) is judged by its type.
+    if any(_within(key, name) or _within(name, key) for name in names):
+        return
+    above, _, last = key.rpartition(".")
+    while above and not any(name.startswith(f"{above}.") for name in names):
+        above, _, last = above.rpartition(".")
+    beside = sorted({name.removeprefix(f"{above}." if above else "").split(".")[0] for name in names if not above or name.startswith(f"{above}.")})
+    where = f"{part.name}.{above}" if above else f"{part.name} {part.title}"
+    raise UsageError(f"{origin}: {where} has no parameter {last!r}{nearest(last, beside)}; it has {', '.join(beside) or 'none'}")
+
+
+def _explained(part: Part, message: str) -> str:
+    """jsonargparse's message, with the name under which the parameter was given, and where."""
+    text = " ".join(message.split())
+    if found := re.match(r'Parser key "([^"]+)": (.*)', text):
+        key, reason = found.groups()
+        return f"{part.origin(key)}: {part.name}.{key} does not fit: {reason}"
+    if found := re.match(r"the following arguments are required: (.*)", text):
+        first = found[1].split(",")[0].strip()
+        return f"{part.name} {part.title} needs {found[1]}: give --set {part.name}.{first}=VALUE, or {first} under its init_args in the file"
+    return f"{part.origin('')}: {part.name} {part.title}: {text}"

@@ -1,0 +1,42 @@
+"""``fit config``: the arguments. What is done is in a module of its own, so that ``--help`` starts at once."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write or check a file of settings.
+
+    Returns:
+        0, or 1 with a message that says why. Wrong arguments end the process with status 2.
+    """
+    arguments = parser().parse_args(list(argv))
+    return int(importlib.import_module("engine.cli.config_actions").run(arguments))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of ``fit config``."""
+    top = argparse.ArgumentParser(
+        prog="fit config",
+        description="Write a commented file of settings, from answers to questions unless one of the first three options is given.",
+    )
+    ways = top.add_mutually_exclusive_group()
+    ways.add_argument("--default", action="store_true", help="ask nothing: every setting as a comment with its default")
+    ways.add_argument(
+        "--from-accelerate",
+        nargs="?",
+        const="",
+        metavar="PATH",
+        help="take over Accelerate's configuration file (without PATH: the one that 'accelerate config' writes)",
+    )
+    ways.add_argument("--check", metavar="PATH", help="write nothing: say whether a file of settings is right")
+    top.add_argument("--output", default="fit.yaml", metavar="PATH", help="the file to write (default: fit.yaml)")
+    top.add_argument(
+        "--force",
+        action="store_true",
+        help="overwrite the file; with --from-accelerate, write settings without a counterpart as comments instead of refusing them",
+    )
+    return top

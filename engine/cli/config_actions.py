@@ -1,0 +1,88 @@
+"""What ``fit config`` does."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from engine import possible
+from engine.cli import accelerate
+from engine.cli.config_questions import ask
+from engine.config.documents import document
+from engine.config.resolve import SECTIONS, Resolved, resolve
+from engine.config.writing import write_atomically
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the arguments of :func:`engine.cli.config.parser` say."""
+    try:
+        return _check(Path(arguments.check)) if arguments.check is not None else _write(arguments)
+    except (OSError, ValueError, TypeError) as error:
+        print(f"fit config: {error}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, EOFError):
+        print("\nfit config: nothing was written", file=sys.stderr)
+        return 1
+
+
+def _write(arguments: argparse.Namespace) -> int:
+    path = Path(arguments.output)
+    if path.exists() and not arguments.force:
+        raise ValueError(f"{path} exists: give --force to overwrite it, or another --output")
+    head: list[str] = []
+    if arguments.from_accelerate is not None:
+        values, head = _from_accelerate(arguments)
+    elif arguments.default:
+        values = {}
+    elif sys.stdin.isatty() and sys.stdout.isatty():
+        values = ask()
+    else:
+        raise ValueError("questions need a terminal, and this is none: give --default, or --from-accelerate PATH")
+    text = document(values, head)
+    draft = path.with_name(f".{path.name}.check")
+    write_atomically(draft, text)
+    try:
+        resolved = _judge(draft)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"nothing was written, because it would say: {str(error).replace(str(draft), str(path))}") from None
+    finally:
+        draft.unlink()
+    write_atomically(path, text)
+    given = [f"{name}={getattr(resolved.settings, name)}" for name in values]
+    print(f"{path}: written; {', '.join(given) or 'all settings have their defaults'}")
+    return 0
+
+
+def _check(path: Path) -> int:
+    resolved = _judge(path)
+    given = [name for name, origin in resolved.origins.items() if origin.startswith("file ")]
+    print(f"{path}: {len(given)} setting(s), all right" + (f": {', '.join(given)}" if given else ""))
+    if resolved.sections:
+        print(f"{path}: {', '.join(resolved.sections)}: read by 'fit run', not checked here")
+    return 0
+
+
+def _judge(path: Path) -> Resolved:
+    """The settings of a file alone; an error where they are not possible."""
+    resolved = resolve({}, {}, path, sections=SECTIONS)
+    possible.check(resolved.settings, resolved.origins)
+    return resolved
+
+
+def _from_accelerate(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    path = Path(arguments.from_accelerate) if arguments.from_accelerate else accelerate.default_path(os.environ)
+    file = accelerate.read(path)
+    if file.refused and not arguments.force:
+        count = len(file.refused)
+        raise ValueError(
+            f"{path} has {count} key(s) that would change the training and have no counterpart here; --force writes them as comments:\n"
+            + "\n".join(f"  {line}" for line in file.refused)
+        )
+    head = ["", f"Made from Accelerate's {path}. It started the same processes as:", f"    {file.launch}"]
+    told = (("Not taken over, because it has no meaning here:", file.notes), ("NOT DONE HERE, and it changes the training:", file.refused))
+    for title, lines in told:
+        head += ["", title, *(f"    {' '.join(line.split())}" for line in lines)] if lines else []
+    return file.settings, head

@@ -1,0 +1,85 @@
+"""Texts about what would run: the parameters of its classes, and its whole configuration as a file."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from engine.cli.building import Parsed, Part, parameters, parser_of
+from engine.config.readable import readable
+from engine.config.resolve import Resolved
+from engine.config.writing import flow
+
+
+def config_text(resolved: Resolved, parsed: Sequence[Parsed]) -> str:
+    """A file of settings that runs the same: settings with their origins, each object with all of its parameters.
+
+    Defaults of parameters that have no text (an object made in the signature) are named in a comment, and are taken from there again.
+    """
+    lines = ["# settings of Fit, and where each comes from"]
+    for name, entry in readable(resolved.settings, resolved.origins, hide=False).items():
+        if name != "callbacks":
+            lines.append(f"{name}: {flow(entry['value'])}  # {' '.join(entry['origin'].split())}")
+    by_name = {each.part.name: each for each in parsed}
+    for name in ("model", "data"):
+        if name in by_name:
+            lines += ["", f"{name}:", *_described(by_name[name], "  ")]
+    callbacks = [each for name, each in by_name.items() if name.startswith("callbacks.")]
+    if callbacks:
+        lines += ["", "callbacks:"]
+    for each in callbacks:
+        first, *rest = _described(each, "    ")
+        lines += [f"  - {first.strip()}", *rest]
+    return "\n".join(lines) + "\n"
+
+
+def _described(parsed: Parsed, indent: str) -> list[str]:
+    values, left_out = parsed.plain()
+    lines = [f"class_path: {flow(parsed.part.path)}"]
+    if values:
+        lines += ["init_args:", *(f"  {name}: {flow(value)}" for name, value in values.items())]
+    lines += [f"# {name}: the default of {parsed.part.title}, an object that has no text" for name in left_out]
+    return [f"{indent}{line}" for line in lines]
+
+
+def class_help(command: str, parts: Sequence[Part]) -> str:
+    """What can be set of each class: name, type, default and documentation."""
+    lines = [f"usage: fit {command} TARGET --set NAME=VALUE ...", ""]
+    for part in parts:
+        about = (inspect.getdoc(part.target) or "").split("\n\n")[0].split()
+        lines += [f"{part.name}: {part.path}", *([f"  {' '.join(about)}"] if about else [])]
+        rows = [(f"{part.name}.{name}", *_about(action)) for name, action in parameters(parser_of(part)).items()]
+        widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:2]] if rows else []
+        for name, kind, rest in rows:
+            lines.append(f"    {name:<{widths[0]}}  {kind:<{widths[1]}}  {rest}".rstrip())
+        lines += [] if rows else ["    (no parameters)"]
+        lines.append("")
+    return "\n".join([*lines, "settings of Fit: 'fit env' prints each with its value"])
+
+
+def _about(action: argparse.Action) -> tuple[str, str]:
+    """A parameter's type, and its default with its documentation."""
+    kind = getattr(action, "_typehint", None) or action.type
+    default = "required" if action.required else f"default {_shown(action.default)}"
+    return _type_text(kind), f"{default}{f'; {action.help}' if action.help else ''}"
+
+
+def _type_text(kind: Any) -> str:
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return f"{kind.__name__} {{{', '.join(kind.__members__)}}}"
+    text = kind.__name__ if isinstance(kind, type) and not getattr(kind, "__args__", None) else str(kind)
+    if text in ("None", "Untyped") or kind is None:
+        return "any"
+    return text.replace("typing.", "").replace("Union[", "").replace(", Untyped]", "")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    return str(value) if isinstance(value, (str, int, float, Path)) or value is None else " ".join(repr(value).split())[:80]

@@ -1,0 +1,111 @@
+"""``fit env``: what a run that is started here would find."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from engine import possible
+from engine.cli.main import table, version
+from engine.config.readable import readable, rows
+from engine.config.resolve import resolve
+from engine.distributed.environment import detect, hints
+
+_PACKAGES = (
+    *("fit-trainer", "torch", "torchmetrics", "lightning-utilities", "safetensors", "numpy", "rich", "pyyaml"),
+    *("deepspeed", "tensorboard"),
+)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the report.
+
+    Returns:
+        0, or 1 when the settings or the environment would make a run fail; the report then says why.
+    """
+    report = collect(os.environ)
+    print(json.dumps(report, indent=2) if arguments.json else as_text(report))
+    return 1 if report["errors"] else 0
+
+
+def collect(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The report as JSON values.
+
+    Returns:
+        ``versions`` (name -> version or ``None``), ``devices``, ``environment`` (as detected, or ``None``), ``variables`` (those it
+        was read from), ``hints`` (lines about it), ``settings`` (name -> ``value`` and ``origin``, as in ``run.config``) and ``errors``
+        (what makes environment or settings fail).
+    """
+    report: dict[str, Any] = {
+        "versions": {"python": f"{platform.python_version()} ({platform.platform()})"} | {name: version(name) for name in _PACKAGES},
+        "devices": _devices(),
+        "environment": None,
+        "variables": {},
+        "hints": [],
+        "settings": {},
+        "errors": [],
+    }
+    try:
+        found = detect(environ)
+        report["environment"] = asdict(found)
+        report["variables"] = report["environment"].pop("variables")
+        report["hints"] = hints(environ, found)
+    except (ValueError, RuntimeError) as error:
+        report["errors"].append(str(error))
+    try:
+        resolved = resolve({}, environ)
+    except (ValueError, TypeError, OSError) as error:
+        report["errors"].append(str(error))
+    else:
+        report["settings"] = readable(resolved.settings, resolved.origins)
+        try:
+            possible.check(resolved.settings, resolved.origins)
+        except (ValueError, TypeError, OSError) as error:
+            report["errors"].append(str(error))
+        else:
+            report["settings"] = possible.shown(resolved.settings, resolved.origins)
+    return report
+
+
+def as_text(report: Mapping[str, Any]) -> str:
+    """The report of :func:`collect` for people: one value a line, settings with their origin."""
+    lines = [*_section("versions", {name: found or "not installed" for name, found in report["versions"].items()})]
+    lines += _section("devices", report["devices"])
+    lines += _section("environment", report["environment"] or {})
+    if report["variables"]:
+        lines += _section("read from", report["variables"])
+    if report["hints"]:
+        lines += [*(f"hint: {hint}" for hint in report["hints"]), ""]
+    lines += ["settings", *("  " + line for line in table(rows(report["settings"]))), ""]
+    return "\n".join([*lines, *(f"error: {error}" for error in report["errors"])]).rstrip()
+
+
+def _section(title: str, values: Mapping[str, Any]) -> list[str]:
+    width = max(map(len, values), default=0)
+    return [title, *(f"  {name:<{width}}  {value}" for name, value in values.items()), ""]
+
+
+def _devices() -> dict[str, str]:
+    import torch
+    import torch.distributed as dist
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found = {"cpu": f"{cores} cores, {torch.get_num_threads()} threads in an operation"}
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            device = torch.cuda.get_device_properties(index)
+            gib = device.total_memory / 2**30
+            found[f"cuda:{index}"] = f"{device.name}, {gib:.1f} GiB, compute capability {device.major}.{device.minor}"
+        found["cuda"] = f"version {torch.version.cuda}"
+    else:
+        found["cuda"] = "none" if torch.version.cuda else "none (this torch was built without it)"
+    if dist.is_available():
+        there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+        found["backends"] = ", ".join(name for name, available in there.items() if available) or "none"
+    return found
+

@@ -1,0 +1,51 @@
+"""The exit statuses of ``fit``, and the error that is the caller's to mend."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+OK = 0
+FAILED = 1
+"""The run, or something that was checked, failed."""
+USAGE = 2
+"""Wrong options, settings or targets: nothing was started."""
+INTERRUPTED = 130
+"""Ctrl-C, as shells show it."""
+TERMINATED = 143
+"""SIGTERM, as shells show it."""
+
+STATUSES = """\
+exit status:
+  0    all went well
+  1    an error of the run, or a check that failed
+  2    wrong usage: an unknown option or setting, a bad configuration or target
+  130  Ctrl-C; a run has ended its step and saved its checkpoint
+  143  SIGTERM; likewise"""
+"""For people."""
+
+
+class UsageError(Exception):
+    """Something that the caller has given cannot be right; the message says what, and what to do."""
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Run ``command``; a :class:`UsageError` becomes one line and status 2, Ctrl-C status 130."""
+    try:
+        return command()
+    except UsageError as error:
+        complain(error)
+        return USAGE
+    except KeyboardInterrupt:
+        complain("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:  # who reads our output has seen enough; nothing may be left for the interpreter to write at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+def complain(error: object) -> None:
+    """``fit: error: ...`` on stderr."""
+    sys.stdout.flush()
+    print(f"fit: error: {error}", file=sys.stderr, flush=True)

@@ -1,0 +1,191 @@
+"""What a command of ``fit`` is to run: the file of settings and the command line put together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.callback import Callback
+from engine.cli.building import COMMAND_LINE, Part
+from engine.cli.exits import UsageError
+from engine.cli.targets import load
+from engine.config import reading
+from engine.config.resolve import Resolved, resolve
+from engine.config.values import KINDS
+from engine.datamodule import DataModule
+from engine.errors import nearest
+from engine.log import logger
+from engine.module import TrainModule
+
+SECTIONS = ("model", "data", "callbacks")
+_KEYS = ("class_path", "init_args")
+CALLBACKS = "callbacks"
+"""The package in which bare names of callbacks are looked up."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Settings, and the objects that are to be built."""
+
+    resolved: Resolved
+    model: Part
+    data: Part | None
+    callbacks: list[Part]
+
+    @property
+    def parts(self) -> list[Part]:
+        """All objects, the model first."""
+        return [self.model, *([self.data] if self.data is not None else []), *self.callbacks]
+
+
+def plan(target: str | None, data: str | None, callbacks: Sequence[str], overrides: Sequence[str], config: str | None) -> Plan:
+    """Put together what runs.
+
+    Args:
+        target, data, callbacks: classes of the command line; the first two stand above those of the file, the last come after them.
+        overrides: ``NAME=VALUE`` texts; the dotted names of parts are theirs, all others are settings of ``Fit``.
+        config: the file; ``None``: the one that ``FIT_CONFIG`` names, else ``./fit.yaml`` if there is one.
+
+    Raises:
+        UsageError: no model, an unknown target or part, a section of another form.
+        ValueError, TypeError, OSError: a setting or the file cannot be right, as of :func:`engine.config.resolve.resolve`.
+    """
+    for text in overrides:
+        _check_section(text)
+    resolved = resolve({}, os.environ, None if config is None else Path(config), overrides, SECTIONS)
+    sections = resolved.sections
+    places = _places(resolved.file) if sections else {}
+    model = _part("model", target, sections.get("model"), places, "the target", TrainModule)
+    if model is None:
+        where = f"{resolved.file} has no section model:" if resolved.file else "there is no ./fit.yaml with a section model:"
+        raise UsageError(f"nothing to run: name a TrainModule, as in 'fit run my.module:Net' or 'fit run net.py' ({where})")
+    if not (isinstance(model.target, type) and issubclass(model.target, TrainModule)):
+        raise UsageError(f"{model.origin('')}: {model.path!r} is {_kind(model.target)}, no TrainModule: subclass engine.TrainModule")
+    found = Plan(resolved, model, _data(data, sections.get("data"), places), _callbacks(callbacks, sections.get("callbacks"), places))
+    for text in overrides:
+        _override(found, *text.split("=", 1))
+    return found
+
+
+def _places(file: Path | None) -> dict[str, str]:
+    """Where each key of the file stands, by its dotted name; entries of lists by their number."""
+    if file is None:
+        return {}
+    origin, found = f"file {file}", {}
+    root = reading.compose(reading.read_file(file), origin, lines=True)
+    for name, node, where in reading.entries(root, origin, lines=True):
+        found[name] = where
+        inner = enumerate(node.value) if node.id == "sequence" else [(None, node)]
+        for index, each in inner:
+            prefix = name if index is None else f"{name}.{index}"
+            found[prefix] = where if index is None else f"{origin}:{each.start_mark.line + 1}"
+            found.update({f"{prefix}.{key}": place for key, place in reading.places(each, origin, lines=True).items()})
+    return found
+
+
+def _part(name: str, given: str | None, section: Any, places: Mapping[str, str], role: str, base: type) -> Part | None:
+    """The part that the command line (``given``) or a section of the file describes; ``None``: neither does."""
+    origin = places.get(name, COMMAND_LINE)
+    path, init_args = _described(name, section, origin)
+    if given is None and path is None:
+        if init_args:
+            raise UsageError(f"{origin}: {name} has no class_path: give one, as in 'class_path: my.module:Name'")
+        return None
+    package = CALLBACKS if base is Callback else None
+    chosen = path if given is None else given
+    target = load(str(chosen), role if given is not None else f"{origin}: {name}", base, package)
+    if not callable(target):
+        raise UsageError(f"{origin if given is None else role}: {chosen!r} is {_kind(target)}: name a class or a function")
+    if given is not None and path is not None and init_args and load(path, f"{origin}: {name}", base, package) is not target:
+        logger.warning("%s: the parameters of %s are not used, because %s was given on the command line", origin, path, given)
+        init_args = {}
+    prefix = f"{name}." if section is None or not set(_KEYS) & set(section) else f"{name}.init_args."
+    origins = {key.removeprefix(prefix): place for key, place in places.items() if key.startswith(prefix)}
+    return Part(name, str(chosen), target, init_args, {**origins, "": origin if given is None else COMMAND_LINE})
+
+
+def _described(name: str, section: Any, origin: str) -> tuple[str | None, dict[str, Any]]:
+    """The class and the parameters of a section: text, a mapping of both, or of parameters alone."""
+    if section is None or isinstance(section, str):
+        return section, {}
+    if not isinstance(section, Mapping):
+        raise UsageError(f"{origin}: {name} is a {type(section).__name__}: give a class, or a mapping with class_path and init_args")
+    if not set(_KEYS) & set(section):
+        return None, dict(section)
+    for key in section:
+        if key not in _KEYS:
+            raise UsageError(f"{origin}: {name} has the key {key!r} beside class_path{nearest(key, _KEYS)}; parameters stand under init_args")
+    path, init_args = section.get("class_path"), section.get("init_args") or {}
+    if not isinstance(path, str | None) or not isinstance(init_args, Mapping):
+        raise UsageError(f"{origin}: {name}: class_path is text, as in my.module:Name, and init_args a mapping of parameters")
+    return path, dict(init_args)
+
+
+def _data(given: str | None, section: Any, places: Mapping[str, str]) -> Part | None:
+    return _part("data", given, section, places, "--data", DataModule)
+
+
+def _callbacks(given: Sequence[str], section: Any, places: Mapping[str, str]) -> list[Part]:
+    listed = [] if section is None else section if isinstance(section, list) else [section]
+    alone = section is not None and not isinstance(section, list)
+    found = []
+    for index, entry in enumerate(listed):
+        name = f"callbacks.{index}"
+        own = {name + key.removeprefix("callbacks"): place for key, place in places.items() if key.startswith("callbacks")} if alone else places
+        part = _part(name, None, entry, own, name, Callback)
+        if part is None:
+            raise UsageError(f"{places.get(name, name)}: {name} is empty: name a class")
+        found.append(part)
+    for text in given:
+        part = _part(f"callbacks.{len(found)}", text, None, {}, "--callback", Callback)
+        assert part is not None
+        found.append(part)
+    return found
+
+
+def _check_section(text: str) -> None:
+    """A dotted name whose first part is neither a setting nor a section; what is wrong with settings is said where they are read."""
+    name = text.partition("=")[0]
+    first, dot, _ = name.partition(".")
+    if dot and first not in SECTIONS and first not in KINDS:
+        raise UsageError(f"{COMMAND_LINE} {text}: there is no {first!r} to set{nearest(first, (*SECTIONS, *KINDS))}")
+
+
+def _override(plan: Plan, name: str, text: str) -> None:
+    """Give a dotted name of the command line to its part."""
+    section, _, key = name.partition(".")
+    if section not in SECTIONS:
+        return
+    origin = f"{COMMAND_LINE} {name}"
+    if section == "callbacks":
+        which, _, key = key.partition(".")
+        part: Part | None = _callback(plan.callbacks, which, origin)
+    else:
+        part = plan.model if section == "model" else plan.data
+    if part is None:
+        raise UsageError(f"{origin}: there is no data: name it with --data, or in the section data: of the file")
+    key = key.removeprefix("init_args.")
+    if not key:
+        raise UsageError(f"{origin}: names no parameter: write {part.name}.PARAMETER=VALUE")
+    part.overrides.append((key, text))
+
+
+def _callback(callbacks: list[Part], which: str, origin: str) -> Part:
+    if which.isdecimal() and int(which) < len(callbacks):
+        return callbacks[int(which)]
+    same = [part for part in callbacks if part.title == which]
+    if len(same) == 1:
+        return same[0]
+    if same:
+        raise UsageError(f"{origin}: there are {len(same)} {which}: name one by its number, {' or '.join(part.name for part in same)}")
+    there = [f"{part.name} ({part.title})" for part in callbacks]
+    hint = nearest(which, [part.title for part in callbacks])
+    raise UsageError(f"{origin}: there is no callback {which!r}{hint}; there are: {', '.join(there) or 'none'}")
+
+
+def _kind(value: Any) -> str:
+    """What something is, in an error."""
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

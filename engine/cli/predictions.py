@@ -1,0 +1,126 @@
+"""Predictions in files that hold values only: safetensors, or one line of JSON for each sample."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine.cli.exits import UsageError
+from engine.errors import nearest
+
+ENDINGS = (".safetensors", ".jsonl")
+
+
+def check_output(output: str | None) -> None:
+    """Before the run: whether its predictions can be written there.
+
+    Raises:
+        UsageError: another ending, or no folder.
+    """
+    if output is None:
+        return
+    path = Path(output)
+    if path.suffix not in ENDINGS:
+        hint = nearest(path.suffix, ENDINGS)
+        raise UsageError(f"--output {output}: the ending says what is written, {' or '.join(ENDINGS)}{hint}")
+    if not path.parent.is_dir():
+        raise UsageError(f"--output {output}: there is no directory {str(path.parent)!r}")
+
+
+def write(predictions: list[Any], several: bool, output: str | None) -> dict[str, Any]:
+    """Write what ``Fit.predict`` gave: one entry a batch; with ``several`` loaders a list of such lists.
+
+    In ``.safetensors`` a tensor for each place in a prediction, all samples joined: ``"predictions"``, or ``"logits"`` for ``{"logits": ...}``,
+    ``"0"`` for the first of a tuple; with several loaders the loader's number stands before it, ``"1.logits"``. In ``.jsonl`` one line a sample,
+    with several loaders ``{"loader": 1, "prediction": ...}``; numbers that are not finite are ``null``.
+
+    Returns:
+        ``samples``, and ``output`` or, without one, dtypes and shapes.
+
+    Raises:
+        ValueError: ``.safetensors`` is asked for predictions that are no tensors, or whose shapes differ beyond the first dimension.
+    """
+    loaders = predictions if several else [predictions]
+    if output is not None and output.endswith(".jsonl"):
+        found = ((index, row) for index, batches in enumerate(loaders) for batch in batches for row in _rows(batch))
+        rows = [{"loader": index, "prediction": row} if several else row for index, row in found]
+        with Path(output).open("w", encoding="utf-8") as file:
+            file.writelines(f"{json.dumps(row)}\n" for row in rows)
+        return {"samples": len(rows), "output": output}
+    tensors: dict[str, Tensor] = {}
+    samples = 0
+    for index, batches in enumerate(loaders):
+        joined = _joined(batches)
+        samples += max((len(tensor) for tensor in joined.values()), default=0)
+        tensors.update({".".join(([str(index)] if several else []) + list(place)) or "predictions": tensor for place, tensor in joined.items()})
+    if output is None:
+        return {"samples": samples, **{name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors.items()}}
+    save_file(tensors, output)
+    return {"samples": samples, "output": output}
+
+
+def _joined(batches: Sequence[Any]) -> dict[tuple[str, ...], Tensor]:
+    """The tensors of all batches, by their place in a prediction, joined along their first dimension."""
+    parts: dict[tuple[str, ...], list[Tensor]] = {}
+    for batch in batches:
+        for place, leaf in _leaves(batch, ()):
+            if not isinstance(leaf, (Tensor, bool, int, float)):
+                kind = type(leaf).__name__
+                raise ValueError(f"predictions hold {leaf!r:.60} of type {kind}, which is no tensor: write them with --output FILE.jsonl")
+            tensor = leaf if isinstance(leaf, Tensor) else torch.tensor(leaf)
+            parts.setdefault(place, []).append(tensor if tensor.ndim else tensor.reshape(1))
+    for place, tensors in parts.items():
+        shapes = {tuple(tensor.shape[1:]) for tensor in tensors}
+        if len(shapes) > 1:
+            first, second, *_ = (["n", *shape] for shape in sorted(shapes))
+            raise ValueError(
+                f"predictions{''.join(f'[{key!r}]' for key in place)} have the shapes {first} and {second}, which cannot be joined: "
+                "write them with --output FILE.jsonl"
+            )
+    return {place: torch.cat(tensors) for place, tensors in parts.items()}
+
+
+def _leaves(value: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _leaves(each, (*place, str(key)))
+    elif isinstance(value, (list, tuple)):
+        for index, each in enumerate(value):
+            yield from _leaves(each, (*place, str(index)))
+    elif value is not None:
+        yield place, value
+
+
+def _rows(batch: Any) -> list[Any]:
+    """A batch's prediction cut into those of its samples, as JSON values; the batch as one row where nothing says how to cut it."""
+    if isinstance(batch, Tensor):
+        return list(_plain(batch)) if batch.ndim else [_plain(batch)]
+    items = list(batch.values()) if isinstance(batch, Mapping) else list(batch) if isinstance(batch, (list, tuple)) else []
+    if items and not isinstance(batch, Mapping) and not any(isinstance(item, Tensor) for item in items):
+        return [_plain(item) for item in items]
+    lengths = {len(item) if isinstance(item, (list, tuple)) or (isinstance(item, Tensor) and item.ndim) else -1 for item in items}
+    if len(lengths) != 1 or -1 in lengths:
+        return [_plain(batch)]
+    columns = [_plain(item) for item in items]
+    if isinstance(batch, Mapping):
+        return [dict(zip(map(str, batch), row, strict=True)) for row in zip(*columns, strict=True)]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)

@@ -1,0 +1,114 @@
+"""``fit run``, ``validate``, ``test`` and ``predict``: what is to be done. What does it needs torch, and is imported when the options are right."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+
+from engine.cli.exits import STATUSES, UsageError
+
+ACTIONS = "engine.cli.run_actions"
+"""The module that does it."""
+SELF_CHECK = "engine.cli.self_check"
+"""What ``fit test`` does without a target."""
+
+_TARGET = """\
+TARGET and CLASS are my.module:Net, net.py:Net, or net.py when it defines one class that fits. The current directory is importable.
+Without TARGET the sections model:, data: and callbacks: of the file of settings say what runs:
+
+  max_epochs: 3
+  model:
+    class_path: my.module:Net
+    init_args: {hidden: 64}
+  data:
+    class_path: my.module:Digits
+  callbacks:
+    - ModelCheckpoint
+    - class_path: callbacks:EarlyStopping
+      init_args: {monitor: val_loss}
+
+'fit COMMAND TARGET --help' lists the parameters of the classes."""
+
+_ABOUT = {
+    "run": "Train a TrainModule with data and callbacks, each built from the parameters of its constructor.",
+    "validate": "Run the validation loop with a checkpoint's weights and print the metrics.",
+    "test": "Run the test loop with a checkpoint's weights and print the metrics. 'fit test' alone checks this installation on this machine's "
+    "devices instead: collectives, DDP and FSDP2 against one process, resuming, bf16.",
+    "predict": "Run the prediction loop with a checkpoint's weights and write what it gives.",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """``fit run``."""
+    return _main("run", argv)
+
+
+def validate(argv: Sequence[str]) -> int:
+    """``fit validate``."""
+    return _main("validate", argv)
+
+
+def test(argv: Sequence[str]) -> int:
+    """``fit test``: the test loop of a target, or the check of the installation."""
+    return _main("test", argv)
+
+
+def predict(argv: Sequence[str]) -> int:
+    """``fit predict``."""
+    return _main("predict", argv)
+
+
+def _main(command: str, argv: Sequence[str]) -> int:
+    top = parser(command)
+    arguments = top.parse_args(list(argv))
+    described = any((arguments.target, arguments.config, arguments.data, arguments.callback))
+    if arguments.help and not described:
+        top.print_help()
+        return 0
+    for text in arguments.set:
+        if "=" not in text:
+            raise UsageError(f"--set {text}: give NAME=VALUE, as in max_epochs=3 or model.hidden=64; the target stands before the options")
+    if command == "test" and not (described or arguments.set or arguments.checkpoint or arguments.print_config):
+        return int(importlib.import_module(SELF_CHECK).main(as_json=arguments.json))
+    return int(importlib.import_module(ACTIONS).run(command, arguments))
+
+
+def parser(command: str) -> argparse.ArgumentParser:
+    """The options of ``fit run``, ``validate``, ``test`` or ``predict``."""
+    top = argparse.ArgumentParser(
+        prog=f"fit {command}",
+        description=_ABOUT[command],
+        epilog=f"{_TARGET}\n\n{STATUSES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    top.add_argument("target", nargs="?", metavar="TARGET", help="the TrainModule")
+    top.add_argument("-h", "--help", action="store_true", help="print this; with a target, the parameters of its classes")
+    top.add_argument("--data", metavar="CLASS", help="a DataModule, or a class or function that gives a DataLoader")
+    top.add_argument(
+        "--callback",
+        action="append",
+        default=[],
+        metavar="CLASS",
+        help="a callback; may be repeated; ModelCheckpoint means callbacks:ModelCheckpoint",
+    )
+    top.add_argument(
+        "--set",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="settings of Fit, model.*, data.*, callbacks.N.* or callbacks.CLASS.*; above the environment and the file",
+    )
+    top.add_argument("--config", metavar="FILE", help="the file of settings (default: $FIT_CONFIG, then ./fit.yaml if there is one)")
+    top.add_argument("--print-config", action="store_true", help="print everything that would run as such a file, and do not run it")
+    if command == "run":
+        top.add_argument("--resume", metavar="CHECKPOINT", help="last, auto (last, if there is one), best, or a checkpoint's path or URL")
+        return top
+    top.add_argument("--checkpoint", metavar="CHECKPOINT", help="last, best, or a checkpoint's path or URL; without it the constructor's weights")
+    top.add_argument("--json", action="store_true", help="print one JSON value")
+    if command == "predict":
+        top.add_argument("--output", metavar="FILE", help="what ends in .safetensors: tensors over all samples; in .jsonl: one line a sample")
+    return top

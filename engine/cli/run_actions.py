@@ -1,0 +1,151 @@
+"""What ``fit run``, ``validate``, ``test`` and ``predict`` do, once their options are right."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from engine.callback import Callback
+from engine.cli.building import Parsed
+from engine.cli.describing import class_help, config_text
+from engine.cli.exits import OK, UsageError
+from engine.cli.plan import Plan, plan
+from engine.cli.predictions import check_output, write
+from engine.cli.reporting import reported
+from engine.cli.targets import importable_here
+from engine.datamodule import DataModule
+from engine.fit import Fit
+from engine.log import logger
+from engine.module import TrainModule
+from engine.result import Result
+from engine.run import Run
+from engine.seed import seed_everything
+
+
+def run(command: str, arguments: argparse.Namespace) -> int:
+    """Do what the options of :func:`engine.cli.run.parser` say.
+
+    Returns:
+        The exit status, as of :mod:`engine.cli.exits`.
+    """
+    return reported(lambda: _run(command, arguments))
+
+
+def _run(command: str, arguments: argparse.Namespace) -> int:
+    importable_here()
+    wanted = plan(arguments.target, arguments.data, arguments.callback, arguments.set, arguments.config)
+    if arguments.help:
+        print(class_help(command, wanted.parts))
+        return OK
+    parsed = [Parsed(part) for part in wanted.parts]
+    if arguments.print_config:
+        print(config_text(wanted.resolved, parsed), end="")
+        return OK
+    if command == "predict":
+        check_output(arguments.output)
+    _log_to_terminal()
+    seen = _Loaders()
+    as_json = command != "run" and arguments.json
+    # What the run and its callbacks print must not get between the lines of the answer.
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        fit, module, data = _built(wanted, parsed, seen)
+        answer = _done(command, fit, module, data, arguments)
+    if not fit.is_main_process:
+        return OK
+    if command == "predict":
+        answer = write(answer, seen.count > 1, arguments.output)
+    _tell(command, answer, arguments)
+    return OK
+
+
+def _built(wanted: Plan, parsed: list[Parsed], *more: Callback) -> tuple[Fit, TrainModule, Any]:
+    """The ``Fit``, the module and the data, each built from its parameters."""
+    by_name = {each.part.name: each for each in parsed}
+    callbacks = [_callback(each) for name, each in by_name.items() if name.startswith("callbacks.")]
+    fit = Fit.from_resolved(replace(wanted.resolved, **_sections(parsed, wanted.resolved.origins)), [*callbacks, *more])
+    if fit.settings.seed is not None:
+        seed_everything(fit.settings.seed)  # the first weights are drawn in the module's constructor
+    data = by_name["data"].build()[0] if "data" in by_name else None
+    module, given = by_name["model"].build()
+    if not module.hparams:
+        module.hparams.update(given)
+    return fit, module, data
+
+
+def _sections(parsed: list[Parsed], origins: Mapping[str, str]) -> dict[str, Any]:
+    """What the objects are built from, for checkpoints and loggers: a field and its origins of :class:`engine.config.resolve.Resolved`."""
+    found: dict[str, Any] = {}
+    places = dict(origins)
+    for each in parsed:
+        section, text = each.part.name.partition(".")[0], {"class_path": each.part.path, "init_args": each.plain()[0]}
+        places[section] = each.part.origin("")
+        found[section] = [*found.get(section, []), text] if section == "callbacks" else text
+    return {"sections": found, "origins": places}
+
+
+def _callback(parsed: Parsed) -> Callback:
+    found = parsed.build()[0]
+    if not isinstance(found, Callback):
+        raise UsageError(f"{parsed.part.origin('')}: {parsed.part.path!r} gives a {type(found).__name__}, no engine.Callback")
+    return found
+
+
+def _done(command: str, fit: Fit, module: TrainModule, data: Any, arguments: argparse.Namespace) -> Any:
+    datamodule, loader = (data, None) if isinstance(data, DataModule) else (None, data)
+    if command == "run":
+        return fit.run(module, loader, datamodule=datamodule, resume=arguments.resume)
+    loop = {"validate": fit.validate, "test": fit.test, "predict": fit.predict}[command]
+    return loop(module, loader, datamodule=datamodule, checkpoint=arguments.checkpoint)
+
+
+def _tell(command: str, answer: Any, arguments: argparse.Namespace) -> None:
+    if command == "run":
+        print("\n".join(_lines(answer)))
+    elif arguments.json:
+        print(json.dumps(answer))
+    elif command == "predict":
+        print("\n".join(f"{name}: {value}" for name, value in answer.items()))
+    else:
+        _table(answer)
+
+
+class _Loaders(Callback):
+    """Sees how many loaders were predicted on, which the predictions themselves do not tell."""
+
+    count = 0
+
+    def on_predict_start(self, run: Run, module: nn.Module) -> None:
+        self.count = len(run.num_eval_batches)
+
+
+def _lines(result: Result) -> list[str]:
+    lines = [f"{result.status}{f' ({result.stop_reason})' if result.stop_reason else ''}: epoch {result.epoch}, step {result.step}"]
+    lines += [f"{name} {value:.6g}" for name, value in result.metrics.items()]
+    places: dict[str, Path | str | None] = {"last checkpoint": result.last_checkpoint, "best checkpoint": result.best_checkpoint}
+    return [*lines, *(f"{name}: {place}" for name, place in places.items() if place is not None)]
+
+
+def _table(metrics: list[dict[str, float]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("metric", "value")
+    for name, value in ((name, value) for of_loader in metrics for name, value in of_loader.items()):
+        table.add_row(name, f"{value:.6g}")
+    Console().print(table)
+
+
+def _log_to_terminal() -> None:
+    """Show what the library reports, unless logging has been set up already."""
+    if not logging.getLogger().handlers:
+        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        logger.setLevel(logging.INFO)

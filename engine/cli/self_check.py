@@ -1,0 +1,139 @@
+"""``fit test`` without a target: whether this installation trains correctly on this machine's devices. Real small runs in processes of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from engine.cli.exits import FAILED, OK
+
+JOBS = "engine.cli.self_check_jobs"
+"""The module that makes the checks, run with ``python -m``."""
+LIMIT_S = 120.0
+"""For the processes of one job (s)."""
+LAUNCHERS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "NODE_RANK", "MASTER_", "TORCHELASTIC_", "PET_", "SLURM_", "OMPI_", "PMI_", "MV2_", "MPI_"),
+    "FIT_",
+)
+"""Variables of whatever has started this process, and settings of ``Fit``: the checks are of this machine alone."""
+
+_NETWORK = "let this machine reach itself: its name in /etc/hosts, no firewall on the loopback, GLOO_SOCKET_IFNAME=lo"
+_TORCH = "reinstall torch for these devices, https://pytorch.org/get-started/locally"
+CHECKS: dict[str, tuple[str, str]] = {
+    "store": ("store on the loopback", _NETWORK),
+    "single": ("training on one device", _TORCH),
+    "bf16": ("bf16-mixed", "use precision=32-true, or a device that computes in bf16"),
+    "resume": ("save and resume", "let the temporary directory ($TMPDIR) be writable and not full"),
+    "collectives": ("collectives", f"{_NETWORK}; with GPUs, NCCL_DEBUG=INFO tells more"),
+    "ddp": ("DDP = one process", _TORCH),
+    "fsdp": ("FSDP2 = one process", _TORCH),
+    "deepspeed": ("DeepSpeed = one process", "pip install 'fit-trainer[deepspeed]'; a compiler where it builds operators; ds_report tells more"),
+}
+"""Name -> how it is called in the table, and what to do when it fails."""
+ALONE = ("store", "single", "bf16", "resume")
+TOGETHER = ("collectives", "ddp", "fsdp")
+
+
+@dataclass
+class Outcome:
+    """What one check has shown."""
+
+    check: str
+    devices: str
+    ok: bool | None
+    """``None``: it was not made, and ``detail`` says why."""
+    detail: str
+    seconds: float
+    mend: str = ""
+
+
+def main(as_json: bool = False) -> int:
+    """Make all checks and print them.
+
+    Returns:
+        0, or 1 when one has failed.
+    """
+    outcomes = checked()
+    if as_json:
+        print(json.dumps([asdict(each) for each in outcomes], indent=1))
+    else:
+        _table(outcomes)
+    return FAILED if any(each.ok is False for each in outcomes) else OK
+
+
+def checked() -> list[Outcome]:
+    """The outcomes of all checks, in the order of :data:`CHECKS`."""
+    with tempfile.TemporaryDirectory(prefix="fit-test-") as folder:
+        work = Path(folder)
+        outcomes = _job(ALONE, work)
+        jobs = [TOGETHER, *([("deepspeed",)] if importlib.util.find_spec("deepspeed") is not None else [])]
+        with ThreadPoolExecutor() as pool:  # DeepSpeed's import is most of its time
+            for found in pool.map(lambda names: _job(names, work), jobs):
+                outcomes += found
+    made = {each.check for each in outcomes}
+    return outcomes + [Outcome(name, "", None, "not installed", 0.0) for name in CHECKS if name not in made]
+
+
+def _job(names: Sequence[str], work: Path) -> list[Outcome]:
+    """Make some checks in one program; when it dies, the one that it was at has failed, and the others are made by another."""
+    found: list[Outcome] = []
+    rest = list(names)
+    while rest:
+        report = work / f"{rest[0]}.jsonl"
+        began = time.perf_counter()
+        ended = _started(rest, report, work)
+        lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+        for line in lines:
+            found.append(Outcome(**line, mend="" if line["ok"] else CHECKS[line["check"]][1]))
+        rest = rest[len(lines) :]
+        if rest:
+            name = rest.pop(0)
+            seconds = time.perf_counter() - began - sum(line["seconds"] for line in lines)
+            found.append(Outcome(name, "", False, ended, round(seconds, 2), CHECKS[name][1]))
+    return found
+
+
+def _started(names: Sequence[str], report: Path, work: Path) -> str:
+    """Run the job; how it has ended, in words, should it have ended early."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    root = str(Path(__file__).resolve().parents[2])
+    environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", JOBS, *names, "--report", str(report)]
+    with report.with_suffix(".txt").open("w+") as output:
+        process = subprocess.Popen(command, cwd=work, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return f"no end after {LIMIT_S:g} s"
+        finally:
+            process.kill()
+            process.wait()
+        output.seek(0)
+        lines = [line.strip() for line in output.read().splitlines() if line.strip()]
+    how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+    return f"the process ended with {how}: {lines[-1] if lines else 'no output'}"
+
+
+def _table(outcomes: Sequence[Outcome]) -> None:
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    table = Table(Column("check", no_wrap=True), Column("devices", no_wrap=True), "result", "seconds", "how to mend")
+    words = {True: "[green]ok[/]", False: "[red]failed[/]", None: "-"}
+    for each in outcomes:
+        result = words[each.ok] + (f" {_escaped(each.detail)}" if each.detail else "")
+        table.add_row(CHECKS[each.check][0], each.devices, result, f"{each.seconds:.1f}", _escaped(each.mend))
+    Console().print(table)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", "\\[")

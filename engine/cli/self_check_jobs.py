@@ -1,0 +1,207 @@
+"""The checks of ``fit test``: ``python -m engine.cli.self_check_jobs CHECK ... --report FILE``, in an empty directory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from engine import accelerator
+from engine.callback import Callback
+from engine.config.schema import Settings
+from engine.crew import crew
+from engine.distributed import collectives
+from engine.distributed.environment import detect
+from engine.fit import Fit
+from engine.module import TrainModule
+from engine.run import Run
+
+SEED = 7
+EPOCHS = 2
+REFERENCE = Path("reference")
+"""Where the run on one device leaves its checkpoint, for those on several to compare with."""
+TOLERANCE = {"cpu": 1e-6, "cuda": 1e-5}
+"""Largest difference of a weight; sums are made in another order (GPUs: by other kernels, too)."""
+
+
+class Net(TrainModule):
+    """A regression that keeps its losses."""
+
+    def __init__(self, dropout: float = 0.0, seed: int = SEED) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Dropout(dropout), nn.Linear(32, 1))
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        loss = nn.functional.mse_loss(self.net(inputs).float(), targets)
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Save(Callback):
+    """Saves at the end."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def setup(self, run: Run, module: nn.Module, stage: str) -> None:
+        run.checkpoints_at(self.place)
+
+    def on_train_end(self, run: Run, module: nn.Module) -> None:
+        run.save_checkpoint("end")
+
+
+class Ranks:
+    """How many processes the checks of several use, and on what."""
+
+    def __init__(self) -> None:
+        found = torch.cuda.device_count()
+        self.kind, self.count = ("cuda", found) if found > 1 else ("cpu", 2)
+        self.batch = 2 * self.count
+        """Samples of a step."""
+
+    def __str__(self) -> str:
+        return f"{self.count} x {self.kind}"
+
+
+def loader(samples: int, size: int) -> DataLoader[Any]:
+    """Batches of a fixed regression."""
+    generator = torch.Generator().manual_seed(SEED)
+    inputs = torch.randn(samples, 8, generator=generator)
+    return DataLoader(TensorDataset(inputs, inputs.sum(dim=1, keepdim=True)), size, shuffle=True)
+
+
+def trained(module: Net, kind: str, ranks: Ranks, devices: int = 1, resume: str | None = None, **settings: Any) -> Net:
+    """The module after a run over the same global batches, however many devices share them."""
+    settings = {"strategy": "auto", "max_epochs": EPOCHS, "callbacks": [], **settings}
+    fit = Fit(accelerator=kind, devices=devices, seed=SEED, num_sanity_val_steps=0, root_dir="runs", **settings)
+    fit.run(module, loader(4 * ranks.batch, ranks.batch // devices), resume=resume)
+    return module
+
+
+def store(kind: str, ranks: Ranks) -> str | None:
+    """A store can be reached on the loopback. The host's name is needed by several machines only."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=5)).set("key", "value")
+    name = socket.gethostname()
+    try:
+        socket.create_connection((name, server.port), timeout=5).close()
+    except OSError as error:
+        return f"but not under this host's name, {name!r} ({error}): other machines will not reach it either"
+    return None
+
+
+def single(kind: str, ranks: Ranks) -> None:
+    """One device: the loss falls, and the weights are left for others to compare with."""
+    module = trained(Net(), kind, ranks, callbacks=[Save(REFERENCE)])
+    first, last = (float(torch.stack(part).mean()) for part in (module.losses[:4], module.losses[-4:]))
+    assert last < first, f"the loss did not fall: {first:.3g} in the first epoch, {last:.3g} in the last"
+
+
+def bf16(kind: str, ranks: Ranks) -> None:
+    """Close to full precision."""
+    module = trained(Net(), kind, ranks, precision="bf16-mixed")
+    assert all(p.dtype is torch.float32 for p in module.parameters()), "parameters are no longer float32"
+    difference = _difference(module)
+    assert 0 < difference < 0.05, f"weights differ from those in full precision by {difference:.2g}"
+
+
+def resume(kind: str, ranks: Ranks) -> None:
+    """A run that was saved in the middle and one that was not, with dropout: the same losses."""
+    whole = trained(Net(0.5), kind, ranks).losses
+    half = trained(Net(0.5), kind, ranks, max_epochs=EPOCHS // 2, callbacks=[Save(Path("half"))]).losses
+    rest = trained(Net(0.5, seed=0), kind, ranks, callbacks=[Save(Path("half"))], resume="last").losses
+    want, have = torch.stack(whole).tolist(), torch.stack([*half, *rest]).tolist()
+    assert want == have, f"losses without interruption {want}, with {have}"
+
+
+def together(kind: str, ranks: Ranks) -> None:
+    """Collectives give what they are defined to."""
+    with crew(Settings(accelerator=kind, devices=ranks.count, strategy="ddp")) as group:
+        device = accelerator.device(kind, group.rank)
+        size = group.world_size
+        mine = torch.full((3,), float(group.rank + 1), device=device)
+        group.barrier()
+        summed = collectives.all_reduce(group, mine)
+        assert summed.tolist() == [size * (size + 1) / 2] * 3, f"all_reduce gave {summed.tolist()}"
+        gathered = collectives.gather(group, mine[:1])
+        assert gathered.tolist() == [rank + 1.0 for rank in range(size)], f"gather gave {gathered.tolist()}"
+        sent = collectives.broadcast(group, mine, size - 1)
+        assert sent.tolist() == [float(size)] * 3, f"broadcast gave {sent.tolist()}"
+        group.barrier()
+
+
+def strategy(name: str) -> Callable[[str, Ranks], None]:
+    """Several devices under a strategy give the weights that one gives."""
+
+    def check(kind: str, ranks: Ranks) -> None:
+        place = Path(f"trained-{name}")
+        trained(Net(), kind, ranks, ranks.count, strategy=name, callbacks=[Save(place)])
+        difference = _difference(Net.load_from_checkpoint(place))
+        assert difference <= TOLERANCE[kind], f"weights differ from those of one process by {difference:.2g}"
+
+    return check
+
+
+def _difference(module: Net) -> float:
+    reference = Net.load_from_checkpoint(REFERENCE).state_dict()
+    return max(float((reference[name].cpu() - tensor.cpu()).abs().max()) for name, tensor in module.state_dict().items())
+
+
+CHECKS: dict[str, tuple[Callable[[str, Ranks], str | None], bool]] = {
+    "store": (store, False),
+    "single": (single, False),
+    "bf16": (bf16, False),
+    "resume": (resume, False),
+    "collectives": (together, True),
+    "ddp": (strategy("ddp"), True),
+    "fsdp": (strategy("fsdp"), True),
+    "deepspeed": (strategy("deepspeed_stage_2"), True),
+}
+"""Name -> the check, and whether it is of several devices."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("checks", nargs="+", choices=CHECKS)
+    parser.add_argument("--report", type=Path, required=True, help="one line of JSON for each check that came to an end")
+    arguments = parser.parse_args()
+    ranks = Ranks()
+    alone = accelerator.device_type("auto")
+    for name in arguments.checks:
+        check, several = CHECKS[name]
+        began, ok = time.perf_counter(), False
+        try:
+            detail = check(ranks.kind if several else alone, ranks) or ""
+            ok = True
+        except AssertionError as error:
+            detail = str(error)
+        except Exception as error:
+            if several:
+                raise  # the other ranks are not where this one is
+            detail = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        seconds = round(time.perf_counter() - began, 2)
+        line = {"check": name, "devices": str(ranks) if several else f"1 x {alone}", "ok": ok, "detail": detail, "seconds": seconds}
+        if detect(os.environ).rank == 0:
+            with arguments.report.open("a") as file:
+                file.write(f"{json.dumps(line)}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""From ``my.module:Net``, ``net.py:Net`` or ``net.py`` to the object that it names."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from engine.cli.exits import UsageError
+from engine.errors import nearest
+
+
+def importable_here() -> None:
+    """Let modules of the current directory be imported, as ``python script.py`` does for those beside the script."""
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+
+
+def load(text: str, role: str, base: type, package: str | None = None) -> Any:
+    """The object that ``text`` names.
+
+    Args:
+        text: ``module:name``, ``module.name``, ``file.py:name``, or a module or file alone that defines one subclass of ``base``.
+        role: what it is for, in errors: ``"the target"``.
+        base: the class that a module is searched for.
+        package: where a bare name is looked up.
+
+    Raises:
+        UsageError: there is no such module, file or name, or not one class that fits.
+        Exception: what the module itself raises when it is imported.
+    """
+    place, colon, name = text.partition(":")
+    if not place or (colon and not name):
+        raise UsageError(f"{role} {text!r} is no target: write my.module:Name, file.py:Name or file.py")
+    if place.endswith(".py"):
+        module = _from_file(Path(place), role)
+    elif colon:
+        module = _import(place, text, role)
+    elif package is not None and "." not in place and not importlib.util.find_spec(place):
+        module, name = importlib.import_module(package), place
+    else:
+        module, name = _longest(place, text, role)
+    return _member(module, name, text, role) if name else _only(module, text, role, base)
+
+
+def _from_file(path: Path, role: str) -> ModuleType:
+    if not path.is_file():
+        beside = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise UsageError(f"{role} names the file {str(path)!r}, which does not exist (from {os.getcwd()}){nearest(path.name, beside)}")
+    path = path.resolve()
+    name, folder = path.stem, str(path.parent)
+    if not name.isidentifier():
+        raise UsageError(f"{role} names the file {path.name!r}: {name!r} is no name of a module; rename it")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    module = importlib.import_module(name)
+    found = getattr(module, "__file__", None)
+    if found is None or Path(found).resolve() != path:
+        raise UsageError(f"{role} names the file {str(path)!r}, but the module {name!r} is {found or 'built into Python'} already; rename the file")
+    return module
+
+
+def _import(name: str, text: str, role: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not _is_part(error.name, name):
+            raise
+        hint = f"; a file is named with its ending: {name.replace('.', '/')}.py" if error.name == name else ""
+        raise UsageError(f"{role} {text!r}: there is no module {error.name!r} (looked in {os.getcwd()} and where packages are){hint}") from None
+
+
+def _longest(path: str, text: str, role: str) -> tuple[ModuleType, str]:
+    """``package.module.Class``: the module, and what is left."""
+    for count in range(path.count(".") + 1, 0, -1):
+        parts = path.split(".")
+        name = ".".join(parts[:count])
+        try:
+            return importlib.import_module(name), ".".join(parts[count:])
+        except ModuleNotFoundError as error:
+            if not _is_part(error.name, name):
+                raise
+    raise UsageError(f"{role} {text!r}: there is no module {path.split('.')[0]!r}; write my.module:Name, file.py:Name or file.py")
+
+
+def _is_part(missing: str | None, name: str) -> bool:
+    return missing is not None and f"{name}.".startswith(f"{missing}.")
+
+
+def _member(module: ModuleType, name: str, text: str, role: str) -> Any:
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            where = getattr(module, "__file__", None) or module.__name__
+            raise UsageError(f"{role} {text!r}: {where} has no {name!r}{nearest(name, _public(found))}")
+        found = getattr(found, part)
+    return found
+
+
+def _public(owner: Any) -> Iterator[str]:
+    names = getattr(owner, "__all__", None) or vars(owner)
+    return (name for name in names if not name.startswith("_"))
+
+
+def _only(module: ModuleType, text: str, role: str, base: type) -> Any:
+    own = [each for each in vars(module).values() if inspect.isclass(each) and issubclass(each, base) and each.__module__ == module.__name__]
+    names = sorted({each.__qualname__ for each in own})
+    if len(names) != 1:
+        there = f"several classes that are a {base.__name__} ({', '.join(names)})" if names else f"no class that is a {base.__name__}"
+        raise UsageError(f"{role} {text!r} defines {there}; name one: {text}:{names[0] if names else 'Name'}")
+    return own[0]

@@ -1,0 +1,193 @@
+"""Reading YAML that may be anybody's: plain values only, with the line of each key. Nothing in it is ever called."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import yaml
+
+MAX_BYTES = 1_000_000
+"""No settings are longer than that."""
+MAX_NODES = 20_000
+"""Nor do they have more values, each alias counted as what it stands for."""
+
+Node = Any  # a yaml.Node, whose stub leaves out its fields, or None for an empty document
+Entry = tuple[str, Node, str]
+
+_CORE = "tag:yaml.org,2002:"
+PLAIN_FORMS = tuple(
+    (_CORE + tag, re.compile(f"(?:{pattern})$", re.IGNORECASE))
+    for tag, pattern in (
+        ("merge", "<<"),
+        ("null", r"~|null|none"),
+        ("bool", r"true|false|yes|no|on|off"),
+        ("int", r"[-+]?[0-9][0-9_]*"),
+        ("float", r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|[-+]?\.inf|\.nan"),
+    )
+)
+"""What a word without quotes is, other than text: tag and pattern."""
+_PLAIN = frozenset(_CORE + kind for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge"))
+
+
+def read_file(path: Path) -> str:
+    """The text of a file of settings.
+
+    Raises:
+        ValueError: it is no regular file, larger than :data:`MAX_BYTES`, or not UTF-8.
+        OSError: it cannot be read.
+    """
+    if path.is_dir():
+        raise ValueError(f"file {path}: is a directory; name a YAML file in it")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"file {path}: is no regular file, but a device or a pipe")
+    with path.open("rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"file {path}: has more than {MAX_BYTES:,} bytes, which no settings have; is it the right file?")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"file {path}:{line}: is not UTF-8 (byte 0x{data[error.start]:02x}); save it as UTF-8") from None
+
+
+def compose(text: str, origin: str, *, lines: bool = False) -> Node:
+    """The document in ``text``, as nodes that hold plain values only.
+
+    Args:
+        origin: where the text is from, for errors.
+        lines: whether errors name the line, as ``origin:line``.
+
+    Raises:
+        ValueError: no YAML; a tag that asks for objects; a key that is there twice; aliases that go in circles or multiply.
+    """
+    import yaml
+
+    try:
+        node = yaml.compose(text, Loader=_loader())
+    except RecursionError:
+        raise ValueError(f"{origin}: is nested too deeply for settings") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{origin}:{mark.line + 1}" if lines and mark is not None else origin
+        raise ValueError(f"{where}: is no YAML: {one_line(error)}") from None
+    if node is not None:
+        _check(node, origin, lines)
+    return node
+
+
+def entries(node: Node, origin: str, *, lines: bool = False) -> Iterator[Entry]:
+    """Key, value and place of each entry of a mapping, those that it merges in included (its own come first and win)."""
+    own = ((str(key.value), value, _where(origin, key, lines)) for key, value in node.value if not _is_merge(key))
+    seen = set()
+    for name, value, where in (*own, *(entry for base in _bases(node) for entry in entries(base, origin, lines=lines))):
+        if name not in seen:
+            seen.add(name)
+            yield name, value, where
+
+
+def construct(node: Node) -> Any:
+    """The plain value of a node.
+
+    Raises:
+        ValueError: a value that is none of its kind, such as ``!!int abc``.
+    """
+    loader = _loader()("")
+    try:
+        return loader.construct_document(node)
+    except Exception as error:
+        raise ValueError(f"cannot be read: {one_line(error)}") from None
+    finally:
+        loader.dispose()
+
+
+def places(node: Node, origin: str, *, lines: bool = False) -> dict[str, str]:
+    """The place of each key in a mapping, by its dotted path."""
+    found: dict[str, str] = {}
+    if node is not None and node.id == "mapping":
+        for name, value, where in entries(node, origin, lines=lines):
+            found[name] = where
+            found.update({f"{name}.{inner}": place for inner, place in places(value, origin, lines=lines).items()})
+    return found
+
+
+def is_text(node: Node) -> bool:
+    """Whether it is a scalar other than null."""
+    return bool(node.id == "scalar" and node.tag != _CORE + "null")
+
+
+def one_line(error: Exception) -> str:
+    """The error's message without its line breaks."""
+    return " ".join(str(error).split())
+
+
+def _check(root: Node, origin: str, lines: bool) -> None:
+    sizes: dict[int, int] = {}
+
+    def size(node: Node, above: tuple[int, ...]) -> int:
+        if id(node) in above:
+            raise ValueError(f"{_where(origin, node, lines)}: an alias stands within what it stands for")
+        if node.tag not in _PLAIN:
+            tag = str(node.tag).replace(_CORE, "!!")
+            raise ValueError(f"{_where(origin, node, lines)}: the tag {tag!r} is refused: settings are plain values, and nothing is called")
+        if id(node) not in sizes:
+            inner: list[Node] = []
+            if node.id == "mapping":
+                _check_keys(node, origin, lines)
+                inner = [part for pair in node.value for part in pair]
+            elif node.id == "sequence":
+                inner = node.value
+            sizes[id(node)] = 1 + sum(size(each, (*above, id(node))) for each in inner)
+        if sizes[id(node)] > MAX_NODES:
+            raise ValueError(f"{_where(origin, node, lines)}: holds more than {MAX_NODES:,} values, aliases written out, which no settings do")
+        return sizes[id(node)]
+
+    try:
+        size(root, ())
+    except RecursionError:
+        raise ValueError(f"{origin}: is nested too deeply for settings") from None
+
+
+def _check_keys(node: Node, origin: str, lines: bool) -> None:
+    seen: dict[str, str] = {}
+    for key, value in node.value:
+        where = _where(origin, key, lines)
+        if key.id != "scalar":
+            raise ValueError(f"{where}: a {key.id} as a key; a key is a name or a number")
+        if key.value in seen:
+            raise ValueError(f"{where}: {key.value!r} was given already in {seen[key.value]}; keep one of them")
+        seen[key.value] = where
+        if _is_merge(key) and any(each.id != "mapping" for each in (value.value if value.id == "sequence" else [value])):
+            raise ValueError(f"{where}: '<<' merges mappings; give an alias of one")
+
+
+def _bases(node: Node) -> list[Node]:
+    found = [value for key, value in node.value if _is_merge(key)]
+    return [base for value in found for base in (value.value if value.id == "sequence" else [value])]
+
+
+def _is_merge(key: Node) -> bool:
+    return bool(key.tag == _CORE + "merge")
+
+
+def _where(origin: str, node: Node, lines: bool) -> str:
+    return f"{origin}:{node.start_mark.line + 1}" if lines else origin
+
+
+@functools.cache
+def _loader() -> type[yaml.SafeLoader]:
+    """PyYAML's safe loader with YAML 1.2's numbers: 1e-3 is one (1.1: text), and 10:30 is not (1.1: 630)."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        yaml_implicit_resolvers: dict[Any, Any] = {}
+
+    for tag, pattern in PLAIN_FORMS:
+        Loader.add_implicit_resolver(tag, pattern, None)
+    Loader.add_constructor(_CORE + "int", lambda loader, node: int(node.value))
+    return Loader

@@ -1,0 +1,66 @@
+"""Notes that ranks leave for each other where no collective can be made any more: when some of them hang or are lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from engine.distributed.group import Group
+
+ANSWER_S = 3.0
+"""How long a store that is alive may take for an answer (s)."""
+
+
+class Board:
+    """JSON values by name in the job's store, over a connection of this object's own: other threads may be waiting on the others.
+
+    A store that does not answer is no error here: nothing is found then, and :attr:`answers` is False.
+    """
+
+    def __init__(self, group: Group, topic: str) -> None:
+        self.rank, self.world_size = group.rank, group.world_size
+        self.answers = True
+        store: Any = group.store
+        self._store = dist.PrefixStore(f"board/{topic}", store.clone()) if store is not None else None
+
+    def put(self, name: str, value: Any) -> None:
+        """Leave a note; one of the same name is replaced."""
+        store = self._store
+        if store is not None and self.answers:
+            self._within(ANSWER_S, lambda: store.set(name, json.dumps(value)))
+
+    def get(self, name: str, wait_s: float) -> Any:
+        """The note of that name, which may take ``wait_s`` to come; ``None``: it did not."""
+        store = self._store
+        if store is None or not self.answers:
+            return None
+
+        def read() -> Any:
+            deadline = time.monotonic() + wait_s
+            while not store.check([name]):  # store.wait would print warnings of its own
+                if time.monotonic() > deadline:
+                    return None
+                time.sleep(0.05)
+            return json.loads(store.get(name))
+
+        return self._within(wait_s + ANSWER_S, read)
+
+    def _within(self, seconds: float, call: Callable[[], Any]) -> Any:
+        """What ``call`` gives; ``None`` when it fails or takes longer: a connection that was cut blocks for minutes."""
+        found: list[Any] = []
+
+        def run() -> None:
+            with contextlib.suppress(RuntimeError, ValueError):  # the store's errors are RuntimeErrors
+                found.append(call())
+
+        thread = threading.Thread(target=run, name="fit-board", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        self.answers = bool(found)
+        return found[0] if found else None

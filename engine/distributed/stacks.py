@@ -1,0 +1,98 @@
+"""Where this process's threads are: as a full text, and the one line that tells most about its training."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import sys
+import sysconfig
+import threading
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+
+_LIBRARIES = tuple(
+    {
+        str(Path(__file__).resolve().parents[1]),
+        str(Path(torch.__file__).resolve().parent),
+        *(str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")),
+    }
+)
+# Below these a thread that stands still waits for other ranks: collectives, and the backward pass, which reduces gradients.
+_WAITS = (
+    str(Path(torch.__file__).resolve().parent / "distributed"),
+    str(Path(torch.__file__).resolve().parent / "autograd" / "graph.py"),
+    str(Path(__file__).resolve().parent),
+)
+_DEBUGGERS = ("pdb", "bdb", "pydevd", "debugpy", "_pydevd_bundle", "IPython.core.debugger")
+
+
+MOST = 80
+"""Characters of a source line that are shown."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a thread is."""
+
+    line: str
+    """The innermost line of the user's own code: ``train.py:34 in training_step: time.sleep(60)``."""
+    waits: bool
+    """Whether it waits for other ranks, in a collective or a backward pass."""
+    debugged: bool = False
+    """Whether a debugger holds it."""
+
+
+def place(thread: int) -> Place:
+    """Where the thread with this ``threading.get_ident()`` is."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return Place("(the thread has ended)", False)
+    frames = []
+    walk: FrameType | None = frame
+    while walk is not None:
+        frames.append((walk.f_code.co_filename, walk.f_lineno, walk.f_code.co_name, str(walk.f_globals.get("__name__"))))
+        walk = walk.f_back
+    debugged = any(name.split(".")[0] in _DEBUGGERS or name in _DEBUGGERS for *_, name in frames)
+    file, number, function, _ = frames[0]
+    line = _line([each[:3] for each in frames])
+    inner = "" if line.startswith(f"{file}:{number} ") else f" (now in {Path(file).name}:{number} {function})"
+    return Place(line + inner, file.startswith(_WAITS), debugged)
+
+
+def raised_at(trace: TracebackType | None) -> str:
+    """The innermost line of the user's own code that an error came from, in the form of :attr:`Place.line`."""
+    return _line([(each.filename, each.lineno or 0, each.name) for each in reversed(traceback.extract_tb(trace))])
+
+
+def _line(frames: list[tuple[str, int, str]]) -> str:
+    """``frames``: (file, line, function), the innermost first."""
+    own = [each for each in frames if not each[0].startswith((*_LIBRARIES, "<"))]
+    file, number, function = (own or frames or [("?", 0, "?")])[0]
+    text = linecache.getline(file, number).strip()
+    text = text if len(text) <= MOST else f"{text[:MOST]}..."
+    return f"{file}:{number} in {function}" + (f": {text}" if text else "")
+
+
+def all_threads() -> str:
+    """The stacks of all Python threads, the innermost line last, in the form of tracebacks."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.get_ident():
+            stack = "".join(traceback.format_stack(frame))
+            parts.append(f"thread {names.get(ident, ident)}:\n{stack}")
+    return "\n".join(parts)
+
+
+def flight_record() -> str | None:
+    """NCCL's last collectives as torch's flight recorder has them (JSON); ``None`` where nothing was recorded."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None) if torch.cuda.is_available() else None
+    with contextlib.suppress(RuntimeError):
+        if dump is not None:
+            found = dump()
+            return found.decode() if isinstance(found, bytes) else str(found)
+    return None

@@ -1,0 +1,143 @@
+"""The exit statuses that ``fit --help`` lists, and what stands on stderr with each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from processes import clean_environment
+
+from engine.checkpoint.overview import entries
+
+NAP = ("--set", "max_epochs=1000000", "num_sanity_val_steps=0", "model.nap=0.01", "accelerator=cpu")
+
+
+def test_0_when_all_went_well(fit) -> None:
+    assert fit("run", "net:Net", "--data", "net:numbers").status == 0
+    assert fit("--version").status == 0
+
+
+@pytest.mark.parametrize(
+    ("fail", "last", "line"),
+    [
+        ("init", "ValueError: bad luck in __init__", 'raise ValueError("bad luck in __init__")'),
+        ("step", "ValueError: bad luck in training_step", 'raise ValueError("bad luck in training_step")'),
+        ("torch", "RuntimeError: mat1 and mat2", "torch.nn.functional.linear(batch, torch.ones(3, 3))"),
+        ("log", "ValueError: log('loss') got a tensor", 'self.log("loss", torch.ones(3))'),
+    ],
+)
+def test_1_with_the_users_traceback_for_an_error_in_the_users_code(fit, here: Path, fail: str, last: str, line: str) -> None:
+    ended = fit("run", "net:Net", "--data", "net:numbers", "--set", f"model.fail={fail}")
+    assert ended.status == 1
+    shown = ended.err.splitlines()
+    assert shown[0] == "Traceback (most recent call last):"
+    files = [each.split('"')[1] for each in shown if each.startswith('  File "')]
+    assert files == [str(here / "net.py")]  # ours, and torch's on the way, are left out
+    assert [each.strip() for each in shown if each.startswith("    ") and "^" not in each][-1] == line
+    assert [each for each in shown if not each.startswith(" ")][-1].startswith(last)
+
+
+def test_1_for_an_error_while_the_users_module_is_imported(fit, here: Path) -> None:
+    (here / "broken.py").write_text("import net\nimport nowhere\n")
+    ended = fit("run", "broken.py")
+    assert ended.status == 1
+    assert ended.err.splitlines()[-1] == "ModuleNotFoundError: No module named 'nowhere'"
+    assert f'  File "{here / "broken.py"}", line 2, in <module>' in ended.err
+    assert "engine/cli" not in ended.err
+
+
+def test_1_for_what_goes_wrong_on_the_way(fit, here: Path) -> None:
+    (here / "runs").write_text("in the way")
+    ended = fit("run", "net:Net", "--data", "net:numbers", "--callback", "ModelCheckpoint", "--set", "callbacks.0.max_failures=1")
+    assert ended.status == 1
+    assert "runs" in ended.err
+
+
+@pytest.mark.parametrize("arguments", [("evn",), ("--frobnicate",), ("run", "--frobnicate"), ("run", "net:Nett"), ("checkpoint", "lst"), ("env", "x")])
+def test_2_for_wrong_usage(fit, arguments: tuple[str, ...]) -> None:
+    ended = fit(*arguments)
+    assert ended.status == 2
+    assert ended.err.splitlines()[-1].startswith("fit") and "error: " in ended.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_130_and_143_leave_a_checkpoint(here: Path, sent: signal.Signals, status: int) -> None:
+    _stopped(here, sent, status, "devices=1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_two_processes_end_with_the_same(here: Path, sent: signal.Signals, status: int) -> None:
+    _stopped(here, sent, status, "devices=2")
+
+
+def _stopped(here: Path, sent: signal.Signals, status: int, devices: str) -> None:
+    """Send a signal to the whole process group, as a terminal does, when a step is done."""
+    arguments = ("run", "net:Net", "--data", "net:Numbers", "--callback", "ModelCheckpoint", "--callback", "net:Tell", *NAP, devices)
+    command = [sys.executable, "-m", "engine.cli.main", *arguments, "callbacks.0.every=100000 steps", "callbacks.1.path=told"]
+    process = subprocess.Popen(command, env=clean_environment(), stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        for _ in range(3000):
+            if (here / "told").exists() or process.poll() is not None:
+                break
+            time.sleep(0.01)
+        os.killpg(process.pid, sent)
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == status, err
+    assert "Traceback" not in err
+    assert [entry["complete"] for entry in entries("runs")] == [True]
+
+
+def test_two_processes_run_the_same_command(here: Path) -> None:
+    """Rank 0 starts the other by repeating ``fit run``; its data is shared out: the weight is that of one process."""
+    arguments = ("run", "net:Net", "--data", "net:numbers", "--callback", "ModelCheckpoint", "--set", "devices=2", "data.batch_size=2", "accelerator=cpu")
+    done = subprocess.run([sys.executable, "-m", "engine.cli.main", *arguments], env=clean_environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "completed (max_epochs=1 reached): epoch 1, step 2"
+    sys.path.insert(0, str(here))
+    from net import Net  # type: ignore[import-not-found]
+
+    assert Net.load_from_checkpoint("runs").w.item() == -(1.5 + 5.5)
+    assert entries("runs")[0]["world_size"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["module", "command"])
+def test_under_torchrun(here: Path, how: str) -> None:
+    script = here / "fit"
+    script.write_text(f"#!/bin/sh\nexec {sys.executable} -m engine.cli.main \"$@\"\n")
+    script.chmod(0o755)
+    program = ["-m", "engine.cli.main"] if how == "module" else ["--no-python", str(script)]
+    arguments = ("run", "net:Net", "--data", "net:numbers", "--callback", "ModelCheckpoint", "--set", "data.batch_size=2", "accelerator=cpu")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *program, *arguments]
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("completed") == 1
+    assert entries("runs")[0]["world_size"] == 2
+
+
+@pytest.mark.slow
+def test_the_other_ranks_traceback_is_the_users(here: Path) -> None:
+    (here / "late.py").write_text(
+        "import net\nclass Late(net.Net):\n    def training_step(self, batch, i):\n"
+        "        if self.global_rank == 1:\n            raise ValueError('bad luck on rank 1')\n        return super().training_step(batch, i)\n"
+    )
+    command = [sys.executable, "-m", "engine.cli.main", "run", "late.py", "--data", "net:Numbers", "--set", "devices=2", "accelerator=cpu"]
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    told = done.stderr[done.stderr.index("fit: error: rank 1 failed with exit code 1. Its traceback:") :]
+    assert "late.py" in told and "engine" not in told
+    assert told.rstrip().endswith("ValueError: bad luck on rank 1")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(here: Path) -> None:
+    command = f"{sys.executable} -m engine.cli.main complete '' | head -c 1 > /dev/null; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], env=clean_environment(), capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr

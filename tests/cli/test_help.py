@@ -1,0 +1,64 @@
+"""Help is there at once: no command's options need anything heavy. What is heavy is looked for, time is not measured."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import clean_environment
+
+from engine.cli import main as cli
+from engine.cli.exits import STATUSES
+
+HEAVY = ("torch", "numpy", "yaml", "rich", "jsonargparse", "safetensors", "ray", "deepspeed")
+SCRIPT = f"""
+import argparse, contextlib, importlib, io, sys
+from engine.cli import main as cli
+
+def said(*arguments):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        cli.main([*arguments, "--help"])
+    heavy = [name for name in {HEAVY} if name in sys.modules]
+    print(*arguments, "-", *heavy, "-", out.getvalue().startswith("usage: fit " + " ".join(arguments)))
+
+said()
+for command in cli.COMMANDS:
+    said(command)
+from engine.cli.completion import _parser
+for command in cli.COMMANDS:
+    for action in _parser(command)._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name in action.choices:
+                said(command, name)
+"""
+
+
+@pytest.fixture(scope="module")
+def lines() -> dict[str, tuple[str, str]]:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=clean_environment(), capture_output=True, text=True, check=True)
+    return {command.strip(): (heavy.strip(), usage.strip()) for command, heavy, usage in (line.split("-") for line in done.stdout.splitlines())}
+
+
+def test_every_command_has_help(lines: dict[str, tuple[str, str]]) -> None:
+    assert lines.keys() >= {"", *cli.COMMANDS, "checkpoint export"}
+    assert {command: usage for command, (_, usage) in lines.items() if usage != "True"} == {}
+
+
+def test_no_help_imports_anything_heavy(lines: dict[str, tuple[str, str]]) -> None:
+    assert {command: heavy for command, (heavy, _) in lines.items() if heavy} == {}
+
+
+def test_exit_statuses_are_documented(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cli.main([])
+    assert STATUSES in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "--help"]) == 0
+    assert STATUSES in capsys.readouterr().out
+
+
+def test_test_alone_is_said_to_be_the_self_check(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["test", "--help"])
+    assert "'fit test' alone checks this installation" in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,105 @@
+"""Who holds up the others, and where a thread stands. Whole jobs that hang: tests/failure/test_hang.py."""
+
+from __future__ import annotations
+
+import logging
+import pdb
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.distributed import stacks
+from engine.distributed.environment import Environment
+from engine.distributed.group import Group
+from engine.distributed.watchdog import Note, Watchdog, laggards
+
+
+def note(progress: float = 5, collectives: int = 10, waits: bool = True) -> Note:
+    return Note(progress, collectives, "train.py:1", waits)
+
+
+@pytest.mark.parametrize(
+    ("notes", "expected"),
+    [
+        ([note(), None, note()], [1]),
+        ([note(), note(4), note(6, waits=False)], [1]),  # a batch behind
+        ([note(), note(waits=False), note()], [1]),  # the only one that computes
+        ([note(), note(waits=False, collectives=9), note(waits=False, collectives=10)], [1]),  # both compute, one is further behind
+        ([note(), note(waits=False), note(waits=False)], [1, 2]),
+        ([note(), note(collectives=9)], [0, 1]),  # all wait: nobody is to blame alone
+    ],
+)
+def test_laggards(notes: list[Note | None], expected: list[int]) -> None:
+    assert laggards(dict(enumerate(notes))) == expected
+
+
+def standing(target: Any) -> stacks.Place:
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    time.sleep(0.2)
+    assert thread.ident is not None
+    return stacks.place(thread.ident)
+
+
+def test_the_users_own_line() -> None:
+    def user() -> None:
+        time.sleep(5)  # here
+
+    found = standing(user)
+    assert f"{__file__}:" in found.line
+    assert found.line.endswith("in user: time.sleep(5)  # here")
+    assert not found.waits
+    assert not found.debugged
+
+
+def test_inside_of_a_library() -> None:
+    def user() -> None:
+        torch.utils.data.DataLoader([1], collate_fn=lambda rows: threading.Event().wait(5)).__iter__().__next__()
+
+    found = standing(user)
+    assert "(now in threading.py:" in found.line
+    assert "test_watchdog.py" in found.line
+
+
+def test_a_debugger_is_seen() -> None:
+    class Silent(pdb.Pdb):
+        def interaction(self, *args: Any) -> None:
+            threading.Event().wait()
+
+    def user() -> None:
+        Silent(nosigint=True).set_trace()
+        time.sleep(5)
+
+    assert standing(user).debugged
+
+
+def alone() -> Group:
+    return Group(Environment("single"), torch.device("cpu"))
+
+
+def test_alone_it_tells_once_for_each_stall_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    progress = 0
+    dog = Watchdog(alone(), lambda: progress, first_s=0.3, limit_s=1, directory=tmp_path / "hang")
+    with caplog.at_level(logging.WARNING, "engine"):
+        time.sleep(0.9)  # longer than first_s
+        assert len(caplog.records) == 1
+        assert "test_watchdog.py" in caplog.text
+        assert "time.sleep(0.9)" in (tmp_path / "hang" / "rank=0.txt").read_text()
+        progress = 1
+        time.sleep(0.6)  # less than limit_s
+        assert len(caplog.records) == 1
+    dog.stop()
+    assert "fit-watchdog" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_progress_is_no_stall(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    begun = time.monotonic()
+    dog = Watchdog(alone(), lambda: int((time.monotonic() - begun) / 0.1), first_s=0.4, limit_s=0.4, directory=tmp_path)
+    with caplog.at_level(logging.WARNING, "engine"):
+        time.sleep(1)
+    dog.stop()
+    assert not caplog.records

@@ -1,0 +1,114 @@
+"""Jobs that stand still, ranks at odds, and ranks that fail before anything is shared: all processes end soon, and the cause is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from processes import Ran, run_ranks
+
+SCRIPT = """
+import sys, time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from engine import Fit, TrainModule
+
+mode, root = sys.argv[1:]
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1)
+
+    def configure_model(self):
+        if mode == "early" and self.global_rank == 1:
+            raise OSError("no such file: weights")
+
+    def training_step(self, batch, batch_idx):
+        if mode == "sleep" and batch_idx == 3 and self.global_rank == 1:
+            time.sleep(600)  # the line that hangs
+        if mode == "spin" and batch_idx == 3 and self.global_rank == 0:
+            while True:
+                sum(range(100))
+        if mode == "shapes" and batch_idx == 3:
+            dist.all_reduce(torch.ones(3 + self.global_rank))
+        if mode == "dtypes" and batch_idx == 3:
+            dist.all_reduce(torch.ones(2, dtype=[torch.float32, torch.float64][self.global_rank]))
+        if mode == "missing" and batch_idx == 3 and self.global_rank == 0:
+            dist.barrier()
+        return self.layer(batch[0]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+options = {"debug": True} if mode in ("shapes", "dtypes", "missing", "fine") else {}
+fit = Fit(max_epochs=1, accelerator="cpu", timeout="2 s", check=mode == "fine", root_dir=root, log_every_n_steps=1, **options)
+result = fit.run(Net(), DataLoader(TensorDataset(torch.randn(64, 4)), 4, shuffle=True))
+report(result.step)
+"""
+
+
+def run(mode: str, root: Path) -> list[Ran]:
+    return run_ranks(SCRIPT, 2, mode, root, check=False, timeout=60)
+
+
+def test_a_sleeping_rank_is_named_with_its_line(tmp_path: Path) -> None:
+    ran = run("sleep", tmp_path)
+    for rank in ran:
+        assert rank.returncode == 1
+        assert rank.seconds < 30  # of which the limit is 2, the start some, and the end at most 10
+        assert "no batch was finished for 2" in rank.stderr
+        assert "lags: rank 1 (host " in rank.stderr
+        assert "in training_step: time.sleep(600)  # the line that hangs" in rank.stderr
+    assert "waits: rank 0: " in ran[0].stderr
+    assert "lags: rank 0" not in ran[0].stderr + ran[1].stderr
+    assert "time.sleep(600)" in (tmp_path / "hang" / "rank=1.txt").read_text()
+    assert "backward" in (tmp_path / "hang" / "rank=0.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_rank_that_runs_in_circles_gets_the_error_at_its_line(tmp_path: Path) -> None:
+    ran = run("spin", tmp_path)
+    assert [rank.returncode for rank in ran] == [1, 1]
+    assert "lags: rank 0 (host " in ran[1].stderr
+    assert "Stacks of every rank" in ran[0].stderr.rstrip().splitlines()[-1]
+    assert "sum(range(100))" in ran[0].stderr
+
+
+@pytest.mark.parametrize(
+    ("mode", "rows"),
+    [
+        ("shapes", ["0     allreduce   [3]    float", "1     allreduce   [4]    float"]),
+        pytest.param("dtypes", ["0     allreduce   [2]    float", "1     allreduce   [2]    double"], marks=pytest.mark.slow),
+    ],
+)
+def test_debug_names_what_each_rank_gave(tmp_path: Path, mode: str, rows: list[str]) -> None:
+    ran = run(mode, tmp_path)
+    for rank in ran:
+        assert rank.returncode == 1
+        assert "MismatchError" in rank.stderr
+        for row in rows:
+            assert row in rank.stderr
+        assert rank.stderr.count("in training_step: dist.all_reduce(torch.ones") >= 2
+
+
+@pytest.mark.slow
+def test_a_collective_that_one_rank_leaves_out(tmp_path: Path) -> None:
+    ran = run("missing", tmp_path)
+    assert [rank.returncode for rank in ran] == [1, 1]
+    assert "all ranks wait for each other, in different collectives" in ran[0].stderr
+    assert "rank 0 (host " in ran[0].stderr
+    assert "in training_step: dist.barrier()" in ran[0].stderr
+
+
+def test_check_and_debug_let_a_sound_run_pass(tmp_path: Path) -> None:
+    assert [rank.value for rank in run("fine", tmp_path)] == [8, 8]
+
+
+def test_failing_before_the_first_collective(tmp_path: Path) -> None:
+    ran = run("early", tmp_path)
+    assert all(rank.returncode == 1 and rank.seconds < 15 for rank in ran)  # the first 2 to 4 s import torch
+    assert "OSError: no such file: weights" in ran[1].stderr

@@ -1,0 +1,248 @@
+"""``fit launch`` on one machine: what it prints and keeps, how it ends, and that nobody outlives it. Real agents and ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from launched import COMMAND, Launched, alive, free_port, pids
+from processes import clean_environment
+
+
+def script(place: Path, text: str, name: str = "script.py") -> Path:
+    path = place / name
+    path.write_text("import os, sys, time, signal\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(text))
+    return path
+
+
+PID = "open(f'pid.{rank}.new', 'w').write(str(os.getpid())); os.rename(f'pid.{rank}.new', f'pid.{rank}')\n"
+
+
+def test_output_files_and_environment(tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").write_text("seed: 12\n")
+    path = script(
+        tmp_path,
+        """
+        print("out", rank, sys.argv[1:])
+        print("err", rank, file=sys.stderr)
+        sys.stdout.write("half\\rwhole\\nno newline")
+        print(sorted(f"{k}={v}" for k, v in os.environ.items() if k in ("FIT_CONFIG", "OMP_NUM_THREADS", "WORLD_SIZE")), file=sys.stderr)
+        """,
+    )
+    env = clean_environment()
+    del env["OMP_NUM_THREADS"]
+    command = [*COMMAND, "--nproc", "2", "--config", "settings.yaml", "--show", "0,1", path.name, "$$x", "--nproc", "-m"]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for rank in range(2):
+        assert [line for line in lines if line.startswith(f"[rank {rank}] ")] == [
+            f"[rank {rank}] out {rank} ['$$x', '--nproc', '-m']",
+            f"[rank {rank}] whole",
+            f"[rank {rank}] no newline",
+        ]
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    expected = [f"FIT_CONFIG={tmp_path / 'settings.yaml'}", f"OMP_NUM_THREADS={share}", "WORLD_SIZE=2"]
+    assert f"[rank 1] {expected}" in done.stderr
+    said = next(line for line in done.stderr.splitlines() if line.startswith("fit launch: 2 process(es)"))
+    logs = tmp_path / said.rpartition(": ")[2]
+    assert logs.parent == tmp_path / "runs" / "logs"
+    kept = (logs / "rank=1.log").read_bytes().decode()
+    assert kept.startswith("out 1 ")
+    assert "err 1\n" in kept
+    assert "half\rwhole\nno newline" in kept
+
+
+def test_a_module_and_a_program(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "module.py").write_text("import sys; print('module', sys.argv[1:])")
+    with Launched(tmp_path, "-m", "package.module", "-x") as job:
+        assert job.wait() == 0, job.text
+    assert job.stdout == "module ['-x']\n"  # alone: no prefix
+    with Launched(tmp_path, "--nproc", 2, "--show", "1", "--no-python", "/bin/sh", "-c", "echo $RANK of $WORLD_SIZE", name="sh") as job:
+        assert job.wait() == 0, job.text
+    assert job.stdout == "[rank 1] 1 of 2\n"
+
+
+def test_a_rank_that_raises_at_import_while_another_hangs(tmp_path: Path) -> None:
+    # Rank 0 cannot be ended by SIGTERM, as a process in the middle of a collective cannot.
+    path = script(
+        tmp_path,
+        PID + "if rank == 1:\n    raise ValueError('no such layer')\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)",
+    )
+    with Launched(tmp_path, "--nproc", 2, path) as job:
+        job.until(lambda: pids(tmp_path, 2))
+        begun = time.monotonic()
+        assert job.wait() == 1
+        seconds = time.monotonic() - begun
+    assert seconds < 10, seconds
+    assert not any(map(alive, pids(tmp_path, 2)))
+    head, _, shown = job.stderr.rpartition("Traceback (most recent call last):")
+    assert shown.rstrip().endswith("ValueError: no such layer")
+    said = head.rstrip().splitlines()[-1]
+    assert said.startswith(
+        f"fit launch: rank 1 on {socket.gethostname()} (process {pids(tmp_path, 2)[1]}) failed with exit code 1; its output: "
+    )
+    assert Path(said.split("its output: ")[1].split(". Its traceback")[0]).read_text().rstrip().endswith("ValueError: no such layer")
+
+
+BEFORE = """
+import torch
+from engine import Fit, TrainModule
+
+class Net(TrainModule):
+    def configure_model(self):
+        if rank == 1:
+            raise ValueError("no such layer")
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+open(f'begun.{rank}', 'w').close()
+Fit(accelerator="cpu", max_steps=2).run(Net(), torch.utils.data.DataLoader(torch.ones(8, 2)))
+"""
+
+
+def test_a_rank_that_raises_before_the_first_collective(tmp_path: Path) -> None:
+    with Launched(tmp_path, "--nproc", 2, script(tmp_path, BEFORE)) as job:
+        job.until(lambda: len(list(tmp_path.glob("begun.*"))) == 2)
+        begun = time.monotonic()
+        assert job.wait() == 1
+        seconds = time.monotonic() - begun
+    assert seconds < 10, seconds
+    assert job.stderr.rstrip().endswith("ValueError: no such layer")  # not rank 0's "connection closed by peer"
+    assert "fit launch: rank 1 on " in job.stderr
+
+
+GRACEFUL = (
+    PID
+    + """
+def end(number, frame):
+    print("saving", flush=True)
+    time.sleep(0.5)
+    print("saved", flush=True)
+    sys.exit(128 + number)
+signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGINT, end)
+while True:
+    time.sleep(0.1)
+"""
+)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_reach_the_ranks_which_save(tmp_path: Path, number: int, status: int) -> None:
+    with Launched(tmp_path, "--nproc", 2, "--max-restarts", 3, script(tmp_path, GRACEFUL)) as job:
+        job.until(lambda: pids(tmp_path, 2))
+        time.sleep(0.3)
+        job.process.send_signal(number)
+        if number == signal.SIGTERM:  # a scheduler may send it twice
+            time.sleep(0.2)
+            job.process.send_signal(number)
+        assert job.wait() == status, job.text
+    assert sorted(job.stdout.split("\n")) == ["", "[rank 0] saved", "[rank 0] saving", "[rank 1] saved", "[rank 1] saving"]
+    assert "restart" not in job.stderr
+    assert "failed" not in job.stderr
+
+
+STUBBORN = PID + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"
+
+
+def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:
+    with Launched(tmp_path, "--nproc", 2, script(tmp_path, STUBBORN)) as job:
+        job.until(lambda: pids(tmp_path, 2))
+        time.sleep(0.3)
+        job.process.send_signal(signal.SIGINT)
+        job.until(lambda: "again to kill" in job.stderr)
+        time.sleep(0.3)
+        assert job.process.poll() is None
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait(10) == 130, job.text
+    assert not any(map(alive, pids(tmp_path, 2)))
+
+
+def test_no_rank_outlives_a_killed_agent(tmp_path: Path) -> None:
+    with Launched(tmp_path, "--nproc", 2, script(tmp_path, STUBBORN)) as job:
+        job.until(lambda: pids(tmp_path, 2))
+        job.process.kill()
+        job.wait()
+    deadline = time.monotonic() + 2
+    while any(map(alive, pids(tmp_path, 2))):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_ranks_that_a_scheduler_ends_are_not_started_again(tmp_path: Path) -> None:
+    with Launched(tmp_path, "--nproc", 2, "--max-restarts", 3, script(tmp_path, GRACEFUL)) as job:
+        job.until(lambda: pids(tmp_path, 2))
+        time.sleep(0.3)
+        for pid in pids(tmp_path, 2):
+            os.kill(pid, signal.SIGTERM)
+        assert job.wait() == 143, job.text
+    assert "restart" not in job.stderr
+
+
+def test_restarts_are_counted_and_each_cause_is_told(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        print("attempt", attempt)
+        if rank == 0 and attempt < 2:
+            raise RuntimeError(f"cause {attempt}")
+        """,
+    )
+    with Launched(tmp_path, "--nproc", 2, "--max-restarts", 2, path) as job:
+        assert job.wait() == 0, job.text
+    assert job.stderr.count("RuntimeError: cause 0") == job.stderr.count("RuntimeError: cause 1") == 2  # as it happens, and as the cause
+    assert "restart 1 of 2" in job.stderr
+    assert "restart 2 of 2" in job.stderr
+    assert "attempt 0\nTraceback" in job.log(0)
+    assert "--- attempt 3 ---\nattempt 2\n" in job.log(0)
+
+
+@pytest.mark.parametrize("nodes", ["1", pytest.param("2", marks=pytest.mark.slow)])
+def test_a_busy_port(tmp_path: Path, nodes: str) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        with Launched(tmp_path, "--nnodes", nodes, "--rdzv", f"localhost:{port}", script(tmp_path, "")) as job:
+            assert job.wait(30) == 1, job.text
+        assert f"localhost:{port}: the port is busy" in job.stderr
+        assert "Choose another port" in job.stderr
+        assert "Traceback" not in job.stderr
+
+
+@pytest.mark.slow
+def test_agents_of_one_job_share_a_machine(tmp_path: Path) -> None:
+    args = ("--nnodes", 2, "--rdzv", f"localhost:{free_port()}", script(tmp_path, "print(rank, 'of', os.environ['WORLD_SIZE'])"))
+    with Launched(tmp_path, *args, name="one") as one, Launched(tmp_path, *args, name="other") as other:
+        assert one.wait() == other.wait() == 0, one.text + other.text
+    assert sorted([one.stdout, other.stdout]) == ["[rank 0] 0 of 2\n", "[rank 1] 1 of 2\n"]
+
+
+def test_wrong_arguments_end_with_status_2(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    done = subprocess.run([*COMMAND, "trian.py"], env=clean_environment(), cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "there is no script 'trian.py'; did you mean 'train.py'?" in done.stderr
+
+
+def test_help_does_not_import_torch() -> None:
+    code = (
+        "import sys\nfrom engine.cli.launch import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"

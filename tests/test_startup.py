@@ -1,0 +1,115 @@
+"""check=True: differences between ranks are named before the first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranked import on_ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from engine import Callback, CheckError, Fit, TrainModule
+from engine.startup import fingerprint
+
+
+class Net(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layer(batch[0][:, :3].float()).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Spoil(Callback):
+    """Changes a weight on one rank after the ranks have been made equal."""
+
+    def on_fit_start(self, run: Any, module: Any) -> None:
+        if run.rank == 1:
+            with torch.no_grad():
+                module.layer.weight[0, 1] += 1e-7
+
+
+class Rate(Callback):
+    def on_fit_start(self, run: Any, module: Any) -> None:
+        run.optimizers[0].param_groups[0]["lr"] *= 1 + run.rank
+
+
+def attempt(width: int = 3, samples: int = 16, dtype: torch.dtype = torch.float32, *callbacks: Callback) -> str:
+    data = TensorDataset(torch.ones(samples, width, dtype=dtype))
+    fit = Fit(max_epochs=2, accelerator="cpu", check=True, callbacks=list(callbacks), log_every_n_steps=0)
+    try:
+        return f"step {fit.run(Net(), DataLoader(data, 4)).step}"
+    except CheckError as error:
+        return str(error)
+
+
+def rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else int(__import__("os").environ["RANK"])
+
+
+def rank_fine() -> str:
+    return attempt()
+
+
+def rank_parameters() -> str:
+    return attempt(3, 16, torch.float32, Spoil())
+
+
+def rank_optimizers() -> str:
+    return attempt(3, 16, torch.float32, Rate())
+
+
+def rank_samples() -> str:
+    return attempt(samples=16 + 8 * rank())
+
+
+def rank_width() -> str:
+    return attempt(width=3 + rank())
+
+
+def rank_dtype() -> str:
+    return attempt(dtype=[torch.float32, torch.float64][rank()])
+
+
+@pytest.fixture(scope="module")
+def by_rank() -> dict[str, list[str]]:
+    return on_ranks(__file__, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("fine", ["step 4"]),
+        ("parameters", ["the parameters differ", "layer.weight: rank 0 has torch.float32, [1, 3], checksum", "rank 1 has torch.float32, [1, 3], "]),
+        ("optimizers", ["the optimizers differ", "optimizer 0, group 0: rank 0 has {'lr': 0.1", "rank 1 has {'lr': 0.2"]),
+        ("samples", ["the loaders differ", "'samples': 16", "'samples': 24"]),
+        ("width", ["the first batch differ", "tensor 0: rank 0 has torch.float32, [batch, 3], cpu, rank 1 has torch.float32, [batch, 4], cpu"]),
+        ("dtype", ["the first batch differ", "tensor 0: rank 0 has torch.float32", "rank 1 has torch.float64"]),
+    ],
+)
+def test_two_ranks(by_rank: dict[str, list[str]], name: str, parts: list[str]) -> None:
+    for text in by_rank[name]:  # every rank is told
+        for part in parts:
+            assert part in text
+
+
+def test_alone() -> None:
+    assert attempt() == "step 8"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
+def test_fingerprint(dtype: torch.dtype) -> None:
+    value = torch.zeros(2, 3, dtype=dtype)
+    other = value.clone()
+    assert fingerprint(value) == fingerprint(other) == fingerprint(value.t().contiguous().t())
+    other[1, 2] = 1
+    assert fingerprint(value) != fingerprint(other)
+    assert fingerprint(value) != fingerprint(value.reshape(3, 2))
+    assert fingerprint(torch.empty(0, dtype=dtype)).startswith(str(dtype))
