@@ -43,10 +43,11 @@ def main(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Run the job that the options of ``fit launch`` ask for to its end.
 
     Returns:
-        0: all ranks ended well; 1: one failed, more often than it may be started again; 130: Ctrl-C.
+        0: all ranks ended well; 1: one failed, more often than it may be started again, or the cluster is not reached or too small;
+        130: Ctrl-C.
 
     Raises:
-        LaunchError: Ray is not installed, the cluster is not reached or too small, or the options are wrong.
+        LaunchError: Ray is not installed, or the options are wrong.
     """
     if importlib.util.find_spec("ray") is None:
         raise LaunchError('--ray: Ray is not installed; install it with: pip install "fit-trainer[ray]"')
@@ -56,6 +57,8 @@ def main(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         accelerator = resolve({}, {**environ, **variables}).settings.accelerator
     except (ValueError, TypeError, OSError) as error:
         raise LaunchError(f"every rank would refuse its settings: {error}") from error
+    if options.nproc not in (None, "auto", "gpu") and not (options.nproc.isdigit() and int(options.nproc)):
+        raise LaunchError(f"--nproc {options.nproc!r} with --ray: a number, auto or gpu is needed")
     if not str(options.max_restarts or "0").isdigit():
         raise LaunchError(f"--max-restarts {options.max_restarts!r}: a whole number is needed")
     return run(
@@ -75,14 +78,14 @@ def main(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 
 def run(job: RayJob) -> int:
-    """Run ``job`` on its cluster, which is left running if it was before. Returns and raises as :func:`main`."""
+    """Run ``job`` on its cluster, which is left running if it was before; returns as :func:`main`."""
     import ray
     import ray.exceptions
     from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    _connect(job)
     try:
+        _connect(job)
         workers, gpus = _size(job, ray.cluster_resources())
         print(f"fit launch: {workers} rank(s) on Ray{', one GPU each' if gpus else ''}", file=sys.stderr)
         trainer = TorchTrainer(
@@ -100,6 +103,9 @@ def run(job: RayJob) -> int:
         trainer.fit()
     except TrainingFailedError as error:
         print(f"fit launch: {error}", file=sys.stderr)  # it holds the tracebacks of the ranks that failed
+        return 1
+    except LaunchError as error:
+        print(f"fit launch: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -129,12 +135,7 @@ def _size(job: RayJob, resources: Mapping[str, float]) -> tuple[int, bool]:
     """How many ranks, and whether each has a GPU."""
     cores, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
     wants_gpu = job.accelerator in ("cuda", "gpu") or job.nproc == "gpu" or (job.accelerator == "auto" and gpus > 0)
-    if job.nproc in ("auto", "gpu"):
-        workers = gpus if wants_gpu else 1
-    elif job.nproc.isdigit() and int(job.nproc) > 0:
-        workers = int(job.nproc)
-    else:
-        raise LaunchError(f"--nproc {job.nproc!r} with --ray: a number, auto or gpu is needed")
+    workers = int(job.nproc) if job.nproc.isdigit() else gpus if wants_gpu else 1
     there, what = (gpus, "GPU(s)") if wants_gpu else (cores, "core(s)")
     if workers > there or workers == 0:
         raise LaunchError(

@@ -239,8 +239,11 @@ def _grace(options: argparse.Namespace) -> int:
 def main(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> int:
     """Submit, or with ``--dry-run`` print, the job that the options of ``fit launch`` ask for.
 
+    Returns:
+        0, or 1 when sbatch is not there or refuses the job.
+
     Raises:
-        LaunchError: what :func:`batch_of` and :func:`submit` raise.
+        LaunchError: what :func:`batch_of` raises.
     """
     batch = batch_of(options, environ)
     text = script(batch)
@@ -250,10 +253,13 @@ def main(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
     folder = Path(batch.output).parent
     if "%" not in str(folder):
         folder.mkdir(parents=True, exist_ok=True)  # without it a job ends at once, and leaves no word about it
-    number = submit(text, environ)
+    try:
+        number = submit(text, environ)
+    except LaunchError as error:
+        print(f"fit launch: {error}", file=sys.stderr)
+        return 1
     print(f"submitted job {number}; its output: {batch.output.replace('%x', batch.job_name).replace('%j', number)}")
-    if not batch.requeue:
-        return 0
-    print("at its time limit it saves and is requeued: the script goes on with Fit.run(..., resume='auto')", file=sys.stderr)
+    if batch.requeue:
+        print("at its time limit it saves and is requeued: the script goes on with Fit.run(..., resume='auto')", file=sys.stderr)
     return 0
 

@@ -164,5 +164,5 @@ def test_scancel_ends_the_job_for_good(cluster: Cluster, environ: dict[str, str]
 
 
 def test_what_sbatch_refuses_is_told(environ: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"exit status 2[\s\S]*sbatch refuses the job[\s\S]*invalid partition"):
+    with pytest.raises(AssertionError, match=r"exit status 1[\s\S]*sbatch refuses the job[\s\S]*invalid partition"):
         fit("launch", "--slurm", "--partition", "none", DIGITS, environ=environ, cwd=tmp_path)

@@ -138,7 +138,7 @@ def test_the_command_prints_it(tmp_path: Path) -> None:
         (["--slurm", "--nproc", "gpu", "train.py"], "the machines are not known yet"),
         (["--slurm", "--signal", "USR1@60", "train.py"], "the ranks save at SIGTERM: TERM@SECONDS"),
         (["--slurm", "--dry-run", "tain.py"], "there is no script 'tain.py'; did you mean 'train.py'"),
-        (["--slurm", "train.py"], "there is no sbatch on this machine's PATH"),
+        (["--ray", "--nproc", "cpu", "train.py"], "--nproc 'cpu' with --ray: a number, auto or gpu"),
     ],
 )
 def test_arguments_that_contradict_each_other(tmp_path: Path, arguments: list[str], reason: str) -> None:
@@ -146,6 +146,13 @@ def test_arguments_that_contradict_each_other(tmp_path: Path, arguments: list[st
     done = launch(*arguments, cwd=tmp_path, PATH=str(tmp_path))
     assert done.returncode == 2
     assert reason in done.stderr
+
+
+def test_without_sbatch(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    done = launch("--slurm", "train.py", cwd=tmp_path, PATH=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.startswith("fit launch: --slurm: there is no sbatch on this machine's PATH")
 
 
 def test_a_job_submitted_from_within_a_step_does_not_inherit_its_numbers(tmp_path: Path) -> None:
