@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from engine.errors import nearest
@@ -41,16 +43,30 @@ def count(kind: str, devices: int | str) -> int:
     return int(devices)
 
 
-def device(kind: str, local_rank: int) -> torch.device:
+def device(kind: str, index: int, *, own: bool = False) -> torch.device:
     """The device of a local rank; it becomes torch's current one.
+
+    Args:
+        kind: of :func:`device_type`.
+        index: the local rank, or the device that was asked for.
+        own: the launcher may hide the other processes' devices from this one: a single visible device is then its own, whatever its index.
 
     Raises:
         ValueError: local rank without a device of its own.
     """
     if kind == "cpu":
         return torch.device("cpu")
-    there = torch.cuda.device_count()
-    if local_rank >= there:
-        raise ValueError(f"local rank {local_rank} has no device: this machine has {there} CUDA device(s). Start fewer processes a node")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    index = visible_index(index, torch.cuda.device_count(), own)
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def visible_index(index: int, there: int, own: bool) -> int:
+    """The index of a process's device among the ``there`` that it sees; ``own`` as for :func:`device`, which it raises for."""
+    if own and there == 1:
+        return 0
+    if index >= there:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hidden = f" (CUDA_VISIBLE_DEVICES={visible!r})" if visible is not None else ""
+        raise ValueError(f"local rank {index} has no device: this process sees {there} CUDA device(s){hidden}. Start fewer processes a node")
+    return index

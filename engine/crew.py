@@ -1,4 +1,4 @@
-"""The processes that a run needs: those that torchrun started, or those that it starts itself."""
+"""The processes that a run needs: those that a launcher started, or those that it starts itself."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from engine import accelerator, strategies
 from engine.config.schema import Settings
 from engine.distributed import relaunch
 from engine.distributed.environment import Environment, detect
+from engine.distributed.environments.place import shown
 from engine.distributed.group import Group, join
 from engine.log import warn_once
 
@@ -29,7 +30,7 @@ def crew(settings: Settings) -> Iterator[Group]:
     else:
         _check(environment, settings)
     index = environment.local_rank if not isinstance(settings.devices, tuple) else settings.devices[environment.local_rank]
-    device = accelerator.device(kind, index)
+    device = accelerator.device(kind, index, own=environment.binds_devices)
     if started is None:
         yield join(environment, device, timeout=timeout, debug=settings.debug)
         return
@@ -43,7 +44,8 @@ def _start(kind: str, settings: Settings) -> relaunch.Started | None:
     if settings.num_nodes > 1:
         raise ValueError(
             f"num_nodes={settings.num_nodes}: several machines need a launcher; on each of them run "
-            f"torchrun --nnodes {settings.num_nodes} --nproc-per-node {wanted} --rdzv-backend c10d --rdzv-endpoint HOST:29500 script.py"
+            f"fit launch --nnodes {settings.num_nodes} --nproc {wanted} --rdzv HOST:29500 script.py (or torchrun --nnodes {settings.num_nodes} "
+            f"--nproc-per-node {wanted} --rdzv-backend c10d --rdzv-endpoint HOST:29500 script.py), or start it with srun or mpirun"
         )
     if wanted == 1:
         return None
@@ -63,9 +65,14 @@ def _check(environment: Environment, settings: Settings) -> None:
     if devices not in ("auto", -1, environment.local_world_size):
         raise ValueError(
             f"devices={settings.devices!r} was asked for, but {environment.name} has started {environment.local_world_size} process(es) on this "
-            "machine (LOCAL_WORLD_SIZE); leave devices out, or start as many"
+            f"machine{_read_from(environment)}; leave devices out, or start as many"
         )
     if settings.num_nodes not in (1, environment.num_nodes):
         raise ValueError(
-            f"num_nodes={settings.num_nodes} was asked for, but {environment.name} has started {environment.num_nodes} node(s); leave it out"
+            f"num_nodes={settings.num_nodes} was asked for, but {environment.name} has started {environment.num_nodes} node(s)"
+            f"{_read_from(environment)}; leave it out"
         )
+
+
+def _read_from(environment: Environment) -> str:
+    return f" (read: {shown(environment.variables)})" if environment.variables else ""

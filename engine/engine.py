@@ -43,7 +43,7 @@ class Engine(States):
                 scheduler.step()
                 optimizer.zero_grad()
 
-    The processes are those that the environment describes (torchrun's variables); without any, there is one. Engines with
+    The processes are those that the environment describes (torchrun's variables, SLURM's, MPI's, ...); without any, there is one. Engines with
     different settings may live side by side.
 
     Args:
@@ -91,10 +91,8 @@ class Engine(States):
             failures.attach(environment)
             chosen = strategies.get(strategy, environment.world_size)
             kind = accelerators.device_type(accelerator)
-            group = join(
-                environment, accelerators.device(kind, environment.local_rank), timeout=timeout, store=started.store if started else None,
-                debug=debug,
-            )
+            device = accelerators.device(kind, environment.local_rank, own=environment.binds_devices)
+            group = join(environment, device, timeout=timeout, store=started.store if started else None, debug=debug)
         else:
             chosen = strategies.get(strategy, group.world_size)
         self.group, self.strategy = group, chosen

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 FULL = 10
 """Every so many collections also look at objects that have survived earlier ones."""
+
+_off = False  # by a Collector of this process
 
 
 class Collector:
@@ -23,9 +26,11 @@ class Collector:
 
     def begin(self) -> None:
         """Switch automatic collection off."""
+        global _off
         self._ours = gc.isenabled()
         if self._ours:
             gc.disable()
+            _off = True
 
     def collect(self) -> None:
         """Collect now. Call it on all ranks at the same step."""
@@ -53,9 +58,20 @@ class Collector:
 
     def end(self) -> None:
         """Everything as it was at :meth:`begin`."""
+        global _off
         if self._frozen:
             gc.unfreeze()
         if self._ours:
             gc.enable()
+            _off = False
         self._ours = self._frozen = False
         self._count = 0
+
+
+def _in_child() -> None:
+    if _off:  # a DataLoader's worker has no steps, and nobody who collects
+        gc.enable()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

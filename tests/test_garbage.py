@@ -137,3 +137,25 @@ def test_left_to_python(tmp_path: Path) -> None:
     watch = Watch()
     fit(tmp_path, max_epochs=1, gc_every_n_steps=0, callbacks=[watch]).run(Weight(), ones(3))
     assert all(watch.enabled)
+
+
+class Asks(torch.utils.data.Dataset[torch.Tensor]):
+    """Each sample tells whether Python collects garbage where it was made."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((2,), float(gc.isenabled()))
+
+
+def test_workers_of_a_loader_collect_by_themselves(tmp_path: Path) -> None:
+    seen = []
+
+    class Net(Weight):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append((gc.isenabled(), batch[0].tolist()))
+            return super().training_step(batch, batch_idx)
+
+    fit(tmp_path, max_epochs=1).run(Net(), torch.utils.data.DataLoader(Asks(), batch_size=1, num_workers=1))
+    assert seen == [(False, [1.0, 1.0])] * 4

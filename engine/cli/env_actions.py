@@ -14,7 +14,7 @@ from engine import possible
 from engine.cli.main import table, version
 from engine.config.readable import readable, rows
 from engine.config.resolve import SECTIONS, resolve
-from engine.distributed.environment import detect
+from engine.distributed.environment import detect, hints
 
 _PACKAGES = (
     *("fit-trainer", "torch", "torchmetrics", "lightning-utilities", "safetensors", "numpy", "rich", "pyyaml"),
@@ -37,18 +37,24 @@ def collect(environ: Mapping[str, str]) -> dict[str, Any]:
     """The report as JSON values.
 
     Returns:
-        ``versions`` (name -> version or ``None``), ``devices``, ``environment`` (as detected, or ``None``), ``settings``
-        (name -> ``value`` and ``origin``, as in ``run.config``) and ``errors`` (what makes the two before it fail).
+        ``versions`` (name -> version or ``None``), ``devices``, ``environment`` (as detected, or ``None``), ``variables`` (those it
+        was read from), ``hints`` (lines about it), ``settings`` (name -> ``value`` and ``origin``, as in ``run.config``) and ``errors``
+        (what makes environment or settings fail).
     """
     report: dict[str, Any] = {
         "versions": {"python": f"{platform.python_version()} ({platform.platform()})"} | {name: version(name) for name in _PACKAGES},
         "devices": _devices(),
         "environment": None,
+        "variables": {},
+        "hints": [],
         "settings": {},
         "errors": [],
     }
     try:
-        report["environment"] = asdict(detect(environ))
+        found = detect(environ)
+        report["environment"] = asdict(found)
+        report["variables"] = report["environment"].pop("variables")
+        report["hints"] = hints(environ, found)
     except (ValueError, RuntimeError) as error:
         report["errors"].append(str(error))
     try:
@@ -71,6 +77,10 @@ def as_text(report: Mapping[str, Any]) -> str:
     lines = [*_section("versions", {name: found or "not installed" for name, found in report["versions"].items()})]
     lines += _section("devices", report["devices"])
     lines += _section("environment", report["environment"] or {})
+    if report["variables"]:
+        lines += _section("read from", report["variables"])
+    if report["hints"]:
+        lines += [*(f"hint: {hint}" for hint in report["hints"]), ""]
     lines += ["settings", *("  " + line for line in table(rows(report["settings"]))), ""]
     return "\n".join([*lines, *(f"error: {error}" for error in report["errors"])]).rstrip()
 

@@ -13,6 +13,9 @@ from engine.launch.job import Job, LaunchError, make_job
 AGENT = "engine.launch.agent"
 """The module whose ``run(job) -> exit status`` starts the ranks of this machine and answers for them."""
 
+SLURM, RAY = "engine.launch.slurm", "engine.launch.ray"
+"""The modules whose ``main(options, environ) -> exit status`` hands the job to a cluster."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Start a script, a module or a program as the ranks of one job, and wait for its end.
@@ -23,6 +26,9 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = parser().parse_args(list(argv))
     try:
+        _check_cluster(arguments)
+        if arguments.slurm or arguments.ray:
+            return int(importlib.import_module(SLURM if arguments.slurm else RAY).main(arguments, os.environ))
         job = make_job(arguments, os.environ)
     except LaunchError as error:
         parser().error(str(error))
@@ -73,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--config", metavar="FILE", type=Path, help="the YAML file of settings, for every rank (its FIT_CONFIG)")
     out.add_argument("--log-dir", metavar="DIR", type=Path, help="a new directory in it gets a file for each rank; default: runs/logs")
     out.add_argument("--show", metavar="RANKS", default="all", help="whose output is shown here: 'all', 'none', or '0,3'; default: all")
+    _add_clusters(found)
     what = found.add_argument_group("what is run")
     kind = what.add_mutually_exclusive_group()
     kind.add_argument("-m", "--module", action="store_true", help="the script is a module, as for python -m")
@@ -80,3 +87,43 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("script")
     what.add_argument("args", nargs=argparse.REMAINDER)
     return found
+
+
+def _add_clusters(found: argparse.ArgumentParser) -> None:
+    slurm = found.add_argument_group("SLURM", "a job of its own, whose tasks are the ranks; --nproc is its tasks on each node, --nnodes its nodes")
+    slurm.add_argument("--slurm", action="store_true", help="write an sbatch script and submit it")
+    slurm.add_argument("--dry-run", action="store_true", help="print the script instead")
+    for name, help in (
+        ("job-name", "default: the script's name"),
+        ("gpus-per-node", "also the default of --nproc"),
+        ("cpus-per-task", "cores of each rank, and its OMP_NUM_THREADS"),
+        *((name, "") for name in ("mem", "time", "partition", "account", "qos")),
+        ("output", "default: runs/logs/NAME-JOB.out"),
+        ("signal", "TERM@SECONDS before the time limit the ranks save and end; default: TERM@GRACE"),
+    ):
+        slurm.add_argument(f"--{name}", metavar="X", help=f"as for sbatch{'; ' if help else ''}{help}")
+    slurm.add_argument("--no-requeue", action="store_true", help="do not put the job into the queue again after SIGTERM or the loss of a node")
+    slurm.add_argument("--slurm-option", metavar="KEY=VALUE", action="append", default=[], help="any other option of sbatch; may be repeated")
+    ray = found.add_argument_group("Ray")
+    ray.add_argument("--ray", action="store_true", help="run the ranks as workers of Ray Train; --nproc is their number, on all machines together")
+    ray.add_argument("--ray-address", metavar="ADDRESS", help="the cluster; default: RAY_ADDRESS, else a new one on this machine")
+
+
+_NOT_FOR = {
+    "slurm": ("node_rank", "rdzv", "rdzv_id", "dead_after", "join_wait", "join_timeout", "show", "ray_address"),
+    "ray": ("nnodes", "node_rank", "rdzv", "rdzv_id", "grace", "dead_after", "join_wait", "join_timeout", "show", "no_python"),
+}
+_SLURM_ONLY = ("dry_run", "job_name", "gpus_per_node", "cpus_per_task", "mem", "time", "partition", "account", "qos", "output", "signal")
+
+
+def _check_cluster(options: argparse.Namespace) -> None:
+    """Raise ``LaunchError`` for options that the way of launching leaves without effect."""
+    if options.slurm and options.ray:
+        raise LaunchError("--slurm and --ray: one of them")
+    kind = "slurm" if options.slurm else "ray" if options.ray else ""
+    idle = () if kind == "slurm" else (*_SLURM_ONLY, "no_requeue", "slurm_option")
+    default = parser().get_default
+    for name in (*_NOT_FOR.get(kind, ("ray_address",)), *idle):
+        if getattr(options, name) != default(name):
+            where = f"with --{kind}" if kind else "without --ray" if name == "ray_address" else "without --slurm"
+            raise LaunchError(f"--{name.replace('_', '-')} has no effect {where}")

@@ -3,107 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
 
+from engine.distributed.environments.kubernetes import Kubernetes
+from engine.distributed.environments.mpi import MPICH, MVAPICH, OPEN_MPI
+from engine.distributed.environments.place import Detector, Environment, shown
+from engine.distributed.environments.slurm import Slurm, why_no_task
+from engine.distributed.environments.torchrun import TELLING, Manual, Torchrun
 
-@dataclass(frozen=True)
-class Environment:
-    """One process's place in its job. Read it with :func:`detect`."""
+__all__ = ["DETECTORS", "Environment", "detect", "hints"]
 
-    name: str
-    """Who launched the process: ``"single"`` (nobody), ``"torchrun"``, or ``"relaunch"`` (rank 0 of a ``Fit(devices=n)``)."""
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    num_nodes: int = 1
-    master_addr: str | None = None
-    master_port: int | None = None
-    agent_store: bool = False
-    """The launcher serves the store at ``master_addr:master_port`` already, so rank 0 must not."""
-    restart_count: int = 0
-    """How often the launcher has restarted the job: keys left in its store by an earlier attempt must not be met."""
-    parent_pid: int | None = None
-    """The process without which this one shall not live (rank 0 of a relaunched job)."""
-    error_file: str | None = None
-    """Where the launcher looks for the traceback of this process (Torch Elastic's JSON)."""
+_OF_TORCHRUN = ("torchrun", "relaunch", "ray", "deepspeed")
 
+STARTERS: tuple[Detector, ...] = (OPEN_MPI, MVAPICH, MPICH, Slurm())
+"""They start processes that may start others: ``mpirun`` uses ``srun`` inside an allocation, so the nearest one to the process comes first."""
 
-class Detector(Protocol):
-    """One kind of launcher. ``None`` when its variables are absent, ``RuntimeError`` when they make no sense."""
-
-    def detect(self, environ: Mapping[str, str]) -> Environment | None: ...
-
-
-class Torchrun:
-    """``torchrun``, ``python -m torch.distributed.run``, ``accelerate launch``, and the ranks that a relaunch starts."""
-
-    required = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    # The address alone is a leftover of many notebooks and says nothing about other processes.
-    telling = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-
-    def detect(self, environ: Mapping[str, str]) -> Environment | None:
-        if not any(environ.get(name) for name in self.telling):
-            return None
-        missing = [name for name in self.required if not environ.get(name)]
-        if missing:
-            raise self._error(environ, f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set")
-        rank, world_size = self._integer(environ, "RANK", 0), self._integer(environ, "WORLD_SIZE", 1)
-        local_rank, local_world_size = self._integer(environ, "LOCAL_RANK", 0), self._integer(environ, "LOCAL_WORLD_SIZE", 1)
-        port = self._integer(environ, "MASTER_PORT", 1)
-        for wrong, reason in (
-            (rank >= world_size, "RANK must be less than WORLD_SIZE"),
-            (local_rank >= local_world_size, "LOCAL_RANK must be less than LOCAL_WORLD_SIZE"),
-            (local_world_size > world_size, "LOCAL_WORLD_SIZE must not exceed WORLD_SIZE"),
-            (port > 65535, "MASTER_PORT must not exceed 65535"),
-        ):
-            if wrong:
-                raise self._error(environ, reason)
-        return Environment(
-            name="relaunch" if environ.get("FIT_PARENT_PID") else "torchrun",
-            rank=rank,
-            world_size=world_size,
-            local_rank=local_rank,
-            local_world_size=local_world_size,
-            # torchrun's groups are its agents, one a node; nodes may have unequal numbers of processes.
-            num_nodes=self._integer(environ, "GROUP_WORLD_SIZE", 1, default=-(-world_size // local_world_size)),
-            master_addr=environ["MASTER_ADDR"],
-            master_port=port,
-            agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            restart_count=self._integer(environ, "TORCHELASTIC_RESTART_COUNT", 0, default=0),
-            parent_pid=self._integer(environ, "FIT_PARENT_PID", 1) if environ.get("FIT_PARENT_PID") else None,
-            error_file=environ.get("TORCHELASTIC_ERROR_FILE") or None,
-        )
-
-    def _integer(self, environ: Mapping[str, str], name: str, least: int, default: int | None = None) -> int:
-        text = environ.get(name)
-        if not text and default is not None:
-            return default
-        try:
-            value = int(text or "")
-        except ValueError:
-            raise self._error(environ, f"{name} must be a whole number") from None
-        if value < least:
-            raise self._error(environ, f"{name} must be at least {least}")
-        return value
-
-    def _error(self, environ: Mapping[str, str], reason: str) -> RuntimeError:
-        read = ", ".join(f"{name}={environ[name]!r}" for name in (*self.required, "GROUP_WORLD_SIZE", "FIT_PARENT_PID") if name in environ)
-        return RuntimeError(
-            f"the environment describes a distributed job, but {reason}. Read: {read}. "
-            "Start the script with torchrun, which sets all of them, or unset them to train in this process alone."
-        )
-
-
-DETECTORS: tuple[Detector, ...] = (Torchrun(),)
+DETECTORS: tuple[Detector, ...] = (Torchrun(), *STARTERS, Kubernetes(), Manual())
 """Asked in this order; the first that knows the environment describes it."""
 
 
 def detect(environ: Mapping[str, str]) -> Environment:
     """This process's place in its job, from ``environ`` (usually ``os.environ``, which is only read).
 
-    Without any launcher's variables it is ``Environment("single")``: world size 1. An empty variable counts as unset.
+    torchrun's whole set wins over MPI's and SLURM's variables, because somebody ran it there; then Open MPI, MVAPICH, MPICH and Intel MPI, SLURM,
+    Kubernetes, and ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` set by hand. Without any of these it is
+    ``Environment("single")``: world size 1. An empty variable counts as unset.
 
     Raises:
         RuntimeError: the variables of a launcher are incomplete or contradict each other; the message shows those read.
@@ -111,5 +34,68 @@ def detect(environ: Mapping[str, str]) -> Environment:
     for detector in DETECTORS:
         found = detector.detect(environ)
         if found is not None:
+            _compare(found, environ)
             return found
     return Environment("single")
+
+
+def _compare(found: Environment, environ: Mapping[str, str]) -> None:
+    """Two launchers that say different things about one process."""
+    if found.name in ("single", "kubernetes", "manual"):
+        return
+    set_besides = {name: environ[name] for name in TELLING if environ.get(name)}
+    if found.name not in _OF_TORCHRUN:
+        values = dict(zip(TELLING, (found.rank, found.world_size, found.local_rank, found.local_world_size), strict=True))
+        for name, text in set_besides.items():
+            if text != str(values[name]):
+                raise _contradiction(found, set_besides, f"{name} is {text!r}")
+        return
+    if Torchrun.elastic(environ):
+        return
+    for starter in STARTERS:
+        other = _quietly(starter, environ)
+        if other is None:
+            continue
+        # More ranks than mpirun's or srun's processes: each of those has started some of its own.
+        if found.world_size < other.world_size or (found.world_size == other.world_size and found.rank != other.rank):
+            raise _contradiction(other, set_besides, f"RANK is {found.rank} and WORLD_SIZE is {found.world_size}")
+        return
+
+
+def _quietly(starter: Detector, environ: Mapping[str, str]) -> Environment | None:
+    """What it finds, when its variables make sense; they need not where another's are complete."""
+    try:
+        return starter.detect(environ)
+    except RuntimeError:
+        return None
+
+
+def _contradiction(found: Environment, others: Mapping[str, str], reason: str) -> RuntimeError:
+    return RuntimeError(
+        f"the environment describes two jobs: {found.name} has started this process as rank {found.rank} of {found.world_size} (local rank "
+        f"{found.local_rank} of {found.local_world_size}), but {reason}. Read: {shown(found.variables)}; {shown(others)}. "
+        f"Unset {', '.join(name for name in others if name in TELLING)}: {found.name}'s own variables suffice."
+    )
+
+
+def hints(environ: Mapping[str, str], found: Environment) -> list[str]:
+    """What a reader of ``fit env`` should know about how ``found`` came about."""
+    lines = []
+    why = why_no_task(environ)
+    if found.name == "single" and why:
+        lines.append(
+            f"inside SLURM job {environ['SLURM_JOB_ID']}, but a single process, because {why}; several ranks are started by: "
+            "srun --ntasks N python script.py, or: fit launch --slurm script.py"
+        )
+    if found.name == "single" and any(environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")):
+        lines.append("MASTER_ADDR or MASTER_PORT is set, but no rank: they are not used")
+    if found.name == "single" and environ.get("PET_NODE_RANK"):
+        lines.append("a pod of a job with one pod: a single process, which may start others by itself")
+    over = STARTERS if found.name in _OF_TORCHRUN else ()
+    others = [starter for starter in over if _quietly(starter, environ)]
+    lines += [f"{found.name}'s variables win over {_shown_names(starter, environ)}" for starter in others]
+    return lines
+
+
+def _shown_names(starter: Detector, environ: Mapping[str, str]) -> str:
+    return ", ".join(name for name in starter.names if environ.get(name) and not name.startswith("MASTER_"))

@@ -205,8 +205,8 @@ def _meet(environment: Environment, timeout: timedelta, store: dist.Store | None
 
 
 def _open(environment: Environment, timeout: timedelta, where: str, who: str) -> dist.Store:
-    assert environment.master_addr is not None
-    assert environment.master_port is not None
+    if environment.master_addr is None or environment.master_port is None:
+        raise RuntimeError(f"{who} does not know where to meet the others: {environment!r} has no master_addr or no master_port")
     key = (environment.master_addr, environment.master_port)
     serves = environment.rank == 0 and not environment.agent_store
     if key not in _stores:

@@ -60,17 +60,18 @@ def make_job(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
             processes than GPUs.
     """
     read = _Reader(options, environ)
-    min_nodes, max_nodes = _nodes(*read("nnodes", "PET_NNODES", "1"))
+    command = command_of(options)
+    min_nodes, max_nodes = nodes_of(*read("nnodes", "PET_NNODES", "1"))
     restarts = _whole(*read("max_restarts", "PET_MAX_RESTARTS", "0"), least=0)
     node_rank, endpoint = _place(read, min_nodes, max_nodes)
     for name in ("grace", "dead_after", "join_wait", "join_timeout"):
         if getattr(options, name) <= 0:
             raise LaunchError(f"--{name.replace('_', '-')} {getattr(options, name):g}: it must be more than 0 seconds")
-    variables = _config(options.config, environ)
+    variables = config_variables(options.config, environ)
     accelerator = _accelerator({**environ, **variables})
     nproc = _processes(*read("nproc", "PET_NPROC_PER_NODE", "auto"), accelerator)
     return Job(
-        command=_command(options),
+        command=command,
         nproc=nproc,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
@@ -116,7 +117,7 @@ def _whole(name: str, text: str, least: int) -> int:
     return value
 
 
-def _nodes(name: str, text: str) -> tuple[int, int]:
+def nodes_of(name: str, text: str) -> tuple[int, int]:
     low, colon, high = text.partition(":")
     found = _whole(name, low, 1), _whole(name, high if colon else low, 1)
     if found[0] > found[1]:
@@ -222,7 +223,7 @@ def _accelerator(environ: Mapping[str, str]) -> str:
         raise LaunchError(f"every rank would refuse its settings: {error}") from error
 
 
-def _config(path: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
+def config_variables(path: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
     if path is None:
         return {}
     if not path.is_file():
@@ -230,7 +231,7 @@ def _config(path: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
     return {"FIT_CONFIG": str(path.resolve())}
 
 
-def _command(options: argparse.Namespace) -> tuple[str, ...]:
+def command_of(options: argparse.Namespace) -> tuple[str, ...]:
     if options.no_python:
         return options.script, *options.args
     if options.module:

@@ -77,6 +77,15 @@ def test_env_for_people() -> None:
     assert [line for line in lines if line[:2] == ["world_size", "1"]]
 
 
+def test_env_shows_who_launched_the_process_and_how_that_is_known() -> None:
+    mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    report = json.loads(fit("env", "--json", **mpi, MASTER_PORT="4000").stdout)
+    assert (report["environment"]["name"], report["environment"]["rank"], report["environment"]["master_port"]) == ("openmpi", 1, 4000)
+    assert report["variables"] == mpi | {"MASTER_PORT": "4000"}
+    done = fit("env", SLURM_JOB_ID="7", SLURM_NTASKS="2")
+    assert "hint: inside SLURM job 7, but a single process, because it was not started by srun" in done.stdout
+
+
 def test_env_says_what_would_fail() -> None:
     done = fit("env", FIT_PRECISON="bf16", RANK="0")
     assert done.returncode == 1

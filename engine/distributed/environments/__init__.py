@@ -1,0 +1,1 @@
+"""One file for each family of launchers: the variables that it sets, and what they say."""

@@ -1,0 +1,147 @@
+"""A process's place in its job, and how variables are read: every complaint shows those that were found."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One process's place in its job. ``engine.distributed.environment.detect`` reads it from the environment.
+
+    Raises:
+        ValueError: numbers that contradict each other.
+    """
+
+    name: str
+    """Who launched the process: ``"single"`` (nobody), ``"torchrun"``, ``"relaunch"`` (rank 0 of a ``Fit(devices=n)``), ``"openmpi"``,
+    ``"mpich"``, ``"mvapich"``, ``"slurm"``, ``"kubernetes"``, ``"ray"``, ``"deepspeed"``, or ``"manual"`` (variables that were set by hand)."""
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    num_nodes: int = 1
+    master_addr: str | None = None
+    master_port: int | None = None
+    agent_store: bool = False
+    """The launcher serves the store at ``master_addr:master_port`` already, so rank 0 must not."""
+    restart_count: int = 0
+    """How often the launcher has restarted the job: keys left in its store by an earlier attempt must not be met."""
+    parent_pid: int | None = None
+    """The process without which this one shall not live (rank 0 of a relaunched job)."""
+    error_file: str | None = None
+    """Where the launcher looks for the traceback of this process (Torch Elastic's JSON)."""
+    binds_devices: bool = False
+    """The launcher may hide from each process all devices but its own (``srun --gpus-per-task``): a single visible one is the process's."""
+    variables: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """Those that it was read from."""
+
+    def __post_init__(self) -> None:
+        port = self.master_port
+        for wrong, reason in (
+            (self.world_size < 1, f"world_size={self.world_size} must be at least 1"),
+            (not 0 <= self.rank < self.world_size, f"rank={self.rank} must be at least 0 and less than world_size={self.world_size}"),
+            (
+                not 0 <= self.local_rank < self.local_world_size,
+                f"local_rank={self.local_rank} must be at least 0 and less than local_world_size={self.local_world_size}",
+            ),
+            (
+                self.local_world_size > self.world_size,
+                f"local_world_size={self.local_world_size} must not exceed world_size={self.world_size}",
+            ),
+            (
+                not 1 <= self.num_nodes <= self.world_size,
+                f"num_nodes={self.num_nodes} must be at least 1 and at most world_size={self.world_size}",
+            ),
+            (port is not None and not 0 <= port <= 65535, f"master_port={port} must be at most 65535"),
+        ):
+            if wrong:
+                raise ValueError(f"Environment({self.name!r}): {reason}")
+
+
+class Detector(Protocol):
+    """One kind of launcher. ``None`` when its variables are absent, ``RuntimeError`` when they make no sense."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Every variable that it reads."""
+
+    def detect(self, environ: Mapping[str, str]) -> Environment | None: ...
+
+
+class Variables:
+    """The variables of one launcher, for reading numbers; an empty one counts as unset.
+
+    Args:
+        environ: all variables.
+        names: those that this launcher's description is read from, and that an error shows.
+        advice: what an error tells the reader to do.
+    """
+
+    def __init__(self, environ: Mapping[str, str], names: Sequence[str], advice: str) -> None:
+        self.found = {name: environ[name] for name in names if name in environ}
+        self._advice = advice
+
+    def __contains__(self, name: str) -> bool:
+        return bool(self.found.get(name))
+
+    def text(self, *names: str) -> str | None:
+        """The first of ``names`` that is set."""
+        return next((self.found[name] for name in names if self.found.get(name)), None)
+
+    def integer(self, *names: str, least: int = 0, default: int | None = None) -> int:
+        """The first of ``names`` that is set, as a number. Raises ``RuntimeError``: none is, and there is no default; not a number; too small."""
+        name = next((name for name in names if self.found.get(name)), None)
+        if name is None:
+            if default is None:
+                raise self.error(f"{' or '.join(names)} is not set")
+            return default
+        try:
+            value = int(self.found[name])
+        except ValueError:
+            raise self.error(f"{name} must be a whole number") from None
+        if value < least:
+            raise self.error(f"{name} must be at least {least}")
+        return value
+
+    def demand(self, *names: str) -> None:
+        """Raise ``RuntimeError`` that names those that are not set."""
+        missing = [name for name in names if not self.found.get(name)]
+        if missing:
+            raise self.error(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set")
+
+    def less(self, name: str, value: int, bound_name: str, bound: int) -> None:
+        """Raise ``RuntimeError`` unless ``value < bound``."""
+        if value >= bound:
+            raise self.error(f"{name} must be less than {bound_name}")
+
+    def port(self, *names: str, default: int | None = None) -> int:
+        """A port's number."""
+        value = self.integer(*names, least=1, default=default)
+        if value > 65535:
+            raise self.error(f"{names[0]} must not exceed 65535")
+        return value
+
+    def error(self, reason: str) -> RuntimeError:
+        """What is wrong, what was read, what to do."""
+        return RuntimeError(f"the environment describes a distributed job, but {reason}. Read: {shown(self.found)}. {self._advice}")
+
+
+def shown(variables: Mapping[str, str]) -> str:
+    """``NAME='value', ...`` for a message."""
+    return ", ".join(f"{name}={value!r}" for name, value in variables.items()) or "nothing"
+
+
+def derived_port(*marks: object) -> int:
+    """A port from 10000 to 29999 (below those that systems give out by themselves) that everybody who knows ``marks`` finds."""
+    return 10000 + zlib.crc32("/".join(map(str, marks)).encode()) % 20000
+
+
+def is_loopback(address: str | None) -> bool:
+    """Whether an address can only mean the machine that it is used on."""
+    return address is not None and (address in ("localhost", "::1") or address.startswith("127."))

@@ -1,0 +1,110 @@
+"""The tasks of ``srun``. A shell inside an allocation, a batch script and a notebook are processes of their own, not rank 0 of many."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from engine.distributed.environments.nodelist import expand_counts, expand_nodelist
+from engine.distributed.environments.place import LOOPBACK, Environment, Variables, derived_port
+
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+"""Batch scripts, interactive and external steps have the numbers from here on."""
+
+
+class Slurm:
+    """A task of a job step with several tasks, heterogeneous jobs with one step over all components included."""
+
+    names = (
+        *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_PTY_PORT"),
+        *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+        *("SLURM_STEP_NODELIST", "SLURM_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
+    )
+
+    def detect(self, environ: Mapping[str, str]) -> Environment | None:
+        if why_no_task(environ) is not None:
+            return None
+        read = Variables(environ, self.names, "Start the script with srun, which sets all of them.")
+        rank, world_size = read.integer("SLURM_PROCID"), read.integer("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", least=1)
+        nodes, node = read.integer("SLURM_STEP_NUM_NODES", "SLURM_NNODES", least=1), read.integer("SLURM_NODEID", default=0)
+        local_rank = read.integer("SLURM_LOCALID")
+        read.less("SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS", world_size)
+        read.less("SLURM_NODEID", node, "SLURM_STEP_NUM_NODES", nodes)
+        local_world_size = world_size if nodes == 1 else _tasks(read, world_size, nodes)[node]
+        read.less("SLURM_LOCALID", local_rank, f"the {local_world_size} task(s) of this node", local_world_size)
+        port = read.port("MASTER_PORT", default=derived_port("slurm", read.text("SLURM_JOB_ID"), read.text("SLURM_STEP_ID")))
+        return Environment(
+            "slurm",
+            rank,
+            world_size,
+            local_rank,
+            local_world_size,
+            nodes,
+            read.text("MASTER_ADDR") or (LOOPBACK if nodes == 1 else _first_node(read)),
+            port,
+            restart_count=read.integer("SLURM_RESTART_COUNT", default=0),
+            binds_devices=True,
+            variables=read.found,
+        )
+
+
+def why_no_task(environ: Mapping[str, str]) -> str | None:
+    """``None`` for one of several tasks that ``srun`` has started; else why the process counts as alone (empty: no SLURM at all)."""
+    if not environ.get("SLURM_JOB_ID"):
+        return ""
+    step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID")
+    if not step or not environ.get("SLURM_PROCID"):
+        return "it was not started by srun"
+    if step.isdigit() and int(step) >= _FIRST_SPECIAL_STEP:
+        return "it runs in an interactive shell, not in a step of srun"
+    tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS")
+    if tasks == "1":
+        return "the step has one task"
+    # sbatch hands its own variables on: a batch script that was submitted from within a step still has that step's numbers, but is alone.
+    there = environ.get("SLURM_GTIDS")
+    if there and environ["SLURM_PROCID"] not in there.split(","):
+        return "SLURM_STEP_ID is another step's"
+    counts = environ.get("SLURM_STEP_TASKS_PER_NODE")
+    if there and counts and environ.get("SLURM_NODEID", "").isdigit():
+        try:
+            expected = expand_counts(counts)
+        except ValueError:
+            return None  # told as an error by who reads it
+        node = int(environ["SLURM_NODEID"])
+        if node < len(expected) and expected[node] != len(there.split(",")):
+            return "SLURM_STEP_ID is another step's: the job was submitted from within a step"
+    # A step that is started from a shell of `srun --pty` inherits the variable, but not the terminal.
+    if environ.get("SLURM_PTY_PORT") and _has_terminal():
+        return "it runs in a shell of srun --pty"
+    return None
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def _tasks(read: Variables, world_size: int, nodes: int) -> list[int]:
+    text = read.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    if text is None:
+        raise read.error("SLURM_STEP_TASKS_PER_NODE is not set")
+    try:
+        counts = expand_counts(text)
+    except ValueError as error:
+        raise read.error(str(error)) from None
+    if len(counts) != nodes or sum(counts) != world_size:
+        raise read.error(f"{text!r} means {sum(counts)} tasks on {len(counts)} nodes, where there are {world_size} on {nodes}")
+    return counts
+
+
+def _first_node(read: Variables) -> str:
+    text = read.text("SLURM_STEP_NODELIST")
+    if text is None:
+        raise read.error("neither SLURM_STEP_NODELIST nor MASTER_ADDR is set")
+    try:
+        return expand_nodelist(text)[0]
+    except ValueError as error:
+        raise read.error(f"{error}; or set MASTER_ADDR to the machine of rank 0") from None

@@ -1,0 +1,267 @@
+"""``fit launch --slurm``: an sbatch script whose job step has the ranks as its tasks, and its submission.
+
+What the script does::
+
+    until the ranks end well, were told to end, or have been restarted often enough:
+        srun the ranks: each is a task, and the first one that fails ends the others
+    when they were told to end (SIGTERM: the time limit is near, or the job is preempted; they save and exit with 143):
+        requeue the job
+
+srun gives the largest exit status of all tasks, and sends SIGTERM itself when a task fails. So that both cases can be told apart, a task that
+exits with 143 counts as a good one, and the first rank's leaves a mark on its machine, which is the script's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine.launch.job import LaunchError, command_of, config_variables, nodes_of
+
+EARLY_S = 60
+"""SLURM may send a signal so much earlier than it was asked to (s)."""
+_OURS = {
+    "nodes": "--nnodes",
+    "ntasks-per-node": "--nproc",
+    "ntasks": "--nproc and --nnodes",
+    "requeue": "no option, it is the default",
+    "open-mode": "no option, it is append",
+    **{name: f"--{name}" for name in ("job-name", "time", "signal", "output", "no-requeue", "cpus-per-task", "gpus-per-node")},
+}
+"""sbatch's options that the script depends on, and how they are given here."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What an sbatch script asks for. The fields are named as sbatch's options; an empty one is left to SLURM."""
+
+    command: tuple[str, ...]
+    """What each rank runs: a program and its arguments."""
+    nodes: str = "1"
+    ntasks_per_node: int = 1
+    job_name: str = "fit"
+    gpus_per_node: str = ""
+    cpus_per_task: str = ""
+    mem: str = ""
+    time: str = ""
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    output: str = "runs/logs/%x-%j.out"
+    grace_s: int = 120
+    """The ranks get SIGTERM so long before the time limit."""
+    requeue: bool = True
+    """Whether the job is to begin again after SIGTERM, and after the loss of a node."""
+    max_restarts: int = 0
+    """How often the ranks are started again within the job when one fails."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """What the ranks get in their environment."""
+    further: tuple[str, ...] = ()
+    """Any other options of sbatch: ``"key=value"`` or ``"key"``."""
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "job_name", "gpus_per_node", "cpus_per_task", "mem", "time", "partition", "account", "qos", "output"):
+            if "\n" in getattr(self, name):
+                raise LaunchError(f"{name}={getattr(self, name)!r} has a line break")
+        if self.time and self.requeue and (seconds := time_limit(self.time)) is not None and seconds <= self.grace_s + EARLY_S:
+            raise LaunchError(
+                f"--time {self.time} is {seconds} s, and SIGTERM comes {self.grace_s} to {self.grace_s + EARLY_S} s before its end: the job would be "
+                "requeued as soon as it runs. Ask for more time, or give the ranks less with --grace S"
+            )
+        for option in self.further:
+            name = option.lstrip("-").partition("=")[0]
+            # One letter is short for an option that may be ours.
+            if not re.fullmatch(r"[A-Za-z][\w-]+(=[^\n]*)?", option.lstrip("-")):
+                raise LaunchError(f"--slurm-option {option!r}: an option of sbatch is needed by its long name, as KEY=VALUE or KEY")
+            if name in _OURS:
+                raise LaunchError(f"--slurm-option {option}: give it as {_OURS[name]}")
+
+
+def time_limit(text: str) -> int | None:
+    """Seconds of a time in one of sbatch's forms (``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M``, ``D-H:M:S``); ``None``: no limit.
+
+    Raises:
+        LaunchError: none of them.
+    """
+    if text.lower() in ("infinite", "unlimited", "0"):
+        return None
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        raise LaunchError(f"--time {text!r}: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S is needed")
+    days, *rest = (int(part) if part is not None else None for part in match.groups())
+    parts = [part for part in rest if part is not None]
+    if days is None:  # counted from the right, but for minutes alone
+        hours, minutes, seconds = (0, parts[0], 0) if len(parts) == 1 else (0, *parts) if len(parts) == 2 else parts
+    else:  # counted from the left
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    return (days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
+
+
+def script(batch: Batch) -> str:
+    """The text for sbatch."""
+    options = {
+        "job-name": batch.job_name,
+        "nodes": batch.nodes,
+        "ntasks-per-node": str(batch.ntasks_per_node),
+        "gpus-per-node": batch.gpus_per_node,
+        "cpus-per-task": batch.cpus_per_task,
+        "mem": batch.mem,
+        "time": batch.time,
+        "partition": batch.partition,
+        "account": batch.account,
+        "qos": batch.qos,
+        "output": batch.output,
+    }
+    lines = [shlex.quote(f"--{name}={value}") for name, value in options.items() if value]
+    lines += ["--open-mode=append", f"--signal=TERM@{batch.grace_s}", "--requeue" if batch.requeue else "--no-requeue"]
+    lines += [shlex.quote(f"--{option.lstrip('-')}") for option in batch.further]
+    # From SLURM 22.05 on srun does not take this from sbatch.
+    cores = f" --cpus-per-task={batch.cpus_per_task}" if batch.cpus_per_task else ""
+    ranks = f'srun --kill-on-bad-exit=1 --label{cores} bash -c {shlex.quote(_TASK)} "$told" {shlex.join(batch.command)}'
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {line}" for line in lines),
+            "",
+            *(f"export {name}={shlex.quote(value)}" for name, value in batch.variables.items()),
+            'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"',
+            "",
+            'told="${TMPDIR:-/tmp}/fit-told-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
+            "restarts=0",
+            "while true; do",
+            '    rm -f "$told"',
+            f"    {ranks}",
+            "    status=$?",
+            f'    if [ "$status" -eq 0 ] || [ "$restarts" -ge {batch.max_restarts} ]; then break; fi',
+            "    restarts=$((restarts + 1))",
+            f'    echo "fit launch: a rank failed (exit status $status); restart $restarts of {batch.max_restarts}" >&2',
+            "done",
+            'if [ "$status" -eq 0 ] && [ -e "$told" ]; then',
+            '    rm -f "$told"',
+            "    status=143",
+            *(_REQUEUE if batch.requeue else ()),
+            "fi",
+            'exit "$status"',
+            "",
+        ]
+    )
+
+
+_TASK = 'trap : TERM; "$@"; status=$?; if [ $status -eq 143 ]; then [ $SLURM_PROCID -ne 0 ] || : > "$0"; exit 0; fi; exit $status'
+"""What each task runs around its rank: SIGTERM is for the rank."""
+_REQUEUE = (
+    "    # After scancel this script is ended, too, and does not come here.",
+    '    echo "fit launch: the job is requeued, to go on from its last checkpoint" >&2',
+    '    scontrol requeue "$SLURM_JOB_ID"',
+)
+
+
+def submit(text: str, environ: Mapping[str, str]) -> str:
+    """Hand a script to sbatch.
+
+    Args:
+        text: of :func:`script`.
+        environ: for sbatch and the job; the variables of a job step that it is called from are left out.
+
+    Returns:
+        The job's number.
+
+    Raises:
+        LaunchError: there is no sbatch, or it refuses; with its message.
+    """
+    if shutil.which("sbatch", path=environ.get("PATH")) is None:
+        raise LaunchError("--slurm: there is no sbatch on this machine's PATH; run it where jobs are submitted, or look at --dry-run")
+    kept = {name: value for name, value in environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
+    done = subprocess.run(["sbatch", "--parsable"], input=text, env=kept, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise LaunchError(f"sbatch refuses the job (exit status {done.returncode}):\n{(done.stderr or done.stdout).rstrip()}")
+    return done.stdout.strip().partition(";")[0]
+
+
+def batch_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Batch:
+    """What the options of ``fit launch`` ask for.
+
+    Raises:
+        LaunchError: an impossible value or combination.
+    """
+    least, most = nodes_of("--nnodes", options.nnodes or "1")
+    command = command_of(options)
+    name = options.job_name or Path(options.script).stem
+    return Batch(
+        command,
+        nodes=str(least) if least == most else f"{least}-{most}",
+        ntasks_per_node=_tasks(options),
+        job_name=name,
+        grace_s=_grace(options),
+        requeue=not options.no_requeue,
+        max_restarts=_whole("--max-restarts", options.max_restarts or "0"),
+        output=options.output or f"{options.log_dir or 'runs/logs'}/%x-%j.out",
+        variables=config_variables(options.config, environ),
+        further=tuple(options.slurm_option),
+        **{
+            field: getattr(options, field) or ""
+            for field in ("gpus_per_node", "cpus_per_task", "mem", "time", "partition", "account", "qos")
+        },
+    )
+
+
+def _whole(name: str, text: str) -> int:
+    if not str(text).isdigit():
+        raise LaunchError(f"{name} {text!r}: a whole number is needed")
+    return int(text)
+
+
+def _tasks(options: argparse.Namespace) -> int:
+    gpus = re.fullmatch(r"(?:[\w.-]+:)?(\d+)", options.gpus_per_node or "")
+    if options.nproc in (None, "auto"):
+        return int(gpus[1]) if gpus else 1
+    if options.nproc == "gpu" and gpus:
+        return int(gpus[1])
+    if not options.nproc.isdigit() or options.nproc == "0":
+        raise LaunchError(f"--nproc {options.nproc!r} with --slurm: the machines are not known yet; give a number, or --gpus-per-node N")
+    return int(options.nproc)
+
+
+def _grace(options: argparse.Namespace) -> int:
+    if options.signal is None:
+        return round(options.grace)
+    match = re.fullmatch(r"(?:SIG)?TERM(?:@(\d+))?|15(?:@(\d+))?", options.signal)
+    if match is None:
+        raise LaunchError(f"--signal {options.signal!r}: the ranks save at SIGTERM: TERM@SECONDS is needed (SECONDS before the time limit)")
+    return int(match[1] or match[2] or 60)  # sbatch's default
+
+
+def main(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> int:
+    """Submit, or with ``--dry-run`` print, the job that the options of ``fit launch`` ask for.
+
+    Returns:
+        0, or 1 when sbatch is not there or refuses the job.
+
+    Raises:
+        LaunchError: what :func:`batch_of` raises.
+    """
+    batch = batch_of(options, environ)
+    text = script(batch)
+    if options.dry_run:
+        print(text, end="")
+        return 0
+    folder = Path(batch.output).parent
+    if "%" not in str(folder):
+        folder.mkdir(parents=True, exist_ok=True)  # without it a job ends at once, and leaves no word about it
+    try:
+        number = submit(text, environ)
+    except LaunchError as error:
+        print(f"fit launch: {error}", file=sys.stderr)
+        return 1
+    print(f"submitted job {number}; its output: {batch.output.replace('%x', batch.job_name).replace('%j', number)}")
+    if batch.requeue:
+        print("at its time limit it saves and is requeued: the script goes on with Fit.run(..., resume='auto')", file=sys.stderr)
+    return 0
