@@ -61,7 +61,7 @@ def _fsdp(file: File) -> Any:
         _blocks(part, options)
         half = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}.get(str(file.settings.get("precision")))
         if half:
-            part.remark(f"Accelerate reduces FSDP's gradients in {half}; here they are reduced in fp32, unless strategy.reduce_dtype: {half} is added")
+            part.remark(f"Accelerate reduces FSDP's gradients in {half}; here fp32 is used, unless strategy.reduce_dtype: {half} is added")
     if flag(part.take("activation_checkpointing", False)):
         file.set("activation_checkpointing", "full")
     part.refuse_others(
