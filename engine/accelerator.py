@@ -56,12 +56,17 @@ def device(kind: str, index: int, *, own: bool = False) -> torch.device:
     """
     if kind == "cpu":
         return torch.device("cpu")
-    there = torch.cuda.device_count()
+    index = visible_index(index, torch.cuda.device_count(), own)
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def visible_index(index: int, there: int, own: bool) -> int:
+    """The index of a process's device among the ``there`` that it sees; ``own`` as for :func:`device`, which it raises for."""
     if own and there == 1:
-        index = 0
+        return 0
     if index >= there:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = f" (CUDA_VISIBLE_DEVICES={visible!r})" if visible is not None else ""
         raise ValueError(f"local rank {index} has no device: this process sees {there} CUDA device(s){hidden}. Start fewer processes a node")
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    return index

@@ -20,7 +20,10 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[1]
 
 # Variables of a launcher around the tests must not reach the ranks, nor pytest's own (a script that starts ranks refuses pytest).
-_FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "MASTER_", "TORCHELASTIC_", "SLURM_", "FIT_", "PYTEST_")
+_FOREIGN = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "MASTER_", "TORCHELASTIC_", "SLURM_", "FIT_", "PYTEST_"),
+    *("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "MV2_", "PET_", "KUBERNETES_", "RAY_ADDRESS", "NODE_RANK"),
+)
 
 _REPORT = """
 def report(value):

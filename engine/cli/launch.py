@@ -111,7 +111,7 @@ def _add_clusters(found: argparse.ArgumentParser) -> None:
 
 _NOT_FOR = {
     "slurm": ("node_rank", "rdzv", "rdzv_id", "dead_after", "join_wait", "join_timeout", "show", "ray_address"),
-    "ray": ("nnodes", "node_rank", "rdzv", "rdzv_id", "grace", "dead_after", "join_wait", "join_timeout", "show", "log_dir", "no_python"),
+    "ray": ("nnodes", "node_rank", "rdzv", "rdzv_id", "grace", "dead_after", "join_wait", "join_timeout", "show", "no_python"),
 }
 _SLURM_ONLY = ("dry_run", "job_name", "gpus_per_node", "cpus_per_task", "mem", "time", "partition", "account", "qos", "output", "signal")
 

@@ -1,10 +1,14 @@
 """``fit launch --slurm``: an sbatch script whose job step has the ranks as its tasks, and its submission.
 
-The script is restarted, preempted and continued so::
+What the script does::
 
     until the ranks end well, were told to end, or have been restarted often enough:
-        srun the ranks (each is a task; the first one that fails ends the others)
-    SIGTERM came (the time limit is near, or the job is preempted; the ranks have saved and exited with 143)  ->  requeue the job
+        srun the ranks: each is a task, and the first one that fails ends the others
+    when they were told to end (SIGTERM: the time limit is near, or the job is preempted; they save and exit with 143):
+        requeue the job
+
+srun gives the largest exit status of all tasks, and sends SIGTERM itself when a task fails. So that both cases can be told apart, a task that
+exits with 143 counts as a good one, and the first rank's leaves a mark on its machine, which is the script's.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from pathlib import Path
 
 from engine.launch.job import LaunchError, command_of, config_variables, nodes_of
 
+EARLY_S = 60
+"""SLURM may send a signal so much earlier than it was asked to (s)."""
 _OURS = {
     "nodes": "--nnodes",
     "ntasks-per-node": "--nproc",
@@ -62,10 +68,13 @@ class Batch:
     """Any other options of sbatch: ``"key=value"`` or ``"key"``."""
 
     def __post_init__(self) -> None:
-        if self.time and self.requeue and (seconds := time_limit(self.time)) is not None and seconds <= self.grace_s:
+        for name in ("nodes", "job_name", "gpus_per_node", "cpus_per_task", "mem", "time", "partition", "account", "qos", "output"):
+            if "\n" in getattr(self, name):
+                raise LaunchError(f"{name}={getattr(self, name)!r} has a line break")
+        if self.time and self.requeue and (seconds := time_limit(self.time)) is not None and seconds <= self.grace_s + EARLY_S:
             raise LaunchError(
-                f"--time {self.time} is {seconds} s, and SIGTERM comes {self.grace_s} s before its end: the job would be requeued as soon as it "
-                "runs. Ask for more time, or give the ranks less with --grace S"
+                f"--time {self.time} is {seconds} s, and SIGTERM comes {self.grace_s} to {self.grace_s + EARLY_S} s before its end: the job would be "
+                "requeued as soon as it runs. Ask for more time, or give the ranks less with --grace S"
             )
         for option in self.further:
             name = option.lstrip("-").partition("=")[0]
@@ -116,7 +125,7 @@ def script(batch: Batch) -> str:
     lines += [shlex.quote(f"--{option.lstrip('-')}") for option in batch.further]
     # From SLURM 22.05 on srun does not take this from sbatch.
     cores = f" --cpus-per-task={batch.cpus_per_task}" if batch.cpus_per_task else ""
-    ranks = f"srun --kill-on-bad-exit=1 --label{cores} {shlex.join(batch.command)}"
+    ranks = f'srun --kill-on-bad-exit=1 --label{cores} bash -c {shlex.quote(_TASK)} "$told" {shlex.join(batch.command)}'
     return "\n".join(
         [
             "#!/bin/bash",
@@ -125,27 +134,33 @@ def script(batch: Batch) -> str:
             *(f"export {name}={shlex.quote(value)}" for name, value in batch.variables.items()),
             'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"',
             "",
+            'told="${TMPDIR:-/tmp}/fit-told-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
             "restarts=0",
             "while true; do",
+            '    rm -f "$told"',
             f"    {ranks}",
             "    status=$?",
-            f'    if [ "$status" -eq 0 ] || [ "$status" -eq 143 ] || [ "$restarts" -ge {batch.max_restarts} ]; then break; fi',
+            f'    if [ "$status" -eq 0 ] || [ "$restarts" -ge {batch.max_restarts} ]; then break; fi',
             "    restarts=$((restarts + 1))",
             f'    echo "fit launch: a rank failed (exit status $status); restart $restarts of {batch.max_restarts}" >&2',
             "done",
+            'if [ "$status" -eq 0 ] && [ -e "$told" ]; then',
+            '    rm -f "$told"',
+            "    status=143",
             *(_REQUEUE if batch.requeue else ()),
+            "fi",
             'exit "$status"',
             "",
         ]
     )
 
 
+_TASK = 'trap : TERM; "$@"; status=$?; if [ $status -eq 143 ]; then [ $SLURM_PROCID -ne 0 ] || : > "$0"; exit 0; fi; exit $status'
+"""What each task runs around its rank: SIGTERM is for the rank."""
 _REQUEUE = (
-    "# 143: SIGTERM came, and every rank has saved. scancel ends this script, too, so that it does not come here.",
-    'if [ "$status" -eq 143 ]; then',
+    "    # After scancel this script is ended, too, and does not come here.",
     '    echo "fit launch: the job is requeued, to go on from its last checkpoint" >&2',
     '    scontrol requeue "$SLURM_JOB_ID"',
-    "fi",
 )
 
 
@@ -191,7 +206,10 @@ def batch_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Batch:
         output=options.output or f"{options.log_dir or 'runs/logs'}/%x-%j.out",
         variables=config_variables(options.config, environ),
         further=tuple(options.slurm_option),
-        **{field: getattr(options, field) or "" for field in ("gpus_per_node", "cpus_per_task", "mem", "time", "partition", "account", "qos")},
+        **{
+            field: getattr(options, field) or ""
+            for field in ("gpus_per_node", "cpus_per_task", "mem", "time", "partition", "account", "qos")
+        },
     )
 
 
@@ -224,8 +242,11 @@ def _grace(options: argparse.Namespace) -> int:
 def main(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> int:
     """Submit, or with ``--dry-run`` print, the job that the options of ``fit launch`` ask for.
 
+    Returns:
+        0, or 1 when sbatch is not there or refuses the job.
+
     Raises:
-        LaunchError: what :func:`batch_of` and :func:`submit` raise.
+        LaunchError: what :func:`batch_of` raises.
     """
     batch = batch_of(options, environ)
     text = script(batch)
@@ -235,10 +256,12 @@ def main(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
     folder = Path(batch.output).parent
     if "%" not in str(folder):
         folder.mkdir(parents=True, exist_ok=True)  # without it a job ends at once, and leaves no word about it
-    number = submit(text, environ)
+    try:
+        number = submit(text, environ)
+    except LaunchError as error:
+        print(f"fit launch: {error}", file=sys.stderr)
+        return 1
     print(f"submitted job {number}; its output: {batch.output.replace('%x', batch.job_name).replace('%j', number)}")
-    if not batch.requeue:
-        return 0
-    print("at its time limit it saves and is requeued: the script goes on with Fit.run(..., resume='auto')", file=sys.stderr)
+    if batch.requeue:
+        print("at its time limit it saves and is requeued: the script goes on with Fit.run(..., resume='auto')", file=sys.stderr)
     return 0
-

@@ -291,7 +291,8 @@ def test_half_set_by_hand_in_a_batch_script_is_told_of_srun():
 def test_a_pod_of_the_trainer_is_a_rank():
     assert detect(PET) == Environment("kubernetes", 2, 3, 0, 1, 3, "job-node-0-0.job", 29400)
     # PyTorchJob sets both, with one meaning.
-    assert detect(PET | {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "29400"}).rank == 2
+    by_operator = PET | {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "29400", "PET_NPROC_PER_NODE": "auto"}
+    assert detect(by_operator) == detect(PET)
 
 
 def test_a_pod_of_the_operator_is_a_rank():
@@ -320,6 +321,7 @@ def test_the_only_pod_starts_its_processes_itself(processes):
         ({"PET_NNODES": "many"}, "PET_NNODES must be a number"),
         ({"PET_NODE_RANK": "3"}, "PET_NODE_RANK must be less than PET_NNODES"),
         ({"PET_MASTER_ADDR": ""}, "PET_MASTER_ADDR is not set"),
+        ({"PET_NPROC_PER_NODE": "2", "RANK": "2", "WORLD_SIZE": "6"}, "nothing has started them"),
         ({"RANK": "1"}, "RANK is not 2, as PET_NODE_RANK says"),
     ],
 )

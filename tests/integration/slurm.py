@@ -11,6 +11,7 @@ Needs Debian's packages slurmctld, slurmd, slurm-client and munge (or their like
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -109,6 +111,14 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """End the cluster, which is running, afterwards."""
+        try:
+            yield
+        finally:
+            self.__exit__(None, None, None)
 
     def run(self, *command: object, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """A command of SLURM, its output as text."""

@@ -36,7 +36,9 @@ class Kubernetes:
         least, _, most = nodes.partition(":")
         if most and most != least:
             raise read.error(f"the number of pods may change ({nodes}), which needs a launcher in each pod: {_BY_TORCHRUN}")
-        if processes != "1":
+        # PyTorchJob's default is "auto", and it counts its pods as ranks (WORLD_SIZE) all the same.
+        counted = processes == "auto" and read.text("WORLD_SIZE") == least
+        if processes != "1" and not counted:
             raise read.error(
                 f"each pod shall run several processes (PET_NPROC_PER_NODE={processes}), and nothing has started them. Start the container's "
                 f"command with {_BY_TORCHRUN} or fit launch, or ask for one process a pod"

@@ -1,0 +1,164 @@
+"""``fit launch --ray``: the same script, as the workers of a Ray Train job. Ray places them, connects them, and starts them again."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import os
+import runpy
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config.resolve import resolve
+from engine.launch.job import LaunchError, command_of, config_variables
+
+
+@dataclass(frozen=True)
+class RayJob:
+    """What runs on the cluster."""
+
+    script: str
+    """A path, or a module's name."""
+    arguments: tuple[str, ...]
+    is_module: bool
+    directory: str
+    """Where the command was given: the script runs there on every machine."""
+    nproc: str = "auto"
+    """Ranks on all machines together; ``"auto"`` and ``"gpu"``: one for each GPU of the cluster."""
+    accelerator: str = "auto"
+    max_restarts: int = 0
+    address: str | None = None
+    """Of the cluster; ``None``: a new one on this machine, for the time of the job."""
+    storage: str = "runs/logs"
+    variables: Mapping[str, str] | None = None
+
+
+def main(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Run the job that the options of ``fit launch`` ask for to its end.
+
+    Returns:
+        0: all ranks ended well; 1: one failed, more often than it may be started again, or the cluster is not reached or too small;
+        130: Ctrl-C.
+
+    Raises:
+        LaunchError: Ray is not installed, or the options are wrong.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise LaunchError('--ray: Ray is not installed; install it with: pip install "fit-trainer[ray]"')
+    command_of(options)  # the script is there
+    variables = {name: value for name, value in environ.items() if name.startswith("FIT_")} | config_variables(options.config, environ)
+    try:
+        accelerator = resolve({}, {**environ, **variables}).settings.accelerator
+    except (ValueError, TypeError, OSError) as error:
+        raise LaunchError(f"every rank would refuse its settings: {error}") from error
+    if options.nproc not in (None, "auto", "gpu") and not (options.nproc.isdigit() and int(options.nproc)):
+        raise LaunchError(f"--nproc {options.nproc!r} with --ray: a number, auto or gpu is needed")
+    if not str(options.max_restarts or "0").isdigit():
+        raise LaunchError(f"--max-restarts {options.max_restarts!r}: a whole number is needed")
+    return run(
+        RayJob(
+            options.script,
+            tuple(options.args),
+            options.module,
+            os.getcwd(),
+            nproc=options.nproc or "auto",
+            accelerator=accelerator,
+            max_restarts=int(options.max_restarts or 0),
+            address=options.ray_address or environ.get("RAY_ADDRESS") or None,
+            storage=str(Path(options.log_dir or "runs/logs").absolute()),
+            variables=variables,
+        )
+    )
+
+
+def run(job: RayJob) -> int:
+    """Run ``job`` on its cluster, which is left running if it was before; returns as :func:`main`."""
+    import ray
+    import ray.exceptions
+    from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    try:
+        _connect(job)
+        workers, gpus = _size(job, ray.cluster_resources())
+        print(f"fit launch: {workers} rank(s) on Ray{', one GPU each' if gpus else ''}", file=sys.stderr)
+        trainer = TorchTrainer(
+            _rank,
+            train_loop_config={"job": job},
+            # Tensors on the CPU need gloo beside NCCL: for flags, and for scripts that compute there.
+            torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpus else "gloo"),
+            scaling_config=ScalingConfig(num_workers=workers, use_gpu=gpus),
+            run_config=RunConfig(
+                name=f"ray-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
+                storage_path=job.storage,
+                failure_config=FailureConfig(max_failures=job.max_restarts),
+            ),
+        )
+        trainer.fit()
+    except TrainingFailedError as error:
+        print(f"fit launch: {error}", file=sys.stderr)  # it holds the tracebacks of the ranks that failed
+        return 1
+    except LaunchError as error:
+        print(f"fit launch: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        ray.shutdown()
+    return 0
+
+
+def _connect(job: RayJob) -> None:
+    import ray
+
+    # Ray's own processes report their progress at INFO and WARNING; the ranks put their level back.
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "logging_config": ray.LoggingConfig(log_level="ERROR")}
+    environment = {"env_vars": dict(job.variables or {})}
+    try:
+        if job.address is None:
+            cores = os.cpu_count() or 1
+            wanted = int(job.nproc) if job.nproc.isdigit() else 1
+            ray.init(address="local", num_cpus=max(cores, wanted), include_dashboard=False, runtime_env=environment, **quiet)
+        else:
+            ray.init(address=job.address, runtime_env=environment, **quiet)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise LaunchError(f"Ray's cluster {job.address or 'on this machine'!r} was not reached: {error}") from error
+
+
+def _size(job: RayJob, resources: Mapping[str, float]) -> tuple[int, bool]:
+    """How many ranks, and whether each has a GPU."""
+    cores, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
+    wants_gpu = job.accelerator in ("cuda", "gpu") or job.nproc == "gpu" or (job.accelerator == "auto" and gpus > 0)
+    workers = int(job.nproc) if job.nproc.isdigit() else gpus if wants_gpu else 1
+    there, what = (gpus, "GPU(s)") if wants_gpu else (cores, "core(s)")
+    if workers > there or workers == 0:
+        raise LaunchError(
+            f"--nproc {job.nproc}: Ray's cluster has {there} {what} for the ranks, and each needs one. Ask for fewer, add machines"
+            f"{', or train on the CPU (FIT_ACCELERATOR=cpu)' if wants_gpu else ''}"
+        )
+    return workers, wants_gpu
+
+
+def _rank(config: dict[str, Any]) -> None:
+    """One worker: the script from its first line, in the process group that Ray has made."""
+    job: RayJob = config["job"]
+    logging.getLogger().setLevel(logging.WARNING)
+    if not Path(job.directory).is_dir():
+        raise RuntimeError(f"{job.directory} is not on {socket.gethostname()}: the script must be in a directory that all machines share")
+    os.chdir(job.directory)
+    sys.argv = [job.script, *job.arguments]
+    sys.path.insert(0, job.directory if job.is_module else str(Path(job.script).absolute().parent))
+    try:
+        if job.is_module:
+            runpy.run_module(job.script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(job.script, run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise RuntimeError(f"{job.script} ended with exit status {end.code}") from end
