@@ -33,10 +33,11 @@ _NAMES = {
     "RankError": "engine.errors",
     "seed_everything": "engine.seed",
 }
-__all__ = ["__version__", *sorted(_NAMES)]
+__all__ = ["__version__", "launch", *sorted(_NAMES)]
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from engine import launch as launch
     from engine.callback import Callback as Callback
     from engine.config.duration import Duration as Duration
     from engine.config.duration import Every as Every
@@ -66,6 +67,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "launch":
+        return importlib.import_module("engine.launch")
     if name in _NAMES:
         value = getattr(importlib.import_module(_NAMES[name]), name)
         globals()[name] = value

@@ -132,7 +132,7 @@ class Fit:
         """Where each setting comes from."""
         self.sections: dict[str, Any] = resolved.sections
         """What ``fit run`` has built model, data and callbacks from."""
-        possible.check(self.settings, self.origins)
+        possible.check(self.settings, self.origins, detect(os.environ))
 
     @property
     def is_main_process(self) -> bool:

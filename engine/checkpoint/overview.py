@@ -12,6 +12,7 @@ from engine.checkpoint.finding import find, folder
 from engine.checkpoint.places import Place
 from engine.checkpoint.store import FOLDERS, MANIFEST, SHARED, Opened, check_manifest
 from engine.checkpoint.tensors import TensorFiles
+from engine.config.readable import without_secrets
 
 Entry = dict[str, Any]
 
@@ -67,7 +68,7 @@ def facts(path: str | Path, tensors: bool = False) -> dict[str, Any]:
         shared = found.tree(SHARED) or {}
         report = {**entry, **rest, "files": {name: known["bytes"] for name, known in found.files.items()}}
         if isinstance(shared.get("hparams"), dict):
-            report["hparams"] = {str(name): value for name, value in shared["hparams"].items()}
+            report["hparams"] = without_secrets({str(name): value for name, value in shared["hparams"].items()})
         if tensors:
             report["tensors"] = {folder: _listed(found.tensors(folder)) for folder in ("model", "optim")}
             model = found.tree("model/model", {}) or {}

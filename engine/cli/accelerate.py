@@ -9,7 +9,6 @@ from typing import Any
 from engine.cli import accelerate_strategies as strategies
 from engine.cli.accelerate_file import File, flag
 from engine.config import reading
-from engine.config.values import KINDS
 
 MACHINES = {"NO": "auto", "MULTI_CPU": "cpu", "MULTI_GPU": "cuda", "FSDP": "cuda", "DEEPSPEED": "cuda", "MEGATRON_LM": "cuda", "TP": "cuda"}
 """``distributed_type`` that has a counterpart -> its accelerator."""
@@ -62,6 +61,9 @@ def _processes(file: File, kind: str) -> None:
     cpu = flag(file.take("use_cpu", False)) or kind == "MULTI_CPU"
     file.set("accelerator", "cpu" if cpu else MACHINES.get(kind, "auto"))
     count, machines = file.take("num_processes", 1 if kind == "NO" else -1), int(file.take("num_machines", 1))
+    if kind == "NO" and count not in (1, -1):
+        file.note("num_processes", "Accelerate starts one process for distributed_type: NO")
+        count = 1
     ids = _gpu_ids(file)
     each = max(int(count) // machines, 1)
     if ids is not None and count != -1 and len(ids) != each:
@@ -168,12 +170,9 @@ def _rest(file: File) -> None:
     if steps not in (None, "auto"):
         file.set("accumulate_grad_batches", int(steps))
     if flag(file.take("debug", False)):
-        if "debug" in KINDS:
-            file.set("debug", True)
-        else:
-            file.notes.append("debug: true: collectives are not compared beforehand here")
-    for key, neutral in (("rdzv_backend", "static"), ("same_network", None)):
-        if file.values.get(key) != neutral:
+        file.set("debug", True)
+    for key in ("rdzv_backend", "same_network"):
+        if int(file.take("num_machines", 1)) > 1:
             file.note(key, "the rendezvous of 'fit launch' needs no choice")
         file.take(key)
     if flag(file.take("enable_cpu_affinity", False)):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,10 +70,15 @@ class Parsed:
             self._values = self._parser.parse_args(self._arguments)
         except argparse.ArgumentError as error:
             raise UsageError(_explained(part, str(error))) from None
+        except Exception as error:  # of a module that a class path names, or of jsonargparse about one
+            raise _mendable(part, error) from None
 
     def build(self) -> tuple[Any, dict[str, Any]]:
         """The object, and the arguments that its constructor was called with."""
-        arguments = self._parser.instantiate(self._values).as_dict()
+        try:
+            arguments = self._parser.instantiate(self._values).as_dict()
+        except Exception as error:  # of a constructor, or of jsonargparse about one
+            raise _mendable(self.part, error) from None
         arguments.pop(_SECTION.replace("-", "_"))
         return self.part.target(**arguments), arguments
 
@@ -90,7 +97,9 @@ class Parsed:
         for other in [other for other in vars(values) if other != name]:
             values.pop(other)
         try:
-            again = self._parser.parse_args([*self._arguments, f"--{_SECTION}", flow(self._as_values(values))])
+            with warnings.catch_warnings():  # of what is compared here
+                warnings.simplefilter("ignore")
+                again = self._parser.parse_args([*self._arguments, f"--{_SECTION}", flow(self._as_values(values))])
             return bool(again[name] == self._values[name])
         except (argparse.ArgumentError, TypeError, ValueError, RuntimeError):
             return False
@@ -157,8 +166,27 @@ def _explained(part: Part, message: str) -> str:
     text = " ".join(message.split())
     if found := re.match(r'Parser key "([^"]+)": (.*)', text):
         key, reason = found.groups()
-        return f"{part.origin(key)}: {part.name}.{key} does not fit: {reason}"
+        return f"{part.origin(key)}: {part.name}.{key} does not fit: {_reason(reason)}"
     if found := re.match(r"the following arguments are required: (.*)", text):
         first = found[1].split(",")[0].strip()
         return f"{part.name} {part.title} needs {found[1]}: give --set {part.name}.{first}=VALUE, or {first} under its init_args in the file"
     return f"{part.origin('')}: {part.name} {part.title}: {text}"
+
+
+def _mendable(part: Part, error: Exception) -> Exception:
+    """A :class:`UsageError` for what jsonargparse says itself, with the names that were given; anybody else's error as it is."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or not any(name in trace.tb_frame.f_code.co_filename for name in (f"{os.sep}jsonargparse{os.sep}", argparse.__file__)):
+        return error
+    return UsageError(f"{part.origin('')}: {part.name} {part.title} does not fit: {_reason(' '.join(str(error).split()))}")
+
+
+def _reason(text: str) -> str:
+    """What does not fit, without the types of a union that nobody meant."""
+    if found := re.search(r"Errors: - (.*?) Given value type: .*? Given value: (.*)", text):
+        reasons = [each for each in found[1].split(" - ") if each != "Expected a <class 'NoneType'>"]
+        text = f"{'; or: '.join(reasons)} (given: {found[2]})"
+    text = re.sub(r"NestedArg\(key='([^']*)', val='([^']*)'\)", r"\1=\2", text)
+    return re.sub(r"Expected a dot import path string: (\S+)", r"\1 is no class with its module, such as torch.optim.AdamW", text)

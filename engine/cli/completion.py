@@ -10,11 +10,12 @@ from dataclasses import fields
 from importlib.metadata import entry_points
 
 from engine.cli import main as cli
+from engine.cli.targets import CALLBACKS
 from engine.config.named import PRECISIONS
 from engine.config.schema import Settings
 
 _BASH = """\
-# fit's completion for bash. In ~/.bashrc: eval "$(fit completion bash)"
+# fit's completion for bash 4.3 or later. In ~/.bashrc: eval "$(fit completion bash)"
 _fit_complete() {
     local line="${COMP_LINE:0:COMP_POINT}" words current
     read -ra words <<< "$line"
@@ -75,6 +76,8 @@ VALUES: dict[str, tuple[str, ...]] = {
     "activation_checkpointing": ("full", "selective", "null"),
     "compile": (*_FLAG, "blocks"),
     "deterministic": (*_FLAG, "warn"),
+    "check": _FLAG,
+    "debug": _FLAG,
     "on_nonfinite": ("raise", "skip", "null"),
 }
 """What a setting may be, where that are a few words."""
@@ -148,6 +151,8 @@ def _open_option(parser: argparse.ArgumentParser, words: Sequence[str]) -> argpa
 
 
 def _values(option: argparse.Action, current: str) -> Iterable[str]:
+    if option.dest == "callback":
+        return [*importlib.import_module(CALLBACKS).__all__]
     if option.dest != "set":
         return map(str, option.choices or WORDS.get(option.dest, ()))
     name, equals, _ = current.partition("=")

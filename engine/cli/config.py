@@ -11,7 +11,7 @@ def main(argv: Sequence[str]) -> int:
     """Write or check a file of settings.
 
     Returns:
-        0, or 1 with a message that says why. Wrong arguments end the process with status 2.
+        0, or 1 when a file that was checked is wrong.
     """
     arguments = parser().parse_args(list(argv))
     return int(importlib.import_module("engine.cli.config_actions").run(arguments))

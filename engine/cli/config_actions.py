@@ -11,6 +11,7 @@ from typing import Any
 from engine import possible
 from engine.cli import accelerate
 from engine.cli.config_questions import ask
+from engine.cli.exits import FAILED, UsageError, complain
 from engine.config.documents import document
 from engine.config.resolve import SECTIONS, Resolved, resolve
 from engine.config.writing import write_atomically
@@ -20,12 +21,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Do what the arguments of :func:`engine.cli.config.parser` say."""
     try:
         return _check(Path(arguments.check)) if arguments.check is not None else _write(arguments)
-    except (OSError, ValueError, TypeError) as error:
-        print(f"fit config: {error}", file=sys.stderr)
-        return 1
-    except (KeyboardInterrupt, EOFError):
-        print("\nfit config: nothing was written", file=sys.stderr)
-        return 1
+    except EOFError:
+        raise UsageError("the terminal was closed before the last question; nothing was written") from None
+    except (ValueError, TypeError, OSError) as error:
+        if arguments.check is None:
+            raise UsageError(str(error)) from None
+        complain(error)
+        return FAILED
 
 
 def _write(arguments: argparse.Namespace) -> int:

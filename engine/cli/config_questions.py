@@ -24,6 +24,8 @@ class Question:
     name: str
     text: str
     applies: Callable[[Mapping[str, Any]], bool] = lambda values: True
+    required: bool = False
+    """Whether there is no default."""
 
 
 def _is(setting: str, *names: str) -> Callable[[Mapping[str, Any]], bool]:
@@ -46,7 +48,7 @@ QUESTIONS = (
     Question("strategy.stage", "ZeRO stage: 0, 1, 2 or 3 (null: 2)", _ZERO),
     Question("strategy.offload_optimizer", "Keep optimizer states in the host's memory: true, false or nvme", _ZERO),
     Question("strategy.offload_parameters", "Keep parameters there too, at stage 3: true, false or nvme", _ZERO),
-    Question("strategy.nvme_path", "Directory on the disk for what is offloaded to nvme", lambda values: "nvme" in flow(values.get("strategy"))),
+    Question("strategy.nvme_path", "Directory on the disk for what is offloaded", lambda values: "nvme" in flow(values.get("strategy")), True),
     Question("precision", f"Precision: {', '.join(dict.fromkeys(PRECISIONS.values()))}"),
     Question("precision.recipe", "Scales of fp8: tensorwise, rowwise or rowwise_with_gw_hp", _is("precision", "fp8-mixed")),
     Question("accumulate_grad_batches", "Micro-batches of one optimizer step"),
@@ -76,7 +78,7 @@ def _settle(question: Question, values: dict[str, Any], read: Callable[[str], st
         if answer == "?":
             say(f"  {told or question.text}")
             continue
-        if not answer:
+        if not answer and not question.required:
             return
         try:
             _take(question.name, answer, values)
@@ -95,8 +97,11 @@ def _take(name: str, answer: str, values: dict[str, Any]) -> None:
         values[setting] = plain(given)
         return
     before = values[setting]
+    if node is None:
+        raise ValueError(f"{name} is empty: there is no default")
     options = {**(before if isinstance(before, dict) else {"name": before}), option: reading.construct(node)}
-    _make(setting, named(setting, options))
+    # The place on the disk is asked for next.
+    _make(setting, named(setting, {"nvme_path": ".", **options} if "nvme" in options.values() else options))
     values[setting] = options
 
 
@@ -113,7 +118,7 @@ def _default(name: str, values: Mapping[str, Any]) -> tuple[Any, str]:
     if not option:
         default = next(field.default for field in fields(Settings) if field.name == setting)
         return (1 if setting == "max_epochs" else default), documentation().get(setting, "")
-    thing = strategies.get(values[setting]) if setting == "strategy" else Precision.parse(values[setting]).fp8
+    thing = strategies.get(_name(values[setting])) if setting == "strategy" else Precision.parse(_name(values[setting])).fp8
     told = next((found[option] for cls in type(thing).__mro__ if cls is not object and option in (found := documentation(cls))), "")
     return getattr(thing, option), told
 

@@ -58,7 +58,7 @@ def class_help(command: str, parts: Sequence[Part]) -> str:
             lines.append(f"    {name:<{widths[0]}}  {kind:<{widths[1]}}  {rest}".rstrip())
         lines += [] if rows else ["    (no parameters)"]
         lines.append("")
-    return "\n".join([*lines, "settings of Fit: 'fit env' prints each with its value"])
+    return "\n".join([*lines, "settings of Fit: 'fit config --default' writes each with its documentation, 'fit env' prints each with its value"])
 
 
 def _about(action: argparse.Action) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 from engine import possible
 from engine.cli.main import table, version
 from engine.config.readable import readable, rows
-from engine.config.resolve import resolve
+from engine.config.resolve import SECTIONS, resolve
 from engine.distributed.environment import detect, hints
 
 _PACKAGES = (
@@ -58,7 +58,7 @@ def collect(environ: Mapping[str, str]) -> dict[str, Any]:
     except (ValueError, RuntimeError) as error:
         report["errors"].append(str(error))
     try:
-        resolved = resolve({}, environ)
+        resolved = resolve({}, environ, sections=SECTIONS)
     except (ValueError, TypeError, OSError) as error:
         report["errors"].append(str(error))
     else:

@@ -77,8 +77,8 @@ def version(distribution: str) -> str | None:
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows as lines, their columns below one another."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    """Rows as lines, their columns below one another; a few long cells move what follows them in their row only."""
+    widths = [min(max(map(len, column)), 60) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 

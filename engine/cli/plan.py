@@ -11,7 +11,7 @@ from typing import Any
 from engine.callback import Callback
 from engine.cli.building import COMMAND_LINE, Part
 from engine.cli.exits import UsageError
-from engine.cli.targets import load
+from engine.cli.targets import CALLBACKS, load
 from engine.config import reading
 from engine.config.resolve import Resolved, resolve
 from engine.config.values import KINDS
@@ -22,8 +22,6 @@ from engine.module import TrainModule
 
 SECTIONS = ("model", "data", "callbacks")
 _KEYS = ("class_path", "init_args")
-CALLBACKS = "callbacks"
-"""The package in which bare names of callbacks are looked up."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +107,12 @@ def _part(name: str, given: str | None, section: Any, places: Mapping[str, str],
 
 def _described(name: str, section: Any, origin: str) -> tuple[str | None, dict[str, Any]]:
     """The class and the parameters of a section: text, a mapping of both, or of parameters alone."""
+    if section == "":
+        raise UsageError(f"{origin}: {name} is empty: name a class, or remove the line")
     if section is None or isinstance(section, str):
         return section, {}
     if not isinstance(section, Mapping):
-        raise UsageError(f"{origin}: {name} is a {type(section).__name__}: give a class, or a mapping with class_path and init_args")
+        raise UsageError(f"{origin}: {name} is of type {type(section).__name__}: give a class, or a mapping with class_path and init_args")
     if not set(_KEYS) & set(section):
         return None, dict(section)
     for key in section:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 import sysconfig
@@ -19,7 +20,7 @@ from engine.errors import RankError
 _PACKAGE = Path(__file__).resolve().parents[1]
 _OURS = (f"{_PACKAGE}{os.sep}", f"{_PACKAGE.parent / 'callbacks'}{os.sep}")
 _INSTALLED = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")})
-_NEUTRAL = ("<frozen importlib", "<frozen runpy>", contextlib.__file__, f"{os.sep}jsonargparse{os.sep}")
+_NEUTRAL = ("<frozen importlib", "<frozen runpy>", contextlib.__file__, importlib.__file__, f"{os.sep}jsonargparse{os.sep}")
 """Frames of the machinery between our code and others'."""
 _MENDABLE = (ValueError, TypeError, ImportError, FileNotFoundError)
 """What our own checks raise about what they were given."""
@@ -62,7 +63,7 @@ def _report(error: Exception) -> int:
         _record(error)
         complain(error)
         return USAGE if isinstance(error, _MENDABLE) else FAILED
-    if not ours and not sys.flags.dev_mode:
+    if (not ours or isinstance(error, SyntaxError)) and not sys.flags.dev_mode:
         _trim(error)
     sys.stdout.flush()
     sys.excepthook(type(error), error, error.__traceback__)  # which also records it, see failures.attach
@@ -93,7 +94,7 @@ def _trim(error: BaseException) -> None:
         kept = [frame for frame in _frames(each.__traceback__) if not _is_ours(frame) and not _is_neutral(frame)]
         first = next((index for index, frame in enumerate(kept) if not _is_installed(frame)), 0)
         kept = kept[first:]  # torch's way from our call to the first line of the caller's own code
-        if kept:
+        if kept or isinstance(each, SyntaxError):  # which shows its own place
             each.__traceback__ = _joined(kept)
         pending += [each.__cause__, each.__context__]
 

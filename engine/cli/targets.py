@@ -15,6 +15,9 @@ from typing import Any
 from engine.cli.exits import UsageError
 from engine.errors import nearest
 
+CALLBACKS = "callbacks"
+"""The package in which bare names of callbacks are looked up."""
+
 
 def importable_here() -> None:
     """Let modules of the current directory be imported, as ``python script.py`` does for those beside the script."""

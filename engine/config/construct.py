@@ -43,7 +43,8 @@ def construct(setting: str, given: Named, make: Callable[..., Any], readers: Rea
         return make(**values)
     except (ValueError, TypeError, OSError) as error:
         guilty = next((key for key in values if re.search(rf"\b{re.escape(key)}\b", str(error))), "name")
-        raise type(error)(f"{given.at(guilty)}{setting} {given.name!r}: {error}") from error
+        kind = next(each for each in (TypeError, ValueError, OSError) if isinstance(error, each))
+        raise kind(f"{given.at(guilty)}{setting} {given.name!r}: {error}") from error
 
 
 def _place(given: Named, message: str, key: str) -> str:

@@ -102,7 +102,7 @@ def without_secrets(values: Any, key: str = "") -> Any:
 
 _WORDS = frozenset(("token", "key", "apikey", "secret", "password", "passwd", "pwd", "passphrase", "credential", "credentials", "bearer"))
 _SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
-_IN_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^/\s@]+@")
+_IN_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/{1,2})[^/\s@]+@")
 _GIVEN = re.compile(r"([\w.-]+)(\s*[=:]\s*)(\"[^\"]*\"|'[^']*'|[^\s,;&}\])]+)")
 _ITSELF = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*|\bBearer\s+\S+|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from collections.abc import Iterator
@@ -99,7 +100,7 @@ def construct(node: Node) -> Any:
     """
     loader = _loader()("")
     try:
-        return loader.construct_document(node)
+        return loader.construct_document(copy.deepcopy(node))  # it puts what is merged into the nodes
     except Exception as error:
         raise ValueError(f"cannot be read: {one_line(error)}") from None
     finally:

@@ -16,28 +16,30 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException, SubprocessContext
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, MultiprocessContext, SignalException, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
 from engine.launch import address, child, rank, rendezvous
 from engine.launch.job import Job, LaunchError
-from engine.launch.output import Output
+from engine.launch.output import Direct, Output
 from engine.launch.rank import Rank
 
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that reach the ranks through the agent."""
 SETTLE_S = 0.5
 """After a death: time for ranks that die of the same cause to leave their tracebacks, so that the first can be told (s)."""
 FAIL_S = 4.0
 """After a failure: between SIGTERM and SIGKILL for the others, which may hang in a collective (s)."""
 FREE_S = 60.0
 """A lost machine costs no restart, unless one was lost less than this long before (s)."""
-ELSEWHERE_S = 3.0
+ELSEWHERE_S = 2.0
 """How long the cause of a failure is awaited from another machine (s)."""
 
 
@@ -54,35 +56,33 @@ def run(job: Job) -> int:
         return 1
     output = Output(job.log_dir, job.show)
     errors = Path(tempfile.mkdtemp(prefix="fit-launch-"))
-    with _signals(), _torch_log(job.log_dir / f"agent-{os.getpid()}.log"):
+    meetings: list[rendezvous.Watched] = []
+    status = 1
+    with signals(), torch_log(job.log_dir / f"agent-{os.getpid()}.log"):
         try:
-            return _run(job, output, errors)
+            nodes = "" if job.max_nodes == 1 else f" here, {job.min_nodes}{f' to {job.max_nodes}' if job.elastic else ''} machines"
+            output.say(f"{job.nproc} process(es){nodes}; their output: {job.log_dir}")
+            meetings.append(rendezvous.handler(job))
+            status = _run(job, meetings[0], output, errors)
         except LaunchError as error:
             output.say(str(error))
-            return 1
         except SignalException as error:
-            return 128 + int(error.sigval)
+            status = 128 + int(error.sigval)
         finally:
             output.close()
             shutil.rmtree(errors, ignore_errors=True)
+    if meetings and not meetings[0].reachable:
+        # Threads that hang in torch's store would be waited for at the interpreter's exit.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
-def _run(job: Job, output: Output, errors: Path) -> int:
-    nodes = "" if job.max_nodes == 1 else f" here, {job.min_nodes}{f' to {job.max_nodes}' if job.elastic else ''} machines"
-    output.say(f"{job.nproc} process(es){nodes}; their output: {job.log_dir}")
-    meeting = rendezvous.handler(job)
-    local = address.towards(*job.endpoint) if job.endpoint else rendezvous.LOCAL
-    spec = WorkerSpec(
-        role="rank",
-        local_world_size=job.nproc,
-        rdzv_handler=meeting,
-        entrypoint=sys.executable,
-        # A dollar sign would be a macro to torch's agent.
-        args=tuple(each.replace("$", "$$") for each in ("-I", "-S", child.__file__, str(os.getpid()), *job.command)),
-        max_restarts=job.max_restarts,
-        local_addr=local,
-    )
-    agent = Agent(spec, job, meeting, output, Places(output, errors, {**job.variables, **_interface(job, local)}))
+def _run(job: Job, meeting: rendezvous.Watched, output: Output, errors: Path) -> int:
+    # A dollar sign would be a macro to torch's agent.
+    command = tuple(each.replace("$", "$$") for each in ("-I", "-S", child.__file__, str(os.getpid()), *job.command))
+    agent = make_agent(job, meeting, output, errors, sys.executable, command)
     try:
         result = agent.run()
     except RendezvousClosedError:
@@ -105,6 +105,29 @@ def _run(job: Job, output: Output, errors: Path) -> int:
     return 0
 
 
+def make_agent(
+    job: Job,
+    meeting: rendezvous.Watched,
+    output: Output | Direct,
+    errors: Path,
+    entrypoint: str | Callable[..., Any],
+    args: tuple[Any, ...],
+    start_method: str = "spawn",
+) -> Agent:
+    """The agent of this machine for a program, or for a function (which ``start_method`` gives to its processes)."""
+    local = address.towards(*job.endpoint) if job.endpoint else rendezvous.LOCAL
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=job.nproc,
+        rdzv_handler=meeting,
+        entrypoint=entrypoint,
+        args=args,
+        max_restarts=job.max_restarts,
+        local_addr=local,
+    )
+    return Agent(spec, job, meeting, output, Places(output, errors, {**job.variables, **_interface(job, local)}), start_method)
+
+
 def _interface(job: Job, local: str) -> dict[str, str]:
     """gloo asks the host's name for an address, which on many machines leads nowhere: it is told the interface that reaches the others."""
     if job.max_nodes == 1 or "GLOO_SOCKET_IFNAME" in os.environ:
@@ -116,7 +139,7 @@ def _interface(job: Job, local: str) -> dict[str, str]:
 class Places(LogsSpecs):
     """Where the ranks of an attempt write, and what else they find in their environment."""
 
-    def __init__(self, output: Output, errors: Path, variables: dict[str, str]) -> None:
+    def __init__(self, output: Output | Direct, errors: Path, variables: dict[str, str]) -> None:
         super().__init__()
         self.output, self.errors, self.variables = output, errors, variables
         self.attempts = 0
@@ -140,9 +163,12 @@ class Places(LogsSpecs):
 class Agent(LocalElasticAgent):
     """Torch Elastic's agent for one machine."""
 
-    def __init__(self, spec: WorkerSpec, job: Job, meeting: rendezvous.Watched, output: Output, places: Places) -> None:
-        super().__init__(spec=spec, logs_specs=places)
+    def __init__(
+        self, spec: WorkerSpec, job: Job, meeting: rendezvous.Watched, output: Output | Direct, places: Places, start_method: str
+    ) -> None:
+        super().__init__(spec=spec, logs_specs=places, start_method=start_method)
         self._meeting = meeting
+        self._handled = [number for number in HANDLED if signal.getsignal(number) != signal.SIG_IGN]
         self._job, self._output, self._places = job, output, places
         self._ranks: list[Rank] = []
         self._freed = float("-inf")
@@ -154,7 +180,7 @@ class Agent(LocalElasticAgent):
         if before:
             self._output.mark(f"attempt {before + 1}")
         found = super()._start_workers(worker_group)
-        _handle_signals()  # torch's agent has set its own
+        handle_signals(self._handled)  # torch's agent has set its own
         self._output.started()
         if isinstance(self._pcontext, SubprocessContext):
             for handler in self._pcontext.subprocess_handlers.values():
@@ -203,10 +229,16 @@ class Agent(LocalElasticAgent):
 
     def _look(self) -> None:
         """Note which ranks have ended."""
-        handlers = self._pcontext.subprocess_handlers if isinstance(self._pcontext, SubprocessContext) else {}
         for each in self._ranks:
-            if each.code is None and (code := handlers[each.local].proc.poll()) is not None:
+            if each.code is None and (code := self._exit_code(each.local)) is not None:
                 each.code, each.ended = code, time.time()
+
+    def _exit_code(self, local: int) -> int | None:
+        if isinstance(self._pcontext, SubprocessContext):
+            return self._pcontext.subprocess_handlers[local].proc.poll()
+        assert isinstance(self._pcontext, MultiprocessContext)
+        assert self._pcontext._pc is not None
+        return self._pcontext._pc.processes[local].exitcode
 
     def _alive(self) -> list[Rank]:
         self._look()
@@ -228,6 +260,7 @@ class Agent(LocalElasticAgent):
             time.sleep(0.02)
         for each in self._alive():
             with contextlib.suppress(ProcessLookupError):
+                os.kill(each.pid, signal.SIGKILL)
                 os.killpg(each.pid, signal.SIGKILL)
         deadline = time.monotonic() + FAIL_S
         while self._alive() and time.monotonic() < deadline:
@@ -237,7 +270,7 @@ class Agent(LocalElasticAgent):
         """SIGTERM, or Ctrl-C: the ranks get it, and time to save."""
         hurry = threading.Event()
         signal.signal(signal.SIGINT, lambda *_: hurry.set())
-        for other in (signal.SIGTERM, signal.SIGHUP):  # a launcher and a scheduler may both send one
+        for other in HANDLED[1:]:  # a launcher and a scheduler may both send one
             signal.signal(other, lambda *_: None)
         if self._alive():
             interrupted = number == signal.SIGINT
@@ -302,16 +335,22 @@ class Agent(LocalElasticAgent):
             return f"{told}\n\nThe rank that this one lost was on another machine, which tells no cause: it may be gone."
 
         try:
-            return rendezvous.bounded(work, 2 * ELSEWHERE_S, "asking the other machines")
+            if self._meeting.reachable:
+                return rendezvous.bounded(work, 2 * ELSEWHERE_S, "asking the other machines")
         except (RendezvousTimeoutError, dist.DistError):
-            return f"{told}\n\nThe rank that this one lost was on another machine, which cannot be reached."
+            pass
+        return f"{told}\n\nThe rank that this one lost was on another machine, which cannot be reached." if only_saw else told
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[None]:
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in numbers}
-    _handle_signals()
+def signals() -> Iterator[None]:
+    """Signals are :class:`SignalException` inside, and what they were before afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (*HANDLED, signal.SIGQUIT)}
+    # nohup ignores SIGHUP. Ctrl-C is ignored for every job in the background of a script, but whoever sends it there means it.
+    handle_signals([number for number in HANDLED if number != signal.SIGHUP or before[number] != signal.SIG_IGN])
     try:
         yield
     finally:
@@ -319,17 +358,21 @@ def _signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _handle_signals() -> None:
+def handle_signals(numbers: Sequence[signal.Signals]) -> None:
+    """From now on these raise :class:`SignalException`; the others of those that torch's agent handles do what they do anywhere."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+
     def handle(number: int, frame: object) -> None:
         raise SignalException(f"process {os.getpid()} got signal {number}", signal.Signals(number))
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, handle)
+    for number in HANDLED:
+        signal.signal(number, handle if number in numbers else signal.SIG_IGN)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
-def _torch_log(path: Path) -> Iterator[None]:
+def torch_log(path: Path) -> Iterator[None]:
     """What torch's agent logs goes to a file: the terminal is for the ranks and for what we say."""
     logger = logging.getLogger("torch.distributed.elastic")
     handler = logging.FileHandler(path, delay=True)

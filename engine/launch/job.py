@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.config.resolve import resolve
+from engine.config.resolve import SECTIONS, resolve
 from engine.errors import nearest
 
 
@@ -60,6 +60,7 @@ def make_job(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
             processes than GPUs.
     """
     read = _Reader(options, environ)
+    command = command_of(options)
     min_nodes, max_nodes = nodes_of(*read("nnodes", "PET_NNODES", "1"))
     restarts = _whole(*read("max_restarts", "PET_MAX_RESTARTS", "0"), least=0)
     node_rank, endpoint = _place(read, min_nodes, max_nodes)
@@ -70,7 +71,7 @@ def make_job(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     accelerator = _accelerator({**environ, **variables})
     nproc = _processes(*read("nproc", "PET_NPROC_PER_NODE", "auto"), accelerator)
     return Job(
-        command=command_of(options),
+        command=command,
         nproc=nproc,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
@@ -217,7 +218,7 @@ def gpus() -> int:
 
 def _accelerator(environ: Mapping[str, str]) -> str:
     try:
-        return resolve({}, environ).settings.accelerator
+        return resolve({}, environ, sections=SECTIONS).settings.accelerator
     except (ValueError, TypeError, OSError) as error:
         raise LaunchError(f"every rank would refuse its settings: {error}") from error
 

@@ -183,3 +183,33 @@ class Output:
                 self._mute.add(file)
                 with contextlib.suppress(OSError):
                     sys.stderr.write(f"fit launch: {self.directory}: the ranks' output cannot be kept ({error})\n")
+
+
+class Direct:
+    """Ranks that write where this process writes: nothing is read or kept."""
+
+    directory = Path()
+
+    def path(self, rank: int) -> None:
+        """There is no file."""
+
+    def open(self, ranks: Mapping[int, int], world_size: int) -> tuple[dict[int, str], dict[int, str]]:
+        """As torch takes it: an empty name is this process's own stream."""
+        return dict.fromkeys(ranks, ""), dict.fromkeys(ranks, "")
+
+    def started(self) -> None:
+        """Nothing to close."""
+
+    def drain(self) -> None:
+        """Nothing to read."""
+
+    def tail(self, rank: int) -> str:
+        """Not known."""
+        return ""
+
+    def say(self, text: str) -> None:
+        """A line on standard error."""
+        print(text, file=sys.stderr, flush=True)
+
+    def mark(self, text: str) -> None:
+        """There is no file."""

@@ -69,7 +69,9 @@ def story(rank: Rank, tail: str, log: Path | None) -> str:
     if text:
         return f"{head}. Its traceback:\n\n{text}"
     last = "\n".join(tail.rstrip().splitlines()[-LAST_LINES:])
-    return f"{head}. It left no traceback; its last lines:\n\n{last}" if last else f"{head}. It left no traceback and wrote no error."
+    return f"{head}. It left no traceback" + (
+        f"; its last lines:\n\n{last}" if last else " and no last words." if log else ": see its output above."
+    )
 
 
 def traceback_in(text: str) -> str:
@@ -92,10 +94,8 @@ def traceback_in(text: str) -> str:
 
 def _only_saw(rank: Rank, tail: str) -> bool:
     text, _, saw = failures.read(rank.error_file)
-    if text:
-        return saw
-    found = traceback_in(tail).splitlines()
-    return bool(found) and failures.blames_peer(RuntimeError(found[-1]))
+    last = (text.rstrip() or traceback_in(tail)).splitlines()[-1:]
+    return saw or any(line.startswith(("RuntimeError", "torch.distributed.")) and failures.blames_peer(RuntimeError(line)) for line in last)
 
 
 def signal_name(number: int) -> str:

@@ -26,6 +26,9 @@ WATCH_S = 0.5
 """How often an agent looks whether machines wait to join, or ranks have failed elsewhere (s)."""
 LOCAL = "127.0.0.1"
 
+SILENT_S = 4.0
+"""A store that has given no answer for so long is not waited for when all is over (s)."""
+
 T = TypeVar("T")
 
 
@@ -65,6 +68,7 @@ class Watched(RendezvousHandler):
     """The agent of another machine has told that a rank of its own failed in this round."""
     _waiting = 0
     _rounds = 0
+    _answered = 0.0
     _over: threading.Event | None = None
 
     @property
@@ -81,6 +85,7 @@ class Watched(RendezvousHandler):
             "the meeting of the machines",
         )
         self._rounds += 1
+        self._answered = time.monotonic()
         self._over = threading.Event()
         threading.Thread(target=self._keep_asking, args=(self._over, found.store), name="fit-waiting", daemon=True).start()
         return found
@@ -89,8 +94,15 @@ class Watched(RendezvousHandler):
         """How many machines waited to join at the last look."""
         return self._waiting
 
+    @property
+    def reachable(self) -> bool:
+        """Whether the store has answered lately."""
+        return time.monotonic() - self._answered < SILENT_S
+
     def shutdown(self) -> bool:
         """Close the rendezvous for all machines, if it can still be reached."""
+        if not self.reachable:
+            return False
         self._stop_asking()
         try:
             return bounded(super().shutdown, STORE_S / 2, "closing the rendezvous")  # type: ignore[safe-super]
@@ -108,6 +120,7 @@ class Watched(RendezvousHandler):
             with contextlib.suppress(Exception):
                 waiting = super().num_nodes_waiting()  # type: ignore[safe-super]
                 failed = store.check([self.cause_key])
+                self._answered = time.monotonic()
                 if not over.is_set():
                     self._waiting, self.failed_elsewhere = waiting, failed
 

@@ -206,7 +206,10 @@ def batch_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Batch:
         output=options.output or f"{options.log_dir or 'runs/logs'}/%x-%j.out",
         variables=config_variables(options.config, environ),
         further=tuple(options.slurm_option),
-        **{field: getattr(options, field) or "" for field in ("gpus_per_node", "cpus_per_task", "mem", "time", "partition", "account", "qos")},
+        **{
+            field: getattr(options, field) or ""
+            for field in ("gpus_per_node", "cpus_per_task", "mem", "time", "partition", "account", "qos")
+        },
     )
 
 
@@ -262,4 +265,3 @@ def main(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
     if batch.requeue:
         print("at its time limit it saves and is requeued: the script goes on with Fit.run(..., resume='auto')", file=sys.stderr)
     return 0
-

@@ -57,6 +57,17 @@ class Strategy:
     micro_batch_size: int | None = field(default=None, init=False, repr=False)
     """Samples of one rank's micro-batch, where the training loader says so; set by ``Fit`` before ``place``."""
 
+    def check(self, settings: Settings, origins: Mapping[str, str], world_size: int | None) -> None:
+        """Called by ``Fit`` before processes are started.
+
+        Args:
+            origins: where each setting comes from.
+            world_size: the processes of the job, where they are known already.
+
+        Raises:
+            ValueError: settings that cannot work under this strategy, or not with so many processes.
+        """
+
     def connect(self, group: Group) -> None:
         """Called once, before ``setup``, with the processes of this job.
 
@@ -222,6 +233,11 @@ class Strategy:
 @dataclass(kw_only=True)
 class Single(Strategy):
     """One process, one device."""
+
+    def check(self, settings: Settings, origins: Mapping[str, str], world_size: int | None) -> None:
+        if world_size is not None and world_size > 1 and (settings.devices != "auto" or settings.num_nodes > 1):
+            asked = f"devices={settings.devices!r}" if settings.num_nodes == 1 else f"num_nodes={settings.num_nodes}"
+            raise ValueError(f"strategy='single' and {asked}: one process cannot use {world_size} devices; use strategy='ddp' or 'auto'")
 
     def connect(self, group: Group) -> None:
         if group.world_size > 1:

@@ -20,6 +20,7 @@ from engine.checkpoint.source import Report, Source, whole
 from engine.config.schema import Settings
 from engine.distributed.group import Group
 from engine.log import warn_once
+from engine.precision import Precision
 from engine.strategies import deepspeed_config, deepspeed_state
 from engine.strategies.base import Strategy, class_name, named_state, numbered_state, spread, sum_over_ranks
 from engine.strategies.deepspeed_config import Asked
@@ -105,6 +106,10 @@ class DeepSpeed(Strategy):
         self._given = self._config
         self.owns_step, self.matched_backward = True, self.zero_stage > 0
 
+    def check(self, settings: Settings, origins: Mapping[str, str], world_size: int | None) -> None:
+        deepspeed_config.check_precision(Precision.parse(settings.precision).name, self.zero_stage, settings.accelerator)
+        deepspeed_config.check_clipping(settings, origins)
+
     # -- where it runs ----------------------------------------------------------------------------------------------------------
 
     def connect(self, group: Group) -> None:
@@ -114,12 +119,7 @@ class DeepSpeed(Strategy):
         name, stage = self.precision.name, self.zero_stage
         if importlib.util.find_spec("deepspeed") is None:
             raise ImportError('strategy="deepspeed" needs DeepSpeed, which is not installed: pip install "fit-trainer[deepspeed]"')
-        if name == "64-true":
-            raise ValueError("precision='64-true' under DeepSpeed, whose master copies are fp32: use strategy='ddp' or 'fsdp'")
-        if name.startswith("16-") and group.device.type == "cpu":
-            raise ValueError(f"precision={name!r} under DeepSpeed on the CPU: its fp16 needs CUDA; use 'bf16-mixed' or '32-true'")
-        if name.startswith("16-") and not stage:
-            raise ValueError(f"precision={name!r} with stage 0 under DeepSpeed: use stage=1 or higher, or strategy='ddp'")
+        deepspeed_config.check_precision(name, stage, group.device.type)
         for kind in ("bf16", "fp16"):
             wanted = self._half == kind
             asked = Asked(wanted, f"precision={name!r}")
@@ -145,11 +145,7 @@ class DeepSpeed(Strategy):
             value = getattr(settings, name)
             return Asked(value, f"{name}={value!r} ({origins.get(name, 'code')})")
 
-        if settings.gradient_clip_val is not None and settings.gradient_clip_algorithm == "value":
-            raise ValueError(
-                f"gradient_clip_algorithm='value' ({origins.get('gradient_clip_algorithm', 'code')}) under DeepSpeed, which clips by norm only: "
-                "use 'norm', or strategy='fsdp'"
-            )
+        deepspeed_config.check_clipping(settings, origins)
         names = {"gradient_clip_val": "gradient_clipping", "accumulate_grad_batches": "gradient_accumulation_steps"}
         if settings.global_batch_size is not None:
             names = {"gradient_clip_val": "gradient_clipping", "global_batch_size": "train_batch_size"}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.config.schema import Settings
 from engine.errors import nearest
 
 KNOWN = frozenset(
@@ -285,3 +286,22 @@ def no_auto_left(config: Any, where: str, path: str = "") -> None:
             no_auto_left(value, where, place)
         elif value == "auto" and place not in _AUTO_ELSEWHERE:
             raise ValueError(f'{where}: {place}="auto" cannot be filled, because nothing else says it: write a value, or leave it out')
+
+
+def check_precision(name: str, stage: int, device: str) -> None:
+    """Raise ``ValueError`` for a precision that DeepSpeed does not have at this stage of ZeRO on this kind of device."""
+    if name == "64-true":
+        raise ValueError("precision='64-true' under DeepSpeed, whose master copies are fp32: use strategy='ddp' or 'fsdp'")
+    if name.startswith("16-") and device == "cpu":
+        raise ValueError(f"precision={name!r} under DeepSpeed on the CPU: its fp16 needs CUDA; use 'bf16-mixed' or '32-true'")
+    if name.startswith("16-") and not stage:
+        raise ValueError(f"precision={name!r} with stage 0 under DeepSpeed: use stage=1 or higher, or strategy='ddp'")
+
+
+def check_clipping(settings: Settings, origins: Mapping[str, str]) -> None:
+    """Raise ``ValueError`` for clipping that DeepSpeed does not have."""
+    if settings.gradient_clip_val is not None and settings.gradient_clip_algorithm == "value":
+        raise ValueError(
+            f"gradient_clip_algorithm='value' ({origins.get('gradient_clip_algorithm', 'code')}) under DeepSpeed, which clips by norm only: "
+            "use 'norm', or strategy='fsdp'"
+        )

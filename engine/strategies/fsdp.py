@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from engine.checkpoint.source import Source, own_state
 from engine.checkpoint.tensors import Stored
+from engine.config.schema import Settings
 from engine.distributed.collectives import all_reduce
 from engine.distributed.group import Group
 from engine.distributed.mesh import degrees, make_mesh
@@ -90,12 +91,25 @@ class FSDP(Strategy):
         """The sizes asked for, from the outermost axis to the innermost."""
         return {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
 
-    def connect(self, group: Group) -> None:
+    def check(self, settings: Settings, origins: Mapping[str, str], world_size: int | None) -> None:
+        if world_size is not None:
+            self._degrees(world_size)
+
+    def _degrees(self, world_size: int) -> dict[str, int]:
+        """The sizes of the axes with so many processes.
+
+        Raises:
+            ValueError: they do not multiply to it.
+        """
         who, keep = type(self).__name__, self.reshard_after_forward
-        self._sizes = degrees(self._axes(), group.world_size, who)
-        shard = self._sizes["dp_shard"]
+        sizes = degrees(self._axes(), world_size, who)
+        shard = sizes["dp_shard"]
         if shard > 1 and keep is not None and not isinstance(keep, bool) and (shard % keep if keep else True):
             raise ValueError(f"{who}(reshard_after_forward={keep}) must divide the {shard} ranks that hold one copy of the model")
+        return sizes
+
+    def connect(self, group: Group) -> None:
+        self._sizes = self._degrees(group.world_size)
         super().connect(group)
         self._mesh, self.matched_forward = None, group.world_size > 1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
 from engine.checkpoint.source import Source
+from engine.config.schema import Settings
 from engine.distributed.group import Group
 from engine.distributed.mesh import data_group
 from engine.errors import nearest
@@ -21,6 +22,9 @@ from engine.strategies.depth import Depth
 from engine.strategies.fsdp import FSDP
 from engine.strategies.pipeline import SCHEDULES, Pipeline, Step, stages_of
 from engine.transforms.blocks import user_module
+from engine.transforms.order import Transforms
+
+_IN_PARTS = "its parts are on several ranks, and no rank runs the whole"
 
 
 @dataclass(kw_only=True)
@@ -92,16 +96,25 @@ class MeshParallel(FSDP):
     def _axes(self) -> dict[str, int]:
         return {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
 
-    def connect(self, group: Group) -> None:
-        super().connect(group)
-        pp, tp = self._sizes["pp"], self._sizes["tp"]
-        if self._sizes["cp"] > 1:
+    def check(self, settings: Settings, origins: Mapping[str, str], world_size: int | None) -> None:
+        sizes = self._axes() if world_size is None else self._degrees(world_size)
+        if sizes["pp"] > 1:
+            Transforms(compile=settings.compile).check(_IN_PARTS, type(self).__name__)
+
+    def _degrees(self, world_size: int) -> dict[str, int]:
+        sizes = super()._degrees(world_size)
+        if sizes["cp"] > 1:
             raise ValueError(
                 f"MeshParallel(cp={self.cp}): context parallel is not supported. On the CPU torch has no backward pass for it, on CUDA it has not "
                 "been tried here; use tp with sequence_parallel to spread long sequences"
             )
+        return sizes
+
+    def connect(self, group: Group) -> None:
+        super().connect(group)
+        pp, tp = self._sizes["pp"], self._sizes["tp"]
         self.pipelined = self.parts_differ = pp > 1
-        self.compiles_whole = "its parts are on several ranks, and no rank runs the whole" if pp > 1 else None
+        self.compiles_whole = _IN_PARTS if pp > 1 else None
         self.data_group = data_group(group, self._sizes)
         stage = group.rank // (group.world_size // pp)
         self.random_stream = self.data_group.rank * pp + stage

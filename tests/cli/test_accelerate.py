@@ -118,7 +118,7 @@ def taken_over(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str
         ({"distributed_type": "NO", "num_processes": 1}, Single(), {"accelerator": "auto", "devices": 1}),
         ({"distributed_type": "MULTI_CPU", "use_cpu": True}, DDP(), {"accelerator": "cpu", "devices": 4}),
         ({"mixed_precision": "bf16"}, DDP(), {"accelerator": "cuda", "devices": 4, "precision": "bf16-mixed"}),
-        ({"gpu_ids": "0,2,3,5", "mixed_precision": "fp16"}, DDP(), {"devices": (0, 2, 3, 5), "precision": "16-mixed"}),
+        ({"gpu_ids": "0,2,3,5", "mixed_precision": "fp16", "debug": True}, DDP(), {"devices": (0, 2, 3, 5), "precision": "16-mixed", "debug": True}),
         (
             {"distributed_type": "FSDP", "fsdp_config": FSDP1},
             FSDP(blocks=["GPT2Block", "Other"], cpu_offload=True),
@@ -236,7 +236,7 @@ def test_what_would_change_the_training_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
 ) -> None:
     source = theirs(tmp_path / "theirs.yaml", **changes)
-    assert main(["config", "--from-accelerate", str(source), "--output", str(tmp_path / "fit.yaml")]) == 1
+    assert main(["config", "--from-accelerate", str(source), "--output", str(tmp_path / "fit.yaml")]) == 2
     error = capsys.readouterr().err
     assert "--force" in error
     assert re.search(message, error), error
@@ -278,6 +278,6 @@ def test_accelerates_own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_another_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str) -> None:
     monkeypatch.chdir(tmp_path)
     Path("theirs.yaml").write_text(text)
-    assert main(["config", "--from-accelerate", "theirs.yaml"]) == 1
+    assert main(["config", "--from-accelerate", "theirs.yaml"]) == 2
     assert "theirs.yaml" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["theirs.yaml"]

@@ -33,10 +33,11 @@ def test_metrics_are_a_table(fit) -> None:
     assert rows == [["metric", "value"], *names]
 
 
-def test_what_callbacks_print_is_no_part_of_json(fit) -> None:
-    ended = fit("test", *DATA, "--callback", "RichProgressBar", "--json")
+def test_what_the_module_prints_is_no_part_of_json(fit, here: Path) -> None:
+    (here / "loud.py").write_text("import net\nclass Loud(net.Net):\n    def on_test_end(self):\n        print('done')\n")
+    ended = fit("test", "loud.py", "--data", "net:Numbers", "--json")
     assert json.loads(ended.out) == [{"mean": 3.5, "weight": 0.0}]
-    assert "test" in ended.err
+    assert ended.err == "done\n"
 
 
 def test_predictions_as_tensors(fit, trained: None, here: Path) -> None:

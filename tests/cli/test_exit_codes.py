@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,10 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import clean_environment
+from processes import clean_environment, rank_variables
 
 from engine.checkpoint.overview import entries
+from engine.distributed import failures
 
+HALF = ("data.batch_size=2", "accelerator=cpu")
 NAP = ("--set", "max_epochs=1000000", "num_sanity_val_steps=0", "model.nap=0.01", "accelerator=cpu")
 
 
@@ -51,6 +54,22 @@ def test_1_for_an_error_while_the_users_module_is_imported(fit, here: Path) -> N
     assert "engine/cli" not in ended.err
 
 
+def test_1_for_a_module_that_is_no_python(fit, here: Path) -> None:
+    (here / "broken.py").write_text("def f(:\n")
+    ended = fit("run", "broken.py")
+    assert ended.status == 1
+    assert ended.err.startswith(f'  File "{here / "broken.py"}", line 1\n    def f(:\n')
+
+
+def test_tracebacks_of_causes_are_shown_and_are_the_users_too(fit, here: Path) -> None:
+    lines = ("import net", "class Two(net.Net):", "    def training_step(self, batch, i):", "        try:", "            self.log('x', 'y')")
+    (here / "two.py").write_text("\n".join((*lines, "        except Exception as error:", "            raise KeyError('z') from error")))
+    ended = fit("run", "two.py", "--data", "net:Numbers")
+    assert ended.status == 1
+    assert ended.err.count("Traceback (most recent call last):") == 2
+    assert {each.split('"')[1] for each in ended.err.splitlines() if each.startswith('  File "')} == {str(here / "two.py")}
+
+
 def test_1_for_what_goes_wrong_on_the_way(fit, here: Path) -> None:
     (here / "runs").write_text("in the way")
     ended = fit("run", "net:Net", "--data", "net:numbers", "--callback", "ModelCheckpoint", "--set", "callbacks.0.max_failures=1")
@@ -58,11 +77,28 @@ def test_1_for_what_goes_wrong_on_the_way(fit, here: Path) -> None:
     assert "runs" in ended.err
 
 
-@pytest.mark.parametrize("arguments", [("evn",), ("--frobnicate",), ("run", "--frobnicate"), ("run", "net:Nett"), ("checkpoint", "lst"), ("env", "x")])
+@pytest.mark.parametrize(
+    "arguments", [("evn",), ("--frobnicate",), ("run", "--frobnicate"), ("run", "net:Nett"), ("checkpoint", "lst"), ("env", "x")]
+)
 def test_2_for_wrong_usage(fit, arguments: tuple[str, ...]) -> None:
     ended = fit(*arguments)
     assert ended.status == 2
-    assert ended.err.splitlines()[-1].startswith("fit") and "error: " in ended.err.splitlines()[-1]
+    assert re.match(r"fit.*: error: ", ended.err.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("target", "fail", "message"), [("net:Net", "init", "ValueError: bad luck in __init__"), ("net:Nett", "", "UsageError: the target 'net:Nett'")]
+)
+def test_the_launcher_finds_the_error_where_it_looks_for_it(
+    fit, here: Path, monkeypatch: pytest.MonkeyPatch, target: str, fail: str, message: str
+) -> None:
+    for name, value in {**rank_variables(0, 1, 29500), "TORCHELASTIC_ERROR_FILE": str(here / "error.json")}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    assert fit("run", target, "--data", "net:numbers", "--set", f"model.fail={fail}").status == (1 if fail else 2)
+    text, _, _ = failures.read(here / "error.json")
+    assert text.splitlines()[-1].startswith(("engine.cli.exits." if not fail else "") + message)
+    assert ("engine/" in text) == (not fail)  # what the caller has raised is shown without our frames
 
 
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -97,7 +133,7 @@ def _stopped(here: Path, sent: signal.Signals, status: int, devices: str) -> Non
 
 def test_two_processes_run_the_same_command(here: Path) -> None:
     """Rank 0 starts the other by repeating ``fit run``; its data is shared out: the weight is that of one process."""
-    arguments = ("run", "net:Net", "--data", "net:numbers", "--callback", "ModelCheckpoint", "--set", "devices=2", "data.batch_size=2", "accelerator=cpu")
+    arguments = ("run", "net:Net", "--data", "net:numbers", "--callback", "ModelCheckpoint", "--set", "devices=2", *HALF)
     done = subprocess.run([sys.executable, "-m", "engine.cli.main", *arguments], env=clean_environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "completed (max_epochs=1 reached): epoch 1, step 2"
@@ -115,7 +151,7 @@ def test_under_torchrun(here: Path, how: str) -> None:
     script.write_text(f"#!/bin/sh\nexec {sys.executable} -m engine.cli.main \"$@\"\n")
     script.chmod(0o755)
     program = ["-m", "engine.cli.main"] if how == "module" else ["--no-python", str(script)]
-    arguments = ("run", "net:Net", "--data", "net:numbers", "--callback", "ModelCheckpoint", "--set", "data.batch_size=2", "accelerator=cpu")
+    arguments = ("run", "net:Net", "--data", "net:numbers", "--callback", "ModelCheckpoint", "--set", *HALF)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *program, *arguments]
     done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
@@ -124,17 +160,21 @@ def test_under_torchrun(here: Path, how: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_other_ranks_traceback_is_the_users(here: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_traceback_of_the_rank_that_failed_is_shown(here: Path, rank: int) -> None:
     (here / "late.py").write_text(
         "import net\nclass Late(net.Net):\n    def training_step(self, batch, i):\n"
-        "        if self.global_rank == 1:\n            raise ValueError('bad luck on rank 1')\n        return super().training_step(batch, i)\n"
+        f"        if self.global_rank == {rank}:\n            raise ValueError('bad luck')\n        return super().training_step(batch, i)\n"
     )
     command = [sys.executable, "-m", "engine.cli.main", "run", "late.py", "--data", "net:Numbers", "--set", "devices=2", "accelerator=cpu"]
     done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    told = done.stderr[done.stderr.index("fit: error: rank 1 failed with exit code 1. Its traceback:") :]
-    assert "late.py" in told and "engine" not in told
-    assert told.rstrip().endswith("ValueError: bad luck on rank 1")
+    told = done.stderr
+    if rank == 1:
+        told = told[told.index("fit: error: rank 1 failed with exit code 1. Its traceback:") :]
+        assert "engine" not in told
+    assert "late.py" in told
+    assert told.rstrip().endswith("ValueError: bad luck")
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(here: Path) -> None:

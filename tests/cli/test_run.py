@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +59,7 @@ data:
   class_path: net.Numbers
   init_args:
     batch_size: 8
+    several: false
 callbacks:
   - ModelCheckpoint
   - class_path: net:Tell
@@ -74,7 +76,8 @@ def test_a_file_describes_all(fit, here: Path) -> None:
 
 def test_the_command_line_stands_above_the_file(fit, here: Path, caplog: pytest.LogCaptureFixture) -> None:
     (here / "other.yaml").write_text(FILE)
-    ended = fit("run", "net.py", "--config", "other.yaml", "--data", "net:numbers", "--callback", "net:Tell", "--set", "callbacks.2.path=second", "max_epochs=1")
+    changed = ("--callback", "net:Tell", "--set", "callbacks.2.path=second", "max_epochs=1")
+    ended = fit("run", "net.py", "--config", "other.yaml", "--data", "net:numbers", *changed)
     assert ended.status == 0, ended.err
     # The model's parameters stay, because it is the same class; those of the other data do not hold for a function.
     assert "the parameters of net.Numbers are not used, because net:numbers was given" in caplog.text
@@ -201,6 +204,11 @@ ERRORS = [
     (("net:Net", "--set", "model.options.rl=1"), "model.options has no parameter 'rl'; did you mean 'lr'?"),
     (("net:Net", "--set", "model.start=big"), "command line model.start: model.start does not fit: Expected a <class 'float'>. Got value: big"),
     (("net:Net", "--set", "model.kind=FNCY"), "{PLAIN,FANCY}"),
+    (("net:Net", "--set", "model.optimizer=AdamW"), "AdamW is no class with its module, such as torch.optim.AdamW"),
+    (("net:Net", "--set", "model.optimizer=torch.optim.Adm"), "model Net does not fit: module 'torch.optim' has no attribute 'Adm'"),
+    (("net:Net", "--set", "model.layer=torch.nn.Linear", "model.layer.in_featurs=1"), "Option 'in_featurs' is not accepted (given: in_featurs=1)"),
+    (("net:Net", "--set", "model.layer=torch.nn.Linear", "model.layer.in_features=-1", "model.layer.out_features=2"), "negative dimension -1"),
+    (("net:Net", "--set", "model.options=hostile.yaml"), "Unable to load config"),
     (("net:Net", "--set", "modl.start=1"), "there is no 'modl' to set; did you mean 'model'?"),
     (("net:Net", "--set", "max_epoch=1"), "did you mean 'max_epochs'?"),
     (("net:Net", "--set", "max_epochs=many"), "command line max_epochs=many"),
@@ -219,6 +227,7 @@ ERRORS = [
 
 @pytest.mark.parametrize(("arguments", "message"), ERRORS)
 def test_what_is_wrong_is_said_in_one_line(fit, here: Path, arguments: tuple[str, ...], message: str) -> None:
+    (here / "hostile.yaml").write_text("lr: !!python/object/apply:os.mkdir [pwned]\n")
     ended = fit("run", *arguments)
     assert ended.status == 2
     assert message in ended.err
@@ -233,8 +242,13 @@ FILES = [
     ("model:\n  class_path: net:Net\n  start: 1\n", "'start' beside class_path; parameters stand under init_args"),
     ("model:\n  class_pth: net:Net\n", "model has no class_path"),
     ("\nmodel: net:Nett\n", "file fit.yaml:2: model 'net:Nett'"),
-    ("model: [net:Net]", "model is a list"),
-    ("model: net:Net\ncallbacks:\n  - ModelCheckpoint\n  - class_path: net:Tell\n    init_args: {pth: x}\n", "file fit.yaml:5: callbacks.1 Tell has no parameter 'pth'"),
+    ("model: [net:Net]", "model is of type list"),
+    (
+        "model: net:Net\ncallbacks:\n  - ModelCheckpoint\n  - class_path: net:Tell\n    init_args: {pth: x}\n",
+        "file fit.yaml:5: callbacks.1 Tell has no parameter 'pth'",
+    ),
+    ("model: net:Net\ncallbacks:\n", "file fit.yaml:2: callbacks.0 is empty: name a class, or remove the line"),
+    ("model: net:Net\ncallbacks:\n  class_path: net:Tell\n  init_args: {pth: x}\n", "file fit.yaml:4: callbacks.0 Tell has no parameter 'pth'"),
     ("model: net:Net\nmax_epoch: 3\n", "file fit.yaml:2: 'max_epoch'"),
     ("model: !!python/object/apply:os.mkdir [pwned]\n", "fit.yaml:1"),
 ]
@@ -264,6 +278,9 @@ def test_names_of_the_file_must_not_hide_others(fit, here: Path) -> None:
 def test_a_parameter_is_known_by_its_type() -> None:
     def plain(width: int | None = 3, mode: str = "a") -> None: ...
 
+    def path(place: Any = Path("x")) -> None: ...  # its text would be read as text
+
+    assert Parsed(Part("data", "path", path)).plain() == ({}, ["place"])
     assert Parsed(Part("data", "plain", plain, {"width": None})).plain() == ({"width": None, "mode": "a"}, [])
-    with pytest.raises(UsageError, match="data.width does not fit"):
+    with pytest.raises(UsageError, match=r"data\.width does not fit"):
         Parsed(Part("data", "plain", plain, {}, overrides=[("width", "1.5")]))

@@ -159,6 +159,7 @@ def test_signals_reach_the_ranks_which_save(tmp_path: Path, number: int, status:
 STUBBORN = PID + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:
     with Launched(tmp_path, "--nproc", 2, script(tmp_path, STUBBORN)) as job:
         job.until(lambda: pids(tmp_path, 2))
@@ -172,6 +173,18 @@ def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:
     assert not any(map(alive, pids(tmp_path, 2)))
 
 
+@pytest.mark.slow
+def test_nohup(tmp_path: Path) -> None:
+    path = script(tmp_path, PID + "while not os.path.exists('go'):\n    time.sleep(0.01)\nprint('went on')")
+    with Launched(tmp_path, "--nproc", 1, path, prefix=("nohup",)) as job:
+        job.until(lambda: pids(tmp_path, 1))
+        job.process.send_signal(signal.SIGHUP)
+        time.sleep(0.3)
+        (tmp_path / "go").touch()
+        assert job.wait() == 0, job.text
+    assert job.stdout == "went on\n"
+
+
 def test_no_rank_outlives_a_killed_agent(tmp_path: Path) -> None:
     with Launched(tmp_path, "--nproc", 2, script(tmp_path, STUBBORN)) as job:
         job.until(lambda: pids(tmp_path, 2))
@@ -183,6 +196,7 @@ def test_no_rank_outlives_a_killed_agent(tmp_path: Path) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_ranks_that_a_scheduler_ends_are_not_started_again(tmp_path: Path) -> None:
     with Launched(tmp_path, "--nproc", 2, "--max-restarts", 3, script(tmp_path, GRACEFUL)) as job:
         job.until(lambda: pids(tmp_path, 2))
@@ -193,6 +207,7 @@ def test_ranks_that_a_scheduler_ends_are_not_started_again(tmp_path: Path) -> No
     assert "restart" not in job.stderr
 
 
+@pytest.mark.slow
 def test_restarts_are_counted_and_each_cause_is_told(tmp_path: Path) -> None:
     path = script(
         tmp_path,
@@ -225,12 +240,61 @@ def test_a_busy_port(tmp_path: Path, nodes: str) -> None:
         assert "Traceback" not in job.stderr
 
 
+def machines(place: Path, path: Path, fixed: bool, *options: object) -> tuple[Launched, Launched]:
+    """Two agents of one job, as on two machines."""
+    shared = ("--nnodes", 2, "--rdzv", f"localhost:{free_port()}", *options)
+    one, other = (("--node-rank", number) if fixed else () for number in (0, 1))
+    return Launched(place, *shared, *one, path, name="one"), Launched(place, *shared, *other, path, name="other")
+
+
 @pytest.mark.slow
-def test_agents_of_one_job_share_a_machine(tmp_path: Path) -> None:
-    args = ("--nnodes", 2, "--rdzv", f"localhost:{free_port()}", script(tmp_path, "print(rank, 'of', os.environ['WORLD_SIZE'])"))
-    with Launched(tmp_path, *args, name="one") as one, Launched(tmp_path, *args, name="other") as other:
+@pytest.mark.parametrize("fixed", [False, True], ids=["c10d", "static"])
+def test_two_agents(tmp_path: Path, fixed: bool) -> None:
+    path = script(tmp_path, "print(rank, 'of', os.environ['WORLD_SIZE'])")
+    one, other = machines(tmp_path, path, fixed, "--nproc", 2)
+    with one, other:
         assert one.wait() == other.wait() == 0, one.text + other.text
-    assert sorted([one.stdout, other.stdout]) == ["[rank 0] 0 of 2\n", "[rank 1] 1 of 2\n"]
+    found = [sorted(job.stdout.splitlines()) for job in (one, other)]
+    expected = [[f"[rank {rank}] {rank} of 4" for rank in ranks] for ranks in ((0, 1), (2, 3))]
+    assert found == expected if fixed else sorted(found) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fixed", [False, True], ids=["c10d", "static"])
+def test_a_failure_on_one_machine_ends_the_other_which_tells_it_too(tmp_path: Path, fixed: bool) -> None:
+    fail = "while not os.path.exists('pid.0'):\n    time.sleep(0.01)\nif rank == 1:\n    raise ValueError('no such layer')\n"
+    path = script(tmp_path, PID + fail + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)")
+    one, other = machines(tmp_path, path, fixed)
+    with one, other:
+        one.until(lambda: pids(tmp_path, 2))
+        begun = time.monotonic()
+        assert one.wait() == other.wait() == 1, one.text + other.text
+        assert time.monotonic() - begun < 10
+    for job in (one, other):
+        assert job.stderr.rstrip().endswith("ValueError: no such layer"), job.text
+        assert "fit launch: rank 1 on " in job.stderr
+    assert not any(map(alive, pids(tmp_path, 2)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fixed", [False, True], ids=["c10d", "static"])
+def test_a_failure_on_one_machine_restarts_both(tmp_path: Path, fixed: bool) -> None:
+    path = script(
+        tmp_path,
+        """
+        import torch
+        from engine import Engine
+        engine = Engine(accelerator="cpu")
+        if rank == 1 and not os.path.exists("again"):
+            open("again", "w").close()
+            raise ValueError("no such layer")
+        print(engine.gather(torch.tensor([float(rank)])).tolist())
+        """,
+    )
+    one, other = machines(tmp_path, path, fixed, "--max-restarts", 1)
+    with one, other:
+        assert one.wait(90) == other.wait(90) == 0, one.text + other.text
+    assert sorted(one.stdout.splitlines() + other.stdout.splitlines()) == [f"[rank {rank}] [0.0, 1.0]" for rank in (0, 1)]
 
 
 def test_wrong_arguments_end_with_status_2(tmp_path: Path) -> None:

@@ -1,0 +1,141 @@
+"""Functions run as the ranks of a job on this machine: from a notebook, and in tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from engine.distributed.environment import detect
+from engine.errors import RankError
+from engine.launch import agent, child, rendezvous
+from engine.launch.job import Job, check_devices, cores
+from engine.launch.output import Direct
+
+T = TypeVar("T")
+
+
+def notebook(fn: Callable[..., T], *args: Any, num_processes: int | None = None) -> list[T]:
+    """Run ``fn(*args)`` in ``num_processes`` processes, from a notebook's cell, an interpreter or a script, and wait for them.
+
+    The processes are forks of this one: ``fn`` may be defined in a cell and use what other cells have made. Inside, ``Fit`` and ``Engine`` find a
+    job of that many ranks. What the ranks print appears here. They compute with one thread each on the CPU, because the threads of
+    this process do not live on in a fork.
+
+    Args:
+        num_processes: default: one for each GPU, or one.
+
+    Returns:
+        What each rank has returned, in the order of ranks; picklable values.
+
+    Raises:
+        RankError: a rank failed; the message has the first one's traceback. The others are ended.
+        RuntimeError: CUDA is in use in this process already, which forks cannot share; or this is a rank of a job.
+        ValueError: more processes than GPUs, or less than one.
+    """
+    found = torch.cuda.device_count()
+    count = max(1, found) if num_processes is None else num_processes
+    check_devices("num_processes =", count, found, os.environ.get("FIT_ACCELERATOR", "auto"))
+    if torch.cuda.is_initialized():
+        raise RuntimeError(
+            "notebook() forks this process, and CUDA has been used in it (a tensor or a model on the GPU, or torch.cuda.* called), "
+            "which forks cannot share. Restart the kernel, and use the GPU only inside of the function"
+        )
+    with warnings.catch_warnings():
+        # Python 3.12 warns of any fork of a process with threads, which a notebook's kernel always is.
+        warnings.filterwarnings("ignore", message=".*multi-threaded.*", category=DeprecationWarning)
+        return _run(fn, args, count, "fork", threads=1)
+
+
+def debug(fn: Callable[..., T], *args: Any, num_processes: int = 2) -> list[T]:
+    """Run ``fn(*args)`` in ``num_processes`` new processes on the CPU, over gloo: a job of several ranks for tests and debugging.
+
+    The processes import ``fn`` by its name: it is a function at the top level of a module, or of a script whose own work stands under
+    ``if __name__ == "__main__":``. The CPU's cores are shared out among them.
+
+    Returns:
+        What each rank has returned, in the order of ranks; picklable values.
+
+    Raises:
+        RankError: a rank failed; the message has the first one's traceback. The others are ended.
+        TypeError: ``fn`` or an argument cannot be pickled.
+        RuntimeError: this is a rank of a job, or a process that is just being started.
+        ValueError: less than one process.
+    """
+    try:
+        pickle.dumps((fn, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"debug({getattr(fn, '__qualname__', fn)}): new processes cannot get it ({error}). Define the function at the top level of a module, "
+            "or use engine.launch.notebook, whose processes are forks"
+        ) from error
+    return _run(fn, args, num_processes, "spawn", threads=max(1, cores() // max(1, num_processes)), cpu=True)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a rank does. One argument for torch's agent, which would look for macros in plain text."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    parent: int
+    threads: int
+
+    def __call__(self) -> Any:
+        os.setpgid(0, 0)  # Ctrl-C is passed on by the parent, once
+        child.bind(self.parent)
+        # A fork has the parent's handlers, and Fit leaves alone what is not Python's own.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        torch.set_num_threads(self.threads)
+        return self.fn(*self.args)
+
+
+def _enter(call: _Call) -> Any:
+    try:
+        return call()
+    except SystemExit as end:
+        if end.code in (None, 0):  # a rank that ends without a value would be waited for
+            return None
+        raise
+    except KeyboardInterrupt:
+        os._exit(128 + signal.SIGINT)  # torch takes it for a good end
+
+
+def _run(fn: Callable[..., Any], args: tuple[Any, ...], count: int, start_method: str, *, threads: int, cpu: bool = False) -> list[Any]:
+    if count < 1:
+        raise ValueError(f"num_processes={count}: it must be at least 1")
+    here = detect(os.environ)
+    if here.world_size > 1 or multiprocessing.current_process().name != "MainProcess":
+        raise RuntimeError(
+            f"{getattr(fn, '__qualname__', fn)} was to be started in {count} processes from a process that is itself one of several "
+            f"({here.name}: rank {here.rank} of {here.world_size}). In a script, the start belongs under: if __name__ == '__main__':"
+        )
+    job = Job(command=(), nproc=count, grace_s=30.0, variables={"CUDA_VISIBLE_DEVICES": ""} if cpu else {})
+    errors = Path(tempfile.mkdtemp(prefix="fit-launch-"))
+    with agent.signals(), agent.torch_log(errors / "agent.log"):
+        meeting = rendezvous.handler(job)
+        started = agent.make_agent(job, meeting, Direct(), errors, _enter, (_Call(fn, args, os.getpid(), threads),), start_method)
+        try:
+            result = started.run()
+        except SignalException as error:
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise SystemExit(128 + int(error.sigval)) from None
+        finally:
+            meeting.shutdown()
+            shutil.rmtree(errors, ignore_errors=True)
+    if result is None or result.is_failed():
+        raise RankError(started.told)
+    return [result.return_values[rank] for rank in range(count)]

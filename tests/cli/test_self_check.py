@@ -1,0 +1,99 @@
+"""``fit test`` alone: its checks find what they look for, and its table says what to do."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import checkpoints
+from engine.cli import self_check, self_check_jobs
+from engine.cli.self_check import CHECKS, Outcome
+
+RANKS = self_check_jobs.Ranks()
+
+# A job whose first check succeeds, whose second one ends the process, and whose third one never ends.
+JOB = """
+import argparse, json, os, sys, time
+parser = argparse.ArgumentParser()
+parser.add_argument("checks", nargs="+")
+parser.add_argument("--report")
+arguments = parser.parse_args()
+for name in arguments.checks:
+    if name == "bf16":
+        print("no bf16 here", file=sys.stderr)
+        os._exit(3)
+    if name == "resume":
+        time.sleep(60)
+    with open(arguments.report, "a") as file:
+        print(json.dumps({"check": name, "devices": "1 x cpu", "ok": name != "ddp", "detail": "", "seconds": 0.0}), file=file)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_check_that_ends_its_process_has_failed_and_the_others_are_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "broken_job.py").write_text(JOB)
+    monkeypatch.setattr(self_check, "JOBS", "broken_job")
+    monkeypatch.setattr(self_check, "LIMIT_S", 1.0)
+    monkeypatch.setenv("FIT_PRECISION", "nonsense")  # settings around the checks are none of theirs
+    began = time.monotonic()
+    found = self_check._job(["store", "bf16", "single", "resume", "ddp"], folder)
+    assert time.monotonic() - began < 20
+    assert [(each.check, each.ok, each.detail) for each in found] == [
+        ("store", True, ""),
+        ("bf16", False, "the process ended with exit code 3: no bf16 here"),
+        ("single", True, ""),
+        ("resume", False, "no end after 1 s"),
+        ("ddp", False, ""),
+    ]
+    assert [each.mend for each in found] == ["", CHECKS["bf16"][1], "", CHECKS["resume"][1], CHECKS["ddp"][1]]
+
+
+def test_the_table_and_the_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    good = [Outcome("store", "1 x cpu", True, "", 0.25), Outcome("deepspeed", "", None, "not installed", 0.0)]
+    monkeypatch.setattr(self_check, "checked", lambda: good)
+    assert self_check.main() == 0
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert rows == [["store on the loopback", "1 x cpu", "ok", "0.2", ""], ["DeepSpeed = one process", "", "- not installed", "0.0", ""]]
+    monkeypatch.setattr(self_check, "checked", lambda: [*good, Outcome("ddp", "2 x cpu", False, "weights differ", 1.0, "do this")])
+    assert self_check.main(as_json=True) == 1
+    last = json.loads(capsys.readouterr().out)[2]
+    assert last == {"check": "ddp", "devices": "2 x cpu", "ok": False, "detail": "weights differ", "seconds": 1.0, "mend": "do this"}
+
+
+def test_checks_of_one_device_pass(folder: Path) -> None:
+    for name in ("store", "single", "bf16", "resume"):
+        assert self_check_jobs.CHECKS[name][0]("cpu", RANKS) in (None, "")
+
+
+def test_a_resume_that_loses_random_numbers_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "restore", lambda state: None)
+    with pytest.raises(AssertionError, match="losses without interruption"):
+        self_check_jobs.resume("cpu", RANKS)
+
+
+def test_other_weights_are_found(folder: Path) -> None:
+    self_check_jobs.single("cpu", RANKS)
+    module = self_check_jobs.Net.load_from_checkpoint(self_check_jobs.REFERENCE)
+    assert self_check_jobs._difference(module) == 0
+    with torch.no_grad():
+        module.net[3].bias += 0.5
+    assert self_check_jobs._difference(module) == pytest.approx(0.5)
+    assert self_check_jobs._difference(self_check_jobs.trained(self_check_jobs.Net(), "cpu", RANKS, max_epochs=1)) > 1e-3
+
+
+@pytest.mark.slow
+def test_this_installation(fit) -> None:
+    ended = fit("test", "--json")
+    found = json.loads(ended.out)
+    assert [each["check"] for each in found] == list(CHECKS)
+    assert {each["check"]: each["detail"] for each in found if each["ok"] is False} == {}
+    assert ended.status == 0
