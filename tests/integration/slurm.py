@@ -85,7 +85,10 @@ class Cluster:
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o400)
         controller, *ports = _free_ports(1 + self.nodes)
-        nodes = [f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={SLOTS}" for name, port in zip(names, ports, strict=True)]
+        nodes = [
+            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={SLOTS}"
+            for name, port in zip(names, ports, strict=True)
+        ]
         text = CONFIGURATION.format(folder=folder, host=host, controller=controller, nodes="\n".join(nodes), names=",".join(names))
         (folder / "slurm.conf").write_text(text.lstrip())
         try:

@@ -82,7 +82,9 @@ def test_shells_and_batch_scripts_are_no_tasks(cluster: Cluster, environ: dict[s
     run("srun", "-n", 2, "--overlap", "sh", "-c", submit, environ=environ)
     assert places((tmp_path / "within").read_text()) == [alone]
     # A shell of two tasks on a terminal, and a step that is started from it.
-    inside = f"import os; os.system({f'{sys.executable} -c {PLACE!r}'!r}); os.system({f'srun --overlap -n 2 {sys.executable} -c {PLACE!r}'!r})"
+    inside = (
+        f"import os; os.system({f'{sys.executable} -c {PLACE!r}'!r}); os.system({f'srun --overlap -n 2 {sys.executable} -c {PLACE!r}'!r})"
+    )
     spawn = ["script", "-qec", f'srun --overlap -n 2 --pty sh -c "{sys.executable} {tmp_path / "inside.py"}"', "/dev/null"]
     (tmp_path / "inside.py").write_text(inside + "\n")
     found = places(run(*spawn, environ=environ).replace("\r", "").replace("\0", ""))
@@ -114,7 +116,9 @@ def test_digits_submitted(cluster: Cluster, environ: dict[str, str], tmp_path: P
     assert accuracy(text) > 90
 
 
-def test_a_rank_that_is_killed_restarts_the_ranks(cluster: Cluster, environ: dict[str, str], expected: dict[str, Any], tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_restarts_the_ranks(
+    cluster: Cluster, environ: dict[str, str], expected: dict[str, Any], tmp_path: Path
+) -> None:
     arguments = ("--max-restarts", 1, TRAINED, tmp_path / "root", tmp_path / "result.json", "--die")
     state, text = submitted(cluster, environ, tmp_path, *arguments)
     assert state == "COMPLETED", text
