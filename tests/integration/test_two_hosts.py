@@ -47,10 +47,10 @@ def ip(*args: str) -> None:
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[tuple[str, str, str]]]:
-    """Two hosts: namespace, network interface and address. The addresses exist nowhere but there."""
+    """Two hosts: namespace, network interface and address (higher than a loopback one, so that it does not become rank 0 by luck)."""
     if shutil.which("ip") is None:
         pytest.skip("two hosts on one machine need the ip command (iproute2)")
-    names = [(f"fit-{os.getpid()}-{i}", f"fit{i}p{os.getpid() % 100000}", f"10.77.0.{i}") for i in (1, 2)]
+    names = [(f"fit-{os.getpid()}-{i}", f"fit{i}p{os.getpid() % 100000}", f"192.168.77.{i}") for i in (1, 2)]
     try:
         try:
             for space, _, _ in names:
@@ -66,7 +66,7 @@ def hosts() -> Iterator[list[tuple[str, str, str]]]:
             # As on many machines: the first one finds its own name at a loopback address.
             place = Path("/etc/netns") / space
             place.mkdir(parents=True)
-            (place / "hosts").write_text(f"127.0.0.1 localhost\n{'10.77.0.1' if number else '127.0.1.1'} {HEAD}\n")
+            (place / "hosts").write_text(f"127.0.0.1 localhost\n{'192.168.77.1' if number else '127.0.1.1'} {HEAD}\n")
         yield names
     finally:
         for space, _, _ in names:
