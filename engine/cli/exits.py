@@ -33,7 +33,9 @@ class UsageError(Exception):
 def guarded(command: Callable[[], int]) -> int:
     """Run ``command``; a :class:`UsageError` becomes one line and status 2, Ctrl-C status 130."""
     try:
-        return command()
+        status = command()
+        sys.stdout.flush()
+        return status
     except UsageError as error:
         complain(error)
         return USAGE

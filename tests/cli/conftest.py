@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from processes import ROOT, clean_environment
 
 from engine.cli.main import main
 
@@ -164,14 +162,3 @@ def fit(here: Path, capfd: pytest.CaptureFixture[str]) -> Fit:
         return Ended(status, out, err)
 
     return run
-
-
-def start(*arguments: str, **options: object) -> subprocess.Popen[str]:
-    """``fit`` as a process of its own, in the current directory."""
-    command = [sys.executable, "-m", "engine.cli.main", *arguments]
-    return subprocess.Popen(
-        command, env=clean_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-    )  # type: ignore[call-overload, no-any-return]
-
-
-__all__ = ["NET", "ROOT", "Ended", "Fit", "start"]

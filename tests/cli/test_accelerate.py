@@ -281,3 +281,14 @@ def test_another_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert main(["config", "--from-accelerate", "theirs.yaml"]) == 2
     assert "theirs.yaml" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["theirs.yaml"]
+
+
+def test_the_file_of_accelerate_config_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JSON under the name of a YAML file, at the place where it is looked for."""
+    default = pytest.importorskip("accelerate.commands.config.default")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    default.write_basic_config("bf16", str(tmp_path / "accelerate" / "default_config.yaml"))
+    assert main(["config", "--from-accelerate"]) == 0
+    found = resolve({}, {})
+    assert (found.settings.precision, found.settings.strategy, found.settings.devices) == ("bf16-mixed", "auto", 1)

@@ -22,6 +22,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("checks", nargs="+")
 parser.add_argument("--report")
 arguments = parser.parse_args()
+assert "FIT_PRECISION" not in os.environ
 for name in arguments.checks:
     if name == "bf16":
         print("no bf16 here", file=sys.stderr)

@@ -25,7 +25,7 @@ from types import TracebackType
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 SLOTS = 4
-"""Tasks that fit on a node, whatever cores there are."""
+"""Tasks that fit on a node, whatever cores there are, and what it has in the way of GPUs: as good as none."""
 
 CONFIGURATION = """
 ClusterName=test
@@ -56,6 +56,7 @@ ReturnToService=2
 JobRequeue=1
 KillWait=10
 MinJobAge=300
+GresTypes=gpu
 {nodes}
 PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES:4
 """
@@ -85,12 +86,12 @@ class Cluster:
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o400)
         controller, *ports = _free_ports(1 + self.nodes)
-        nodes = [
-            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={SLOTS}"
-            for name, port in zip(names, ports, strict=True)
-        ]
+        each = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs={SLOTS} Gres=gpu:{SLOTS}"
+        nodes = [f"NodeName={name} Port={port} {each}" for name, port in zip(names, ports, strict=True)]
         text = CONFIGURATION.format(folder=folder, host=host, controller=controller, nodes="\n".join(nodes), names=",".join(names))
         (folder / "slurm.conf").write_text(text.lstrip())
+        # Any devices: SLURM counts them, and shows them to tasks as CUDA_VISIBLE_DEVICES.
+        (folder / "gres.conf").write_text(f"Name=gpu File=/dev/tty[1-{SLOTS}]\n")
         try:
             files = [f"--{name}={folder}/munge.{end}" for name, end in (("key-file", "key"), ("socket", "socket"), ("pid-file", "pid"))]
             self._start("munged", "--foreground", "--force", *files, f"--log-file={folder}/munge.log", f"--seed-file={folder}/munge.seed")

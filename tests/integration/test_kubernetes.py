@@ -81,13 +81,7 @@ def test_trainjob(tmp_path: Path) -> None:
 
 
 def test_several_processes_a_pod_without_a_launcher_are_an_error(tmp_path: Path) -> None:
-    variables = {
-        "PET_NNODES": "2",
-        "PET_NPROC_PER_NODE": "2",
-        "PET_NODE_RANK": "0",
-        "PET_MASTER_ADDR": "127.0.0.1",
-        "PET_MASTER_PORT": "29400",
-    }
+    variables = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": "29400"}
     command = [sys.executable, str(ROOT / "tests" / "integration" / "trained.py"), str(tmp_path), str(tmp_path / "r")]
     done = subprocess.run(command, env=clean_environment(**variables), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1

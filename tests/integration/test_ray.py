@@ -64,13 +64,7 @@ def test_more_ranks_than_the_cluster_has_cores(tmp_path: Path) -> None:
         "print(done.returncode, done.stderr)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(DIGITS)],
-        env=clean_environment(**QUIET),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
+        [sys.executable, "-c", code, str(DIGITS)], env=clean_environment(**QUIET), cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.startswith("1 ")
     assert "--nproc 2: Ray's cluster has 1 core(s) for the ranks, and each needs one" in done.stdout

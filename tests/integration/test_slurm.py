@@ -82,9 +82,7 @@ def test_shells_and_batch_scripts_are_no_tasks(cluster: Cluster, environ: dict[s
     run("srun", "-n", 2, "--overlap", "sh", "-c", submit, environ=environ)
     assert places((tmp_path / "within").read_text()) == [alone]
     # A shell of two tasks on a terminal, and a step that is started from it.
-    inside = (
-        f"import os; os.system({f'{sys.executable} -c {PLACE!r}'!r}); os.system({f'srun --overlap -n 2 {sys.executable} -c {PLACE!r}'!r})"
-    )
+    inside = f"import os; os.system({f'{sys.executable} -c {PLACE!r}'!r}); os.system({f'srun --overlap -n 2 {sys.executable} -c {PLACE!r}'!r})"
     spawn = ["script", "-qec", f'srun --overlap -n 2 --pty sh -c "{sys.executable} {tmp_path / "inside.py"}"', "/dev/null"]
     (tmp_path / "inside.py").write_text(inside + "\n")
     found = places(run(*spawn, environ=environ).replace("\r", "").replace("\0", ""))
@@ -92,21 +90,38 @@ def test_shells_and_batch_scripts_are_no_tasks(cluster: Cluster, environ: dict[s
     assert [place for place in found if place[0] == "slurm"][:2] == [["slurm", 0, 2, 0, 2, 1], ["slurm", 1, 2, 1, 2, 1]]
 
 
-def submitted(cluster: Cluster, environ: dict[str, str], folder: Path, *arguments: object, timeout: float = 150) -> tuple[str, str]:
+def submitted(
+    cluster: Cluster, environ: dict[str, str], folder: Path, *arguments: object, timeout: float = 150, ranks: int | None = 2
+) -> tuple[str, str]:
     """State and output of a job that ``fit launch --slurm`` has submitted, at its end."""
-    text = fit("launch", "--slurm", "--nproc", 2, *arguments, environ=environ, cwd=folder)
+    count = () if ranks is None else ("--nproc", ranks)
+    text = fit("launch", "--slurm", *count, *arguments, environ=environ, cwd=folder)
     found = re.fullmatch(r"submitted job (\d+); its output: (\S+)\n", text)
     assert found, text
+    return ended(cluster, found[1], folder / found[2], timeout)
+
+
+def ended(cluster: Cluster, number: str, output: Path, timeout: float = 150) -> tuple[str, str]:
+    """State and output of a job at its end."""
     deadline = time.monotonic() + timeout
     while True:
-        state = cluster.run("scontrol", "show", "job", found[1], "-o").stdout
+        state = cluster.run("scontrol", "show", "job", number, "-o").stdout
         name = re.search(r"JobState=(\w+)", state)
         assert name, state
-        output = folder / found[2]
         if name[1] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SIGNALING"):
             return name[1], output.read_text()
         assert time.monotonic() < deadline, state + (output.read_text() if output.exists() else "")
         time.sleep(0.5)
+
+
+def started(environ: dict[str, str], folder: Path) -> str:
+    """The number of a job of 120 slow steps, some of which are done."""
+    arguments = (TRAINED, folder / "root", folder / "result.json", "--slow", 0.5, "--steps", 120)
+    text = fit("launch", "--slurm", "--nproc", 2, *arguments, environ=environ, cwd=folder)
+    while not (folder / "root").exists():
+        time.sleep(0.3)
+    time.sleep(6)
+    return text.split()[2].rstrip(";")
 
 
 def test_digits_submitted(cluster: Cluster, environ: dict[str, str], tmp_path: Path) -> None:
@@ -116,9 +131,7 @@ def test_digits_submitted(cluster: Cluster, environ: dict[str, str], tmp_path: P
     assert accuracy(text) > 90
 
 
-def test_a_rank_that_is_killed_restarts_the_ranks(
-    cluster: Cluster, environ: dict[str, str], expected: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_rank_that_is_killed_restarts_the_ranks(cluster: Cluster, environ: dict[str, str], expected: dict[str, Any], tmp_path: Path) -> None:
     arguments = ("--max-restarts", 1, TRAINED, tmp_path / "root", tmp_path / "result.json", "--die")
     state, text = submitted(cluster, environ, tmp_path, *arguments)
     assert state == "COMPLETED", text
@@ -150,13 +163,33 @@ def test_the_time_limit_saves_and_requeues(cluster: Cluster, environ: dict[str, 
     assert json.loads((tmp_path / "other.json").read_text()) == result
 
 
+def test_sigterm_saves_and_requeues(cluster: Cluster, environ: dict[str, str], tmp_path: Path) -> None:
+    """What a preempted job gets: its tasks, not its shell."""
+    number = started(environ, tmp_path)
+    run("scancel", "--signal=TERM", number, environ=environ)
+    state, text = ended(cluster, number, tmp_path / "runs" / "logs" / f"trained-{number}.out")
+    assert state == "COMPLETED", text
+    assert text.count("the job is requeued") == 1
+    assert json.loads((tmp_path / "result.json").read_text())["step"] == 120
+
+
+def test_gpus_of_the_node(cluster: Cluster, environ: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import os\nprint('GPUS', os.environ['CUDA_VISIBLE_DEVICES'])\n")
+    state, text = submitted(cluster, environ, tmp_path, "--gpus-per-node", 2, tmp_path / "script.py", ranks=None)
+    assert state == "COMPLETED", text
+    assert sorted(line for line in text.splitlines() if "GPUS" in line) == ["0: GPUS 0,1", "1: GPUS 0,1"]
+    seen = run("srun", "-n", 2, "--gpus-per-task=1", "printenv", "CUDA_VISIBLE_DEVICES", environ=environ)
+    assert sorted(seen.split()) == ["0", "1"]  # with devices hidden by control groups it would be 0 twice
+
+
+def test_a_shell_of_an_allocation_starts_ranks_itself(environ: dict[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    text = run("salloc", "-n", 2, sys.executable, DIGITS, "--devices", 2, "--max-epochs", 2, environ=environ, cwd=tmp_path)
+    assert accuracy(text) > 70
+
+
 def test_scancel_ends_the_job_for_good(cluster: Cluster, environ: dict[str, str], tmp_path: Path) -> None:
-    arguments = ("--slurm", "--nproc", 2, TRAINED, tmp_path / "root", tmp_path / "result.json", "--slow", 0.5, "--steps", 120)
-    text = fit("launch", *arguments, environ=environ, cwd=tmp_path)
-    number = text.split()[2].rstrip(";")
-    while not (tmp_path / "root").exists():
-        time.sleep(0.3)
-    time.sleep(6)
+    number = started(environ, tmp_path)
     run("scancel", number, environ=environ)
     for _ in range(60):
         state = cluster.run("scontrol", "show", "job", number, "-o").stdout

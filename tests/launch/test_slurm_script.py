@@ -118,20 +118,7 @@ def test_what_cannot_be_asked_for(fields: dict[str, Any], reason: str) -> None:
 def test_the_command_prints_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     (tmp_path / "fit.yaml").touch()
-    arguments = (
-        "--slurm",
-        "--dry-run",
-        "--nnodes",
-        2,
-        "--gpus-per-node",
-        "a100:4",
-        "--config",
-        "fit.yaml",
-        "--grace",
-        60,
-        "--max-restarts",
-        3,
-    )
+    arguments = ("--slurm", "--dry-run", "--nnodes", 2, "--gpus-per-node", "a100:4", "--config", "fit.yaml", "--grace", 60, "--max-restarts", 3)
     done = launch(*arguments, "train.py", "--lr", "0.1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert {"--job-name=train", "--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=a100:4", "--signal=TERM@60"} <= set(asked(done.stdout))
