@@ -62,16 +62,31 @@ def is_free(port: int) -> bool:
     return True
 
 
-def interface(address: str) -> str | None:
-    """The name of the network interface with this IPv4 address (``"eth0"``); ``None`` where it cannot be told."""
-    if sys.platform != "linux" or ":" in address:
-        return None
+def is_loopback(address: str) -> bool:
+    """Whether only this machine itself can be reached by ``address`` (or by a name that is written like it)."""
+    return address == "localhost" or address == "::1" or address.startswith("127.")
+
+
+def outward() -> str | None:
+    """An address by which other machines may know this one: that of the default route, else of any interface; ``None`` without a network."""
+    with contextlib.suppress(OSError):
+        return towards("192.0.2.1", 9)  # reserved for documentation: nobody has it, so the default route leads there
+    return next((address for _, address in interfaces() if not is_loopback(address)), None)
+
+
+def interfaces() -> Iterator[tuple[str, str]]:
+    """Name and IPv4 address of each network interface that has one. Empty where it cannot be told."""
+    if sys.platform != "linux":
+        return
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
                 found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
-    return None
+                yield name, socket.inet_ntoa(found[20:24])
+
+
+def interface(address: str) -> str | None:
+    """The name of the network interface with this IPv4 address (``"eth0"``); ``None`` where it cannot be told."""
+    return next((name for name, found in interfaces() if found == address), None)

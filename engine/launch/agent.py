@@ -62,7 +62,7 @@ def run(job: Job) -> int:
         try:
             nodes = "" if job.max_nodes == 1 else f" here, {job.min_nodes}{f' to {job.max_nodes}' if job.elastic else ''} machines"
             output.say(f"{job.nproc} process(es){nodes}; their output: {job.log_dir}")
-            meetings.append(rendezvous.handler(job))
+            meetings.append(rendezvous.handler(job, output.say))
             status = _run(job, meetings[0], output, errors)
         except LaunchError as error:
             output.say(str(error))
@@ -92,7 +92,8 @@ def _run(job: Job, meeting: rendezvous.Watched, output: Output, errors: Path) ->
         output.say(f"{agent.told or ''}\nonly some of {job.min_nodes} machines came within {job.join_timeout_s} s (--join-timeout)".strip())
         return 1
     except (RendezvousError, dist.DistError) as error:
-        output.say(f"{agent.told or ''}\nthe machine that serves the rendezvous is gone: {error}".strip())
+        what = "the machine that serves the rendezvous is gone" if meeting.met else "the machines could not meet"
+        output.say(f"{agent.told or ''}\n{what}: {error}".strip())
         return 1
     except SignalException:
         raise
@@ -115,7 +116,6 @@ def make_agent(
     start_method: str = "spawn",
 ) -> Agent:
     """The agent of this machine for a program, or for a function (which ``start_method`` gives to its processes)."""
-    local = address.towards(*job.endpoint) if job.endpoint else rendezvous.LOCAL
     spec = WorkerSpec(
         role="rank",
         local_world_size=job.nproc,
@@ -123,16 +123,16 @@ def make_agent(
         entrypoint=entrypoint,
         args=args,
         max_restarts=job.max_restarts,
-        local_addr=local,
+        local_addr=meeting.local,
     )
-    return Agent(spec, job, meeting, output, Places(output, errors, {**job.variables, **_interface(job, local)}), start_method)
+    return Agent(spec, job, meeting, output, Places(output, errors, {**job.variables, **_interface(job, meeting.address)}), start_method)
 
 
-def _interface(job: Job, local: str) -> dict[str, str]:
+def _interface(job: Job, own: str | None) -> dict[str, str]:
     """gloo asks the host's name for an address, which on many machines leads nowhere: it is told the interface that reaches the others."""
     if job.max_nodes == 1 or "GLOO_SOCKET_IFNAME" in os.environ:
         return {}
-    found = address.interface(local)
+    found = address.interface(own) if own else None
     return {"GLOO_SOCKET_IFNAME": found} if found else {}
 
 

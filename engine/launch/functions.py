@@ -125,7 +125,7 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], count: int, start_method
     job = Job(command=(), nproc=count, grace_s=30.0, variables={"CUDA_VISIBLE_DEVICES": ""} if cpu else {})
     errors = Path(tempfile.mkdtemp(prefix="fit-launch-"))
     with agent.signals(), agent.torch_log(errors / "agent.log"):
-        meeting = rendezvous.handler(job)
+        meeting = rendezvous.handler(job, Direct().say)
         started = agent.make_agent(job, meeting, Direct(), errors, _enter, (_Call(fn, args, os.getpid(), threads),), start_method)
         try:
             result = started.run()

@@ -93,6 +93,8 @@ def traceback_in(text: str) -> str:
 
 
 def _only_saw(rank: Rank, tail: str) -> bool:
+    if rank.code == TERMINATED:  # all ranks save and end when one is told to; a failure beside that is the cause
+        return True
     text, _, saw = failures.read(rank.error_file)
     last = (text.rstrip() or traceback_in(tail)).splitlines()[-1:]
     return saw or any(line.startswith(("RuntimeError", "torch.distributed.")) and failures.blames_peer(RuntimeError(line)) for line in last)

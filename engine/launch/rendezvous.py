@@ -62,6 +62,10 @@ def bounded(call: Callable[[], T], limit_s: float, what: str) -> T:
 class Watched(RendezvousHandler):
     """A rendezvous that is asked by a thread of its own while ranks run: an agent must see its ranks' ends whatever the network does."""
 
+    local = LOCAL
+    """What the other machines call this one."""
+    address: str | None = LOCAL
+    """This machine's address towards them."""
     limit_s = 600.0
     """How long the meeting may take (s)."""
     failed_elsewhere = False
@@ -93,6 +97,11 @@ class Watched(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """How many machines waited to join at the last look."""
         return self._waiting
+
+    @property
+    def met(self) -> bool:
+        """Whether the machines have met at least once."""
+        return self._rounds > 0
 
     @property
     def reachable(self) -> bool:
@@ -144,8 +153,11 @@ class Static(Watched, StaticTCPRendezvous):
         return f"fit/cause/{self._rounds}"
 
 
-def handler(job: Job) -> Watched:
+def handler(job: Job, say: Callable[[str], None]) -> Watched:
     """The rendezvous of ``job``, served from this machine when its address is this machine's (and nobody serves it yet).
+
+    Args:
+        say: told when there is something to wait for.
 
     Raises:
         LaunchError: the port is busy, or the address cannot be reached.
@@ -153,18 +165,38 @@ def handler(job: Job) -> Watched:
     if job.endpoint is None:
         return _dynamic(job, dist.TCPStore(LOCAL, 0, is_master=True, wait_for_workers=False, timeout=_seconds(STORE_S)), LOCAL)
     host, port = job.endpoint
-    where = f"{host}:{port}"
-    if job.node_rank is not None:
+    local = _towards(job, host, port, say)
+    own: str | None = local
+    if address.is_loopback(local) and not address.is_loopback(host):
+        # Many machines have their own name at a loopback address; the others know it by the name.
+        own, local = address.outward(), host
+    if job.node_rank is None:
+        found: Watched = _dynamic(job, _served(job, host, port) if address.is_own(host) else _reached(job, host, port), local)
+    else:
         if job.node_rank == 0 and not address.is_free(port):
-            raise LaunchError(_busy(where, "another program holds it"))
-        static = Static(host, port, job.node_rank, job.max_nodes, job.run_id, job.join_timeout_s)
-        static.limit_s = job.join_timeout_s
-        return static
-    try:
-        local = address.towards(host, port)
-    except OSError as error:
-        raise LaunchError(f"--rdzv {where}: the address cannot be reached from this machine ({error})") from error
-    return _dynamic(job, _served(job, host, port) if address.is_own(host) else _reached(job, host, port), local)
+            raise LaunchError(_busy(f"{host}:{port}", "another program holds it"))
+        found = Static(host, port, job.node_rank, job.max_nodes, job.run_id, job.join_timeout_s)
+        found.limit_s = job.join_timeout_s
+    found.local, found.address = local, own
+    return found
+
+
+def _towards(job: Job, host: str, port: int, say: Callable[[str], None]) -> str:
+    """This machine's address towards the rendezvous, whose name may become known a while after this machine's start."""
+    deadline, told = time.monotonic() + job.join_timeout_s, False
+    while True:
+        try:
+            return address.towards(host, port)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"--rdzv {host}:{port}: this machine did not find it within {job.join_timeout_s} s ({error}). "
+                    "Is the name right, and does a route lead there?"
+                ) from error
+            if not told:
+                say(f"--rdzv {host}:{port} is not known here yet ({error}); it is awaited for {job.join_timeout_s} s")
+                told = True
+        time.sleep(0.5)
 
 
 def _served(job: Job, host: str, port: int) -> dist.Store:

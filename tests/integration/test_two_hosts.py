@@ -17,6 +17,8 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 PORT = 29400
+HEAD = "fit-head"
+"""The first host's name."""
 
 SCRIPT = """
 import os, sys, time
@@ -45,10 +47,10 @@ def ip(*args: str) -> None:
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[tuple[str, str, str]]]:
-    """Two hosts: namespace, network interface and address. The addresses exist nowhere but there."""
+    """Two hosts: namespace, network interface and address (higher than a loopback one, so that it does not become rank 0 by luck)."""
     if shutil.which("ip") is None:
         pytest.skip("two hosts on one machine need the ip command (iproute2)")
-    names = [(f"fit-{os.getpid()}-{i}", f"fit{i}p{os.getpid() % 100000}", f"10.77.0.{i}") for i in (1, 2)]
+    names = [(f"fit-{os.getpid()}-{i}", f"fit{i}p{os.getpid() % 100000}", f"192.168.77.{i}") for i in (1, 2)]
     try:
         try:
             for space, _, _ in names:
@@ -60,20 +62,27 @@ def hosts() -> Iterator[list[tuple[str, str, str]]]:
                 ip("-n", space, "link", "set", "lo", "up")
         except subprocess.CalledProcessError as error:
             pytest.skip(f"network namespaces are not permitted here: {error.stderr.strip()}")
+        for number, (space, _, _) in enumerate(names):
+            # As on many machines: the first one finds its own name at a loopback address.
+            place = Path("/etc/netns") / space
+            place.mkdir(parents=True)
+            (place / "hosts").write_text(f"127.0.0.1 localhost\n{'192.168.77.1' if number else '127.0.1.1'} {HEAD}\n")
         yield names
     finally:
+        for space, _, _ in names:
+            shutil.rmtree(Path("/etc/netns") / space, ignore_errors=True)
         for space, _, _ in names:  # the cable goes with them
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
 
 
-def start(place: Path, hosts: list[tuple[str, str, str]], root: Path, pause: float, number: int, **env: str) -> Launched:
+def start(place: Path, hosts: list[tuple[str, str, str]], root: Path, pause: float, number: int, head: str, **env: str) -> Launched:
     script = place / "train.py"
     script.write_text(SCRIPT)
     root.mkdir(exist_ok=True)
     space, _, _ = hosts[number]
     return Launched(
         place,
-        *("--nnodes", 2, "--nproc", 1, "--rdzv", f"{hosts[0][2]}:{PORT}", script, HERE.parent / "failure", root, pause),
+        *("--nnodes", 2, "--nproc", 1, "--rdzv", f"{head}:{PORT}", script, HERE.parent / "failure", root, pause),
         name=f"host{number}",
         prefix=("ip", "netns", "exec", space),
         **env,
@@ -83,9 +92,9 @@ def start(place: Path, hosts: list[tuple[str, str, str]], root: Path, pause: flo
 def test_two_hosts_give_the_weights_of_one(tmp_path: Path, hosts: list[tuple[str, str, str]]) -> None:
     # The second host is there first and waits for the one that serves the rendezvous.
     two = tmp_path / "two"
-    with start(tmp_path, hosts, two, 0.0, 1) as second:
+    with start(tmp_path, hosts, two, 0.0, 1, HEAD) as second:
         second.until(lambda: "1 process(es) here, 2 machines" in second.stderr)
-        with start(tmp_path, hosts, two, 0.0, 0) as first:
+        with start(tmp_path, hosts, two, 0.0, 0, HEAD) as first:
             assert first.wait(90) == 0, first.text + second.text
             assert second.wait(30) == 0, second.text
     one = tmp_path / "one"
@@ -102,7 +111,10 @@ def test_two_hosts_give_the_weights_of_one(tmp_path: Path, hosts: list[tuple[str
 def test_a_cut_cable_ends_both_sides_with_the_lost_peers_name(tmp_path: Path, hosts: list[tuple[str, str, str]]) -> None:
     limit_s, root = 6.0, tmp_path / "job"
     env = {"FIT_TIMEOUT": f"{limit_s:g} s"}
-    with start(tmp_path, hosts, root, 0.05, 0, **env) as first, start(tmp_path, hosts, root, 0.05, 1, **env) as second:
+    with (
+        start(tmp_path, hosts, root, 0.05, 0, hosts[0][2], **env) as first,
+        start(tmp_path, hosts, root, 0.05, 1, hosts[0][2], **env) as second,
+    ):
         sides = (first, second)
         first.until(lambda: (root / "diary.1").exists() and len((root / "diary.1").read_text().splitlines()) >= 3, 90)
         ranks = {rank: int((root / f"pid.{rank}").read_text()) for rank in (0, 1)}

@@ -97,3 +97,7 @@ def test_addresses_of_this_machine() -> None:
     assert not address.is_own("no-such-host.invalid")
     assert address.interface("127.0.0.1") == "lo"
     assert address.interface("192.0.2.1") is None
+    assert ("lo", "127.0.0.1") in list(address.interfaces())
+    assert [address.is_loopback(each) for each in ("localhost", "127.0.1.1", "::1", "10.0.0.1", "head")] == [True, True, True, False, False]
+    own = address.outward()
+    assert own is None or (address.is_own(own) and not address.is_loopback(own))

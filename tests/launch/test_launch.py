@@ -240,6 +240,16 @@ def test_a_busy_port(tmp_path: Path, nodes: str) -> None:
         assert "Traceback" not in job.stderr
 
 
+def test_an_address_that_is_not_known(tmp_path: Path) -> None:
+    with Launched(
+        tmp_path, "--nnodes", 2, "--rdzv", "no-such-host.invalid:1", "--join-timeout", 1, "--nproc", 1, script(tmp_path, "")
+    ) as job:
+        assert job.wait(30) == 1, job.text
+    assert "no-such-host.invalid:1 is not known here yet" in job.stderr
+    assert "this machine did not find it within 1 s" in job.stderr
+    assert "Traceback" not in job.stderr
+
+
 def machines(place: Path, path: Path, fixed: bool, *options: object) -> tuple[Launched, Launched]:
     """Two agents of one job, as on two machines."""
     shared = ("--nnodes", 2, "--rdzv", f"localhost:{free_port()}", *options)

@@ -1,0 +1,62 @@
+"""Which rank failed first, and what is told of it: from exit codes, error files and the ends of outputs."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from engine.distributed import failures
+from engine.launch.rank import Rank, cause, preempted, story, traceback_in
+
+GONE = "Traceback (most recent call last):\n  File \"a.py\", line 1, in <module>\nRuntimeError: [gloo/pair.cc:553] Connection closed by peer [1.2.3.4]:1"
+
+
+def ended(place: Path, rank: int, code: int | None, moment: float, error: Exception | None = None, told: bool = False) -> Rank:
+    found = Rank(rank, rank, 1000 + rank, place / f"{rank}.json", code, moment, told)
+    if error is not None:
+        failures.record(error, found.error_file)
+    return found
+
+
+def test_the_cause_is_the_first_that_went_by_itself(tmp_path: Path) -> None:
+    ranks = [
+        ended(tmp_path, 0, 1, 100.0),  # has seen rank 2 go, by its output
+        ended(tmp_path, 1, 1, 100.1, RuntimeError("Timed out in gloo")),  # has seen it too, by its error file
+        ended(tmp_path, 2, -signal.SIGKILL, 101.0),  # noticed last
+        ended(tmp_path, 3, -signal.SIGTERM, 99.0, told=True),  # ended by the agent
+        ended(tmp_path, 4, 143, 98.0),
+        ended(tmp_path, 5, 0, 97.0),
+    ]
+    tails = {0: GONE, **dict.fromkeys(range(1, 6), "")}
+    assert cause(ranks, tails) == (ranks[2], False)
+    assert cause([*ranks[:2], *ranks[3:4]], tails) == (ranks[0], True)
+    assert cause(ranks[3:4] + ranks[5:], tails) is None
+    own = [ended(tmp_path, 6, 1, 102.0, ValueError("a word on gloo")), ended(tmp_path, 7, 1, 101.5)]
+    assert cause(own, {6: "", 7: ""}) == (own[1], False)
+
+
+def test_ranks_that_were_told_to_end_have_not_failed(tmp_path: Path) -> None:
+    assert preempted([ended(tmp_path, 0, 143, 1.0), ended(tmp_path, 1, None, 0.0), ended(tmp_path, 2, -signal.SIGTERM, 1.0)])
+    assert not preempted([ended(tmp_path, 0, 143, 1.0), ended(tmp_path, 1, 1, 1.0)])
+    assert not preempted([ended(tmp_path, 0, -signal.SIGTERM, 1.0)])  # killed without having saved
+
+
+def test_stories(tmp_path: Path) -> None:
+    log = tmp_path / "rank=2.log"
+    killed = story(ended(tmp_path, 2, -signal.SIGKILL, 1.0), "", log)
+    assert "(process 1002) was killed by SIGKILL (the system may have run out of memory)" in killed
+    assert str(log) in killed
+    assert story(ended(tmp_path, 3, 3, 1.0), "no such file\n", log).endswith("its last lines:\n\nno such file")
+    told = story(ended(tmp_path, 4, 1, 1.0, KeyError("layer")), "other words", log)
+    assert told.endswith("KeyError: 'layer'")
+    assert "other words" not in told
+
+
+def test_the_last_traceback_and_its_chain(tmp_path: Path) -> None:
+    code = "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise ValueError('no ratio') from error"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    text = f"{GONE}\nwarning: x\n{done.stderr}\nbye\n"
+    assert traceback_in(text) == done.stderr.rstrip()
+    assert traceback_in("all is well\n") == ""
