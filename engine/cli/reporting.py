@@ -113,6 +113,8 @@ def _joined(frames: list[TracebackType]) -> TracebackType | None:
 
 
 def _is_ours(trace: TracebackType) -> bool:
+    if _file(trace) == "<string>":  # the __init__ of a dataclass
+        return str(trace.tb_frame.f_globals.get("__name__")).startswith(("engine.", "callbacks."))
     return os.path.abspath(_file(trace)).startswith(_OURS)
 
 

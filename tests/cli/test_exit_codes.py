@@ -78,12 +78,18 @@ def test_1_for_what_goes_wrong_on_the_way(fit, here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("evn",), ("--frobnicate",), ("run", "--frobnicate"), ("run", "net:Nett"), ("checkpoint", "lst"), ("env", "x")]
+    "arguments",
+    [
+        *(("evn",), ("--frobnicate",), ("run", "--frobnicate"), ("run", "net:Nett"), ("checkpoint", "lst"), ("env", "x")),
+        ("run", "net:Net", "--set", "strategy.stage=3"),  # 'auto' has no stage
+        ("run", "net:Net", "--set", "global_batch_size=8", "accumulate_grad_batches=2"),
+    ],
 )
 def test_2_for_wrong_usage(fit, arguments: tuple[str, ...]) -> None:
     ended = fit(*arguments)
     assert ended.status == 2
     assert re.match(r"fit.*: error: ", ended.err.splitlines()[-1])
+    assert "Traceback" not in ended.err
 
 
 @pytest.mark.parametrize(
