@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from callbacks import CSVLogger, LearningRateMonitor, ModelCheckpoint, RichProgressBar
-from engine import DataModule, Fit, TrainModule
+from engine import DataModule, Fit, TrainModule, seed_everything
 
 
 class DigitsData(DataModule):
@@ -119,6 +119,7 @@ def main() -> None:
             ModelCheckpoint(every="1 epochs", monitor="val/accuracy", mode="max"),
         ],
     )
+    seed_everything(args.seed)  # the first weights are drawn before the run begins
     module, data = Digits(args.lr, args.max_epochs), DigitsData(args.batch_size)
     result = fit.run(module, datamodule=data, resume=args.resume)
 
