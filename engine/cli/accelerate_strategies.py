@@ -59,6 +59,9 @@ def _fsdp(file: File) -> Any:
         options["cpu_offload"] = True
     if options["name"] == "fsdp":
         _blocks(part, options)
+        half = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}.get(str(file.settings.get("precision")))
+        if half:
+            part.remark(f"Accelerate reduces FSDP's gradients in {half}; here fp32 is used, unless strategy.reduce_dtype: {half} is added")
     if flag(part.take("activation_checkpointing", False)):
         file.set("activation_checkpointing", "full")
     part.refuse_others(

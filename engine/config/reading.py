@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,12 +37,14 @@ _PLAIN = frozenset(_CORE + kind for kind in ("null", "bool", "int", "float", "st
 
 
 def read_file(path: Path) -> str:
-    """The text of a file of settings.
+    """The text of a file of settings; the null device is an empty one.
 
     Raises:
         ValueError: it is no regular file, larger than :data:`MAX_BYTES`, or not UTF-8.
         OSError: it cannot be read.
     """
+    if str(path) == os.devnull:
+        return ""
     if path.is_dir():
         raise ValueError(f"file {path}: is a directory; name a YAML file in it")
     if path.exists() and not path.is_file():

@@ -7,12 +7,14 @@ import importlib.util
 import logging
 import os
 import runpy
+import signal
 import socket
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from engine.config.resolve import resolve
@@ -44,7 +46,7 @@ def main(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
     Returns:
         0: all ranks ended well; 1: one failed, more often than it may be started again, or the cluster is not reached or too small;
-        130: Ctrl-C.
+        130: Ctrl-C; 143: SIGTERM.
 
     Raises:
         LaunchError: Ray is not installed, or the options are wrong.
@@ -84,8 +86,15 @@ def run(job: RayJob) -> int:
     from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchConfig, TorchTrainer
 
+    told: list[int] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+        raise SystemExit
+
     try:
         _connect(job)
+        signal.signal(signal.SIGTERM, end)  # in place of Ray's own
         workers, gpus = _size(job, ray.cluster_resources())
         print(f"fit launch: {workers} rank(s) on Ray{', one GPU each' if gpus else ''}", file=sys.stderr)
         trainer = TorchTrainer(
@@ -109,6 +118,10 @@ def run(job: RayJob) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except SystemExit:  # Ray makes another of it, with status 1
+        if not told:
+            raise
+        return 128 + told[0]
     finally:
         ray.shutdown()
     return 0

@@ -203,7 +203,8 @@ def test_machines_are_the_launchers(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_what_has_no_meaning_is_told_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, text = taken_over(tmp_path, capsys, name="theirs.json", distributed_type="FSDP", fsdp_config=FSDP1)
+    _, text = taken_over(tmp_path, capsys, name="theirs.json", distributed_type="FSDP", fsdp_config=FSDP1, mixed_precision="bf16")
+    assert "Accelerate reduces FSDP's gradients in bfloat16; here fp32 is used" in text
     assert "#     fsdp_config.fsdp_backward_prefetch: BACKWARD_PRE: FSDP 2 fetches ahead by itself" in text
     assert "#     fsdp_config.fsdp_use_orig_params: True: FSDP 2 always keeps" in text
 

@@ -104,6 +104,7 @@ def test_files_that_are_none(in_tmp: Path) -> None:
     Path("fit.yaml").mkdir()
     with pytest.raises(ValueError, match=r"file fit.yaml: is a directory"):
         resolve({}, {})
+    assert resolve({}, {"FIT_CONFIG": os.devnull}).origins["seed"] == "default"
     os.mkfifo("pipe.yaml")
     for endless in ("pipe.yaml", "/dev/zero"):
         with pytest.raises(ValueError, match="is no regular file"):

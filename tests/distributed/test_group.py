@@ -185,3 +185,8 @@ def test_exits_never_abort():
         assert [ran.returncode for ran in run_ranks(HEAD + "join(env, CPU, timeout=SOON).barrier()", 3)] == [0, 0, 0]
     assert time.monotonic() - begun < 200
     assert "RANK" not in os.environ
+
+
+def test_an_environment_without_an_address_is_an_error():
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 does not know where to meet the others: .*no master_addr or no master_port"):
+        join(Environment("mine", 1, 2, 1, 2), torch.device("cpu"), timeout=timedelta(seconds=1))

@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,7 +144,6 @@ class Cluster:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_unblock,
             )
             self._daemons.append(daemon)
 
@@ -157,10 +157,6 @@ class Cluster:
                 logs = "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in files)
                 raise RuntimeError(f"{what} did not come up{f'; ended: {ended}' if ended else ' within 30 s'}\n{logs}")
             time.sleep(0.1)
-
-
-def _unblock() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
 
 
 def _find(name: str) -> str | None:
@@ -182,8 +178,9 @@ if __name__ == "__main__":
     reason = missing()
     if reason:
         sys.exit(reason)
-    ends = {signal.SIGINT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
     with Cluster(Path(sys.argv[1])) as running:
         print(f"export SLURM_CONF={running.environment['SLURM_CONF']}", flush=True)
-        signal.sigwait(ends)
+        ended.wait()

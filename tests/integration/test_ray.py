@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,29 @@ def test_a_rank_that_fails_is_started_again_and_then_told(tmp_path: Path) -> Non
     assert "in main" in done.stderr
     assert "KeyError: 'on purpose'" in done.stderr
     assert (tmp_path / "began1").read_text() == "xx"
+
+
+def test_sigterm_ends_the_cluster_too(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "engine.cli.main", "launch", "--ray", "--nproc", "2", str(TRAINED), "root", "result.json", "--slow", "0.5"]
+    job = subprocess.Popen([*command, "--steps", "200"], env=clean_environment(**QUIET), cwd=tmp_path)
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "root").exists():
+            assert job.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(60) == 143
+    finally:
+        job.kill()
+    assert not [path for path in Path("/proc").glob("[0-9]*/cwd") if _within(path, tmp_path)]  # no rank outlives it
+
+
+def _within(link: Path, folder: Path) -> bool:
+    try:
+        return link.readlink().is_relative_to(folder)
+    except OSError:
+        return False
 
 
 def test_more_ranks_than_the_cluster_has_cores(tmp_path: Path) -> None:
