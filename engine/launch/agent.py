@@ -326,6 +326,7 @@ class Agent(LocalElasticAgent):
         def work() -> str:
             if not only_saw:
                 store.set(key, told)
+                time.sleep(2 * rendezvous.WATCH_S)  # the store may be served from here: the others look for it meanwhile
                 return told
             deadline = time.monotonic() + ELSEWHERE_S
             while time.monotonic() < deadline:
