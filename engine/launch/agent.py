@@ -320,6 +320,8 @@ class Agent(LocalElasticAgent):
 
     def _exchange(self, told: str, only_saw: bool) -> str:
         """Tell the other machines' agents the cause, or learn it from them."""
+        if only_saw and self._meeting.cause:
+            return self._meeting.cause
         store, key = self._store, self._meeting.cause_key
         assert store is not None
 
