@@ -28,9 +28,9 @@ from engine.distributed.group import Group
 from engine.errors import HangError
 from engine.log import logger
 
-NOTES_S = 5.0
+NOTES_S = 3.0
 """How long rank 0 waits for the notes of all others (s); their stalls are noticed within a poll of each other."""
-REPORT_S = 8.0
+REPORT_S = 6.0
 """How long the others wait for rank 0's report (s)."""
 LEAVE_S = 3.0
 """After the report: how long the training's thread may take to come back (s). A thread that does not is in native code, or asleep."""

@@ -320,12 +320,15 @@ class Agent(LocalElasticAgent):
 
     def _exchange(self, told: str, only_saw: bool) -> str:
         """Tell the other machines' agents the cause, or learn it from them."""
+        if only_saw and self._meeting.cause:
+            return self._meeting.cause
         store, key = self._store, self._meeting.cause_key
         assert store is not None
 
         def work() -> str:
             if not only_saw:
                 store.set(key, told)
+                time.sleep(2 * rendezvous.WATCH_S)  # the store may be served from here: the others look for it meanwhile
                 return told
             deadline = time.monotonic() + ELSEWHERE_S
             while time.monotonic() < deadline:

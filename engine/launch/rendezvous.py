@@ -70,6 +70,8 @@ class Watched(RendezvousHandler):
     """How long the meeting may take (s)."""
     failed_elsewhere = False
     """The agent of another machine has told that a rank of its own failed in this round."""
+    cause = ""
+    """What that agent tells of it."""
     _waiting = 0
     _rounds = 0
     _answered = 0.0
@@ -121,17 +123,27 @@ class Watched(RendezvousHandler):
     def _stop_asking(self) -> None:
         if self._over is not None:
             self._over.set()
-        self._waiting, self.failed_elsewhere = 0, False
+        self._waiting, self.failed_elsewhere, self.cause = 0, False, ""
 
     def _keep_asking(self, over: threading.Event, store: dist.Store) -> None:
+        broken_since = 0.0
         while not over.wait(WATCH_S):
-            # A store that cannot be reached says nothing about the ranks: they are watched on, and a restart will tell.
-            with contextlib.suppress(Exception):
+            # A store that cannot be reached says nothing about the ranks: they are watched on, and a restart will tell. A connection
+            # that the other side has closed is another thing: the agent that served it has ended, and its ranks with it.
+            try:
                 waiting = super().num_nodes_waiting()  # type: ignore[safe-super]
                 failed = store.check([self.cause_key])
                 self._answered = time.monotonic()
+                broken_since = 0.0
+                if failed and not over.is_set():
+                    self.cause = store.get(self.cause_key).decode()  # now: the store may end with the agent that serves it
                 if not over.is_set():
                     self._waiting, self.failed_elsewhere = waiting, failed
+            except Exception as error:
+                if isinstance(error, dist.DistNetworkError) or isinstance(error.__cause__, dist.DistNetworkError):
+                    broken_since = broken_since or time.monotonic()
+                    if time.monotonic() - broken_since > SILENT_S / 2 and not over.is_set():
+                        self.failed_elsewhere = True
 
 
 class Dynamic(Watched, DynamicRendezvousHandler):

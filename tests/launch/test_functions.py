@@ -150,6 +150,7 @@ def test_a_rank_starts_no_ranks() -> None:
         launch.debug(nested)
 
 
+@pytest.mark.slow
 def test_ctrl_c_reaches_the_ranks_once(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

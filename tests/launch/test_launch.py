@@ -240,6 +240,7 @@ def test_a_busy_port(tmp_path: Path, nodes: str) -> None:
         assert "Traceback" not in job.stderr
 
 
+@pytest.mark.slow
 def test_an_address_that_is_not_known(tmp_path: Path) -> None:
     with Launched(
         tmp_path, "--nnodes", 2, "--rdzv", "no-such-host.invalid:1", "--join-timeout", 1, "--nproc", 1, script(tmp_path, "")

@@ -10,9 +10,9 @@ from pathlib import Path
 from engine.distributed import failures
 from engine.launch.rank import Rank, cause, preempted, story, traceback_in
 
-GONE = (
-    'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nRuntimeError: [gloo/pair.cc:553] Connection closed by peer [1.2.3.4]:1'
-)
+GONE = """Traceback (most recent call last):
+  File "a.py", line 1, in <module>
+RuntimeError: [gloo/pair.cc:553] Connection closed by peer [1.2.3.4]:1"""
 
 
 def ended(place: Path, rank: int, code: int | None, moment: float, error: Exception | None = None, told: bool = False) -> Rank:

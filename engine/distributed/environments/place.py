@@ -31,7 +31,7 @@ class Environment:
     agent_store: bool = False
     """The launcher serves the store at ``master_addr:master_port`` already, so rank 0 must not."""
     restart_count: int = 0
-    """How often the launcher has restarted the job: keys left in its store by an earlier attempt must not be met."""
+    """How often the launcher has restarted the job, as far as this machine knows."""
     parent_pid: int | None = None
     """The process without which this one shall not live (rank 0 of a relaunched job)."""
     error_file: str | None = None
