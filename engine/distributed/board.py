@@ -32,9 +32,14 @@ class Board:
     def put(self, name: str, value: Any) -> None:
         """Leave a note; one of the same name is replaced."""
         store = self._store
-        if store is not None and self.answers:
-            # The store does not answer a set: over a connection that is cut it would seem to succeed.
-            self._within(ANSWER_S, lambda: (store.set(name, json.dumps(value)), store.check([name])))
+        if store is None or not self.answers:
+            return
+
+        def write() -> bool:
+            store.set(name, json.dumps(value))
+            return store.check([name])  # a set has no answer: over a connection that is cut it would seem to succeed
+
+        self._within(ANSWER_S, write)
 
     def get(self, name: str, wait_s: float) -> Any:
         """The note of that name, which may take ``wait_s`` to come; ``None``: it did not."""
