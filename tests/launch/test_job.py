@@ -97,3 +97,9 @@ def test_addresses_of_this_machine() -> None:
     assert not address.is_own("no-such-host.invalid")
     assert address.interface("127.0.0.1") == "lo"
     assert address.interface("192.0.2.1") is None
+
+
+def test_a_misspelt_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--nporc=2", SCRIPT])
+    assert "unrecognized arguments: --nporc=2; did you mean '--nproc'?" in capsys.readouterr().err
