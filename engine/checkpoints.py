@@ -253,7 +253,7 @@ class Checkpoints:
     def load_weights(self, wanted: str | Path | None, strict: bool = True) -> None:
         """Take only the parameters and buffers of a checkpoint."""
         if wanted is not None:
-            with opening(self.engine.group, self.saver.place, str(wanted), ("model",)) as loaded:
+            with opening(self.engine.group, self.saver.place, str(wanted), ("model",), "checkpoint") as loaded:
                 self._load_weights(loaded, strict)
 
     def _load_weights(self, loaded: Loaded, strict: bool) -> None:

@@ -9,7 +9,9 @@ from collections.abc import Iterable
 def nearest(name: object, choices: Iterable[str]) -> str:
     """A hint for an unknown name: ``"; did you mean 'ddp'?"``, or an empty string when nothing is close."""
     known = {choice.lower(): choice for choice in choices}
-    found = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.5)
+    asked = str(name).lower()
+    begun = [choice for choice in known if len(asked) > 2 and choice.startswith(asked)]  # a long name cut short is far by the letters it lacks
+    found = begun if len(begun) == 1 else difflib.get_close_matches(asked, known, n=1, cutoff=0.5)
     return f"; did you mean {known[found[0]]!r}?" if found else ""
 
 

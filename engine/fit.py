@@ -29,7 +29,7 @@ from engine.precision import Precision
 from engine.result import Result
 from engine.run import Run
 from engine.session import session
-from engine.startup import compare
+from engine.startup import compare, compare_models
 from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8
 from engine.watching import collected, watched
@@ -175,6 +175,7 @@ class Fit:
         """
         datamodule, train_loader = _datamodule(datamodule, train_loader)
         with self._start(module, "fit") as run, session(run, datamodule):
+            compare_models(run)
             prepare.training(run, train_loader, val_loaders, datamodule)
             if resume is not None:
                 run.resume(resume)

@@ -18,8 +18,12 @@ from engine.checkpoint.source import Source
 from engine.checkpoint.store import FOLDERS, RANK, SHARED, Opened
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
+from engine.errors import nearest
 from engine.log import logger
 from engine.saving import together
+
+NAMES = ("last", "auto", "best")
+"""What ``resume=`` and ``checkpoint=`` take besides paths and URLs."""
 
 
 @dataclass(frozen=True)
@@ -82,18 +86,19 @@ class Loaded:
 
 
 @contextmanager
-def opening(group: Group, place: Place, wanted: str, folders: tuple[str, ...] = FOLDERS) -> Iterator[Loaded]:
+def opening(group: Group, place: Place, wanted: str, folders: tuple[str, ...] = FOLDERS, argument: str = "resume") -> Iterator[Loaded]:
     """Open the checkpoint that ``wanted`` means, on all ranks; they share the work of checking it.
 
     Args:
         place: where the names ``"last"``, ``"auto"`` and ``"best"`` are looked for. A damaged one is reported and passed over.
         folders: those that will be read.
+        argument: the name of the user's argument that ``wanted`` was given as, for messages.
 
     Raises:
         FileNotFoundError: there is none.
         DamagedCheckpoint: the one whose path was given is damaged.
     """
-    named = wanted in ("last", "auto", "best")
+    named = wanted in NAMES
     if named:
         candidates = gather_json(group, _ranked(place, wanted) if group.is_main else None)[0]
         where = place
@@ -101,7 +106,10 @@ def opening(group: Group, place: Place, wanted: str, folders: tuple[str, ...] = 
         where, name = split(wanted)
         candidates = [name]
     for name in candidates:
-        opened, damage = _open(group, where, name, folders)
+        try:
+            opened, damage = _open(group, where, name, folders)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{argument}={wanted!r}: {error}{'' if named else nearest(wanted, NAMES)}") from error
         if opened is not None:
             with opened:
                 yield Loaded(opened, where.path(name), group)
@@ -111,7 +119,7 @@ def opening(group: Group, place: Place, wanted: str, folders: tuple[str, ...] = 
         if group.is_main:
             logger.error("%s; the checkpoint before it is taken", damage)
     what = "no complete checkpoint" if not candidates else "no checkpoint that is not damaged"
-    raise FileNotFoundError(f"resume={wanted!r}: {what}{' with a score' if wanted == 'best' else ''} in {place.root}")
+    raise FileNotFoundError(f"{argument}={wanted!r}: {what}{' with a score' if wanted == 'best' else ''} in {place.root}")
 
 
 def name_of(path: str | Path) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from engine.data.loader import PreparedLoader
 from engine.distributed.collectives import gather_object
 from engine.gradients import Loss, loss_in
+from engine.log import warn_once
 from engine.metric_states import unchanged
 from engine.run import Run
 from engine.seed import isolated
@@ -125,6 +126,11 @@ def optimizer_step(run: Run) -> None:
     """Finish the window's gradients and step; a window in which no micro-batch had a loss is no step."""
     engine, module, hooks = run.engine, run.module, run.hooks
     if not engine.window.fed:
+        if run.state.step == 0:
+            warn_once(
+                f"{type(module).__name__}.training_step returned None for every batch so far: nothing is trained. "
+                "Return the loss, unless these batches are to be left out"
+            )
         return
     if hooks.on_before_optimizer_step:
         run.saver.hold()

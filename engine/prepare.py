@@ -98,7 +98,9 @@ def training(run: Run, train_loader: Any, val_loaders: Any, datamodule: DataModu
         raise TypeError(f"{type(module).__name__} must define training_step(self, batch, batch_idx)")
     found = loaders_for(run, "train", train_loader, datamodule)
     if not found:
-        raise ValueError("no training data: give run(module, train_loader), a datamodule or a module with train_dataloader")
+        raise ValueError(
+            "no training data: give run(module, train_loader), a datamodule (fit run: --data my.module:Data) or a module with train_dataloader"
+        )
     run.train_loader = found[0]
     run.engine.strategy.micro_batch_size = getattr(found[0].loader, "batch_size", None)
     limit(run.train_loader, "limit_train_batches", settings.limit_train_batches)

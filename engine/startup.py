@@ -21,8 +21,20 @@ MOST = 10
 """Differences that an error lists."""
 
 
+def compare_models(run: Run) -> None:
+    """Versions, and names, dtypes and shapes of the parameters that each rank has built, before they are spread over the ranks.
+
+    Raises:
+        CheckError: they differ; on all ranks, naming what and where.
+    """
+    if run.settings.check:
+        group = run.engine.group
+        _agree(group, "versions", {"python": platform.python_version(), "torch": torch.__version__})
+        _agree(group, "models", {name: _form(value) for name, value in run.module.named_parameters()})
+
+
 def compare(run: Run) -> None:
-    """Versions over all ranks; parameters, optimizers' settings and loaders over the ranks that hold the same part of the model.
+    """Parameters, optimizers' settings and loaders over the ranks that hold the same part of the model.
 
     Raises:
         CheckError: they differ; on all ranks, naming what and where.
@@ -30,7 +42,6 @@ def compare(run: Run) -> None:
     if not run.settings.check:
         return
     group = run.engine.data_group
-    _agree(run.engine.group, "versions", {"python": platform.python_version(), "torch": torch.__version__})
     _agree(group, "parameters", {name: fingerprint(value) for name, value in run.module.named_parameters()})
     _agree(group, "optimizers", {f"optimizer {i}, group {j}": _plain(g) for i, o in enumerate(run.optimizers) for j, g in enumerate(o.param_groups)})
     loaders = {"training": run.train_loader} | {f"validation {i}": loader for i, loader in enumerate(run.val_loaders)}
@@ -66,10 +77,15 @@ def _round_trip(group: Group, index: int, tensor: Tensor) -> None:
 
 def fingerprint(value: Tensor) -> str:
     """dtype, shape and the checksum of all bits; of a parameter that is cut up over ranks without the checksum."""
-    form = f"{value.dtype}, {list(getattr(value, 'ds_shape', value.shape))}"
+    form = _form(value)
     if hasattr(value, "placements") or hasattr(value, "ds_id") or isinstance(value, nn.UninitializedParameter) or value.is_meta:
         return form
     return f"{form}, checksum {zlib.crc32(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()):08x}"
+
+
+def _form(value: Tensor) -> str:
+    shape = "not known yet" if isinstance(value, nn.UninitializedParameter) else list(getattr(value, "ds_shape", value.shape))
+    return f"{value.dtype}, {shape}"
 
 
 def _size(loader: PreparedLoader) -> dict[str, Any]:

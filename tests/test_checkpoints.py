@@ -92,6 +92,13 @@ def test_best_without_scores(tmp_path: Path) -> None:
     fit(tmp_path, ModelCheckpoint(), max_epochs=1).run(Net(), DATA)
     with pytest.raises(FileNotFoundError, match="resume='best': no complete checkpoint with a score"):
         start(tmp_path, Net(), "best")
+    with pytest.raises(FileNotFoundError, match="checkpoint='best': no complete checkpoint with a score"):
+        fit(tmp_path).validate(Net(), DATA, checkpoint="best")
+
+
+def test_a_misspelt_name(root: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"resume='lst': .* holds no complete checkpoint .*; did you mean 'last'\?"):
+        start(root, Net(), "lst")
 
 
 def test_weights_only(root: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import Weight, fit, ones
+from torch.utils.data import TensorDataset
 
 from engine import Callback, DataModule
 
@@ -120,6 +121,11 @@ def test_hyperparameters() -> None:
     assert Notes(5).hparams == {"size": 5}
     assert Careless("p").hparams == {"size": 3}
     assert Careless("p").hparams.size == 3
+
+
+def test_a_dataset_without_a_loader(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"TensorDataset is a dataset of samples: give DataLoader\(dataset, batch_size=32, shuffle=True\)"):
+        fit(tmp_path).run(Weight(), TensorDataset(torch.ones(3, 1)))
 
 
 def test_no_data_at_all(tmp_path: Path) -> None:

@@ -140,7 +140,6 @@ class Returns(Weight):
         (lambda loss, i: Loss(loss * 4, 2), -6.0),
         (lambda loss, i: {"loss": Loss(loss * 4, 2)}, -6.0),
         (lambda loss, i: loss.reshape(1), -3.0),
-        (lambda loss, i: None, 0.0),
         (lambda loss, i: None if i == 1 else loss, -2.0),
         (lambda loss, i: {"loss": None} if i == 1 else loss, -2.0),
     ],
@@ -149,7 +148,16 @@ def test_what_training_step_may_return(tmp_path: Path, make: Any, weight: float)
     module = Returns(make)
     result = fit(tmp_path).run(module, ones(3))
     assert module.w.item() == weight
-    assert result.step == (0 if weight == 0.0 else 2 if weight == -2.0 else 3)
+    assert result.step == (2 if weight == -2.0 else 3)
+
+
+def test_a_forgotten_return_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.log._said", set())
+    module = Returns(lambda loss, i: None)
+    with pytest.warns(UserWarning, match=r"Returns.training_step returned None for every batch so far: nothing is trained") as told:
+        result = fit(tmp_path).run(module, ones(3))
+    assert len(told) == 1
+    assert (module.w.item(), result.step) == (0.0, 0)
 
 
 @pytest.mark.parametrize(

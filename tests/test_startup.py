@@ -15,10 +15,10 @@ from engine.startup import fingerprint
 
 
 class Net(TrainModule):
-    def __init__(self) -> None:
+    def __init__(self, out: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layer = nn.Linear(3, 1)
+        self.layer = nn.Linear(3, out)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.layer(batch[0][:, :3].float()).mean()
@@ -41,11 +41,11 @@ class Rate(Callback):
         run.optimizers[0].param_groups[0]["lr"] *= 1 + run.rank
 
 
-def attempt(width: int = 3, samples: int = 16, dtype: torch.dtype = torch.float32, *callbacks: Callback) -> str:
+def attempt(width: int = 3, samples: int = 16, dtype: torch.dtype = torch.float32, *callbacks: Callback, out: int = 1) -> str:
     data = TensorDataset(torch.ones(samples, width, dtype=dtype))
     fit = Fit(max_epochs=2, accelerator="cpu", check=True, callbacks=list(callbacks), log_every_n_steps=0)
     try:
-        return f"step {fit.run(Net(), DataLoader(data, 4)).step}"
+        return f"step {fit.run(Net(out), DataLoader(data, 4)).step}"
     except CheckError as error:
         return str(error)
 
@@ -56,6 +56,10 @@ def rank() -> int:
 
 def rank_fine() -> str:
     return attempt()
+
+
+def rank_models() -> str:
+    return attempt(out=1 + rank())
 
 
 def rank_parameters() -> str:
@@ -87,6 +91,7 @@ def by_rank() -> dict[str, list[str]]:
     ("name", "parts"),
     [
         ("fine", ["step 4"]),
+        ("models", ["the models differ", "layer.weight: rank 0 has torch.float32, [1, 3], rank 1 has torch.float32, [2, 3]"]),
         ("parameters", ["the parameters differ", "layer.weight: rank 0 has torch.float32, [1, 3], checksum", "rank 1 has torch.float32, [1, 3], "]),
         ("optimizers", ["the optimizers differ", "optimizer 0, group 0: rank 0 has {'lr': 0.1", "rank 1 has {'lr': 0.2"]),
         ("samples", ["the loaders differ", "'samples': 16", "'samples': 24"]),

@@ -83,7 +83,7 @@ def _from_accelerate(arguments: argparse.Namespace) -> tuple[dict[str, Any], lis
             f"{path} has {count} key(s) that would change the training and have no counterpart here; --force writes them as comments:\n"
             + "\n".join(f"  {line}" for line in file.refused)
         )
-    head = ["", f"Made from Accelerate's {path}. It started the same processes as:", f"    {file.launch}"]
+    head = ["", f"Made from Accelerate's {path}. This starts the processes that it describes:", f"    {file.launch}"]
     told = (("Not taken over, because it has no meaning here:", file.notes), ("NOT DONE HERE, and it changes the training:", file.refused))
     for title, lines in told:
         head += ["", title, *(f"    {' '.join(line.split())}" for line in lines)] if lines else []

@@ -50,8 +50,10 @@ def class_help(command: str, parts: Sequence[Part]) -> str:
     """What can be set of each class: name, type, default and documentation."""
     lines = [f"usage: fit {command} TARGET --set NAME=VALUE ...", ""]
     for part in parts:
-        about = (inspect.getdoc(part.target) or "").split("\n\n")[0].split()
-        lines += [f"{part.name}: {part.path}", *([f"  {' '.join(about)}"] if about else [])]
+        bare = inspect.isclass(part.target) and part.target.__doc__ is None  # getdoc would tell of the base class then
+        about = "" if bare else (inspect.getdoc(part.target) or "").split("\n\n")[0]
+        about = " ".join(about.split())
+        lines += [f"{part.name}: {part.path}", *([f"  {about}"] if about else [])]
         rows = [(f"{part.name}.{name}", *_about(action)) for name, action in parameters(parser_of(part)).items()]
         widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:2]] if rows else []
         for name, kind, rest in rows:

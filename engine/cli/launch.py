@@ -7,7 +7,9 @@ import importlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
+from engine.errors import nearest
 from engine.launch.job import Job, LaunchError, make_job
 
 AGENT = "engine.launch.agent"
@@ -40,9 +42,17 @@ def start(job: Job) -> int:
     return int(importlib.import_module(AGENT).run(job))
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names the option that was meant."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ").split("=")[0].split(" ")[0] if message.startswith("unrecognized") else ""
+        super().error(f"{message}{nearest(unknown, self._option_string_actions) if unknown else ''}")
+
+
 def parser() -> argparse.ArgumentParser:
     """The options of ``fit launch``; everything from the script on belongs to the script."""
-    found = argparse.ArgumentParser(
+    found = _Parser(
         prog="fit launch",
         usage="fit launch [options] script.py [arguments of the script]\n       fit launch [options] -m package.module [arguments]\n"
         "       fit launch [options] --no-python program [arguments]",

@@ -89,6 +89,8 @@ def _longest(path: str, text: str, role: str) -> tuple[ModuleType, str]:
         except ModuleNotFoundError as error:
             if not _is_part(error.name, name):
                 raise
+    if "=" in path:
+        raise UsageError(f"{role} {text!r}: a setting stands behind --set, as in --set {text}")
     raise UsageError(f"{role} {text!r}: there is no module {path.split('.')[0]!r}; write my.module:Name, file.py:Name or file.py")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
+from torch.utils.data import Dataset, IterableDataset
+
 from engine.data.combined import CombinedLoader, combined
 from engine.data.indices import Micro, indexed
 from engine.data.stream import Stream
@@ -41,13 +43,18 @@ def feed_for(data: Any, group: Group, seed: int) -> Feed:
     """The feed for what the user passed.
 
     Raises:
-        TypeError: when it cannot be iterated.
+        TypeError: when it cannot be iterated, or is a dataset that has not got a loader.
     """
     if isinstance(data, CombinedLoader):
         return combined(data, group, seed)
     found = indexed(data, group, seed)
     if found is not None:
         return found
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        raise TypeError(
+            f"a loader gives batches, and {type(data).__name__} is a dataset of samples: give DataLoader(dataset, batch_size=32, shuffle=True), "
+            "or batch_size=None if its items are batches already"
+        )
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
         raise TypeError(f"a loader must be iterable (a DataLoader, a list of batches, a generator), got {type(data).__name__}: {data!r:.80}")
     return Stream(data, group, seed)

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -69,7 +70,7 @@ def debug(fn: Callable[..., T], *args: Any, num_processes: int = 2) -> list[T]:
 
     Raises:
         RankError: a rank failed; the message has the first one's traceback. The others are ended.
-        TypeError: ``fn`` or an argument cannot be pickled.
+        TypeError: ``fn`` or an argument cannot be pickled, or ``fn`` is defined in a notebook.
         RuntimeError: this is a rank of a job, or a process that is just being started.
         ValueError: less than one process.
     """
@@ -80,6 +81,12 @@ def debug(fn: Callable[..., T], *args: Any, num_processes: int = 2) -> list[T]:
             f"debug({getattr(fn, '__qualname__', fn)}): new processes cannot get it ({error}). Define the function at the top level of a module, "
             "or use engine.launch.notebook, whose processes are forks"
         ) from error
+    main = sys.modules["__main__"]
+    if getattr(fn, "__module__", None) == "__main__" and getattr(main, "__file__", None) is None and main.__spec__ is None:
+        raise TypeError(
+            f"debug({getattr(fn, '__qualname__', fn)}): it is defined in a notebook or at a prompt, where new processes cannot find it. Define it in "
+            "a module, or use engine.launch.notebook, whose processes are forks"
+        )
     return _run(fn, args, num_processes, "spawn", threads=max(1, cores() // max(1, num_processes)), cpu=True)
 
 

@@ -188,6 +188,13 @@ def test_help_with_a_target_is_about_its_classes(fit, order: tuple[str, ...]) ->
     assert "data.several bool default False" in lines
 
 
+def test_help_tells_nothing_of_a_base_class(fit, here: Path) -> None:
+    (here / "bare.py").write_text("from net import Net\n\nclass Bare(Net):\n    def training_step(self, batch, batch_idx): ...\n")
+    ended = fit("run", "bare:Bare", "--help")
+    assert ended.out.splitlines()[2] == "model: bare:Bare"
+    assert ended.out.splitlines()[3].startswith("    model.")
+
+
 ERRORS = [
     (("nett:Net",), "there is no module 'nett'"),
     (("net:Nett",), "has no 'Nett'; did you mean 'Net'?"),
@@ -217,7 +224,8 @@ ERRORS = [
     (("net:Net", "--set", "model=1"), "names no parameter"),
     (("--set", "max_epochs=1", "net:Net"), "the target stands before the options"),
     (("net:Net", "--config", "none.yaml"), "'none.yaml', which is no file"),
-    (("net:Net",), "no training data"),
+    (("net:Net",), "(fit run: --data my.module:Data)"),
+    (("--resume", "auto", "start=1"), "the target 'start=1': a setting stands behind --set"),
     (("net:Net", "--data", "net:numbers", "--set", "strategy=ddpp"), "did you mean 'ddp'?"),
     (("net:Net", "--data", "net:numbers", "--resume", "last"), "no complete checkpoint"),
     (("net:Net", "--callback", "ModelCheckpoint", "--set", "callbacks.0.save_top_k=-5"), "ModelCheckpoint(save_top_k=-5)"),

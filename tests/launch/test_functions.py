@@ -196,6 +196,7 @@ def work(x):
 """,
     "print('values', launch.notebook(work, 1, num_processes=2))",
     "launch.notebook(lambda: 1 / (1 - rank()), num_processes=2)",
+    "launch.debug(work, 1)",
 )
 
 
@@ -205,16 +206,18 @@ def test_in_a_jupyter_kernel() -> None:
     manager = pytest.importorskip("jupyter_client.manager")
     km, client = manager.start_new_kernel(kernel_name="python3", env=clean_environment())
     outputs: list[dict[str, Any]] = []
+    errors: list[tuple[str, str]] = []
     try:
         for cell in CELLS:
-            answer = client.execute_interactive(cell, timeout=60, output_hook=lambda message: outputs.append(message))
+            content = client.execute_interactive(cell, timeout=60, output_hook=lambda message: outputs.append(message))["content"]
+            errors += [(content["ename"], content["evalue"])] if content["status"] == "error" else []
         text = "".join(each["content"]["text"] for each in outputs if each["msg_type"] == "stream")
         assert "values [[1.0, 2.0], [1.0, 2.0]]" in text
         assert "from rank 0" in text
         assert "from rank 1" in text
-        assert answer["content"]["status"] == "error"
-        assert answer["content"]["ename"] == "RankError"
-        assert "ZeroDivisionError" in answer["content"]["evalue"]
+        assert [name for name, _ in errors] == ["RankError", "TypeError"]
+        assert "ZeroDivisionError" in errors[0][1]
+        assert "debug(work): it is defined in a notebook" in errors[1][1]
     finally:
         client.stop_channels()
         km.shutdown_kernel(now=True)

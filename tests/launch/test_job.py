@@ -101,3 +101,9 @@ def test_addresses_of_this_machine() -> None:
     assert [address.is_loopback(each) for each in ("localhost", "127.0.1.1", "::1", "10.0.0.1", "head")] == [True, True, True, False, False]
     own = address.outward()
     assert own is None or (address.is_own(own) and not address.is_loopback(own))
+
+
+def test_a_misspelt_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--nporc=2", SCRIPT])
+    assert "unrecognized arguments: --nporc=2; did you mean '--nproc'?" in capsys.readouterr().err
