@@ -92,6 +92,7 @@ def test_four_two_one_three_ranks(tmp_path: Path, alone: Any) -> None:
     check(tmp_path, phase(tmp_path, 4, 2, "auto", -1), alone)
 
 
+@pytest.mark.slow
 def test_from_strategy_to_strategy(tmp_path: Path, alone: Any) -> None:
     stages = [(2, "ddp", 2), (2, "fsdp", 4), (4, "tp_fsdp", 10), (1, "single", -1)]
     if importlib.util.find_spec("deepspeed"):

@@ -58,6 +58,7 @@ def lines(root: Path, diary: str) -> int:
     return len(read_diary(root / diary))
 
 
+@pytest.mark.slow
 def test_a_killed_worker_changes_no_bit(tmp_path: Path) -> None:
     seed = int.from_bytes(os.urandom(4), "big")
     chance = random.Random(seed)
