@@ -24,18 +24,19 @@ def check(settings: Settings, origins: Mapping[str, str], environment: Environme
     Raises:
         ValueError, TypeError: a setting of theirs that does not exist or is not possible, or a combination that cannot work.
     """
-    Precision.parse(settings.precision)
     world_size = _processes(settings, environment)
-    if settings.strategy != "auto":
-        strategy = strategies.get(settings.strategy)
-        try:
-            strategy.check(settings, origins, world_size)
-        except ValueError as error:
-            raise ValueError(f"{error}{_places(str(error), settings, origins)}") from None
+    try:
+        Precision.parse(settings.precision)
+        if settings.strategy != "auto":
+            strategies.get(settings.strategy).check(settings, origins, world_size)
+    except ValueError as error:
+        raise ValueError(f"{error}{_places(str(error), settings, origins)}") from None
 
 
 def _places(message: str, settings: Settings, origins: Mapping[str, str]) -> str:
     """Where the settings that a message names come from, but for those of the code, which the traceback shows."""
+    if message.startswith(("file ", "environment ", "command line ")):  # it begins with the place
+        return ""
     own = settings.strategy.origins if isinstance(settings.strategy, Named) else {}
     known = {**origins, **{f"strategy.{key}": place for key, place in own.items()}}
     named = set(re.findall(r"\w+(?==)", message)) | ({"devices", "num_nodes"} if "processes" in message else set())

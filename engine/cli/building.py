@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import re
@@ -72,6 +73,9 @@ class Parsed:
             raise UsageError(_explained(part, str(error))) from None
         except Exception as error:  # of a module that a class path names, or of jsonargparse about one
             raise _mendable(part, error) from None
+        given = {*part.init_args, *(key.removesuffix("+").split(".")[0] for key, _ in part.overrides)}
+        if missing := [name for name in _untyped(part.target) if name not in given]:
+            raise UsageError(_needs(part, missing))
 
     def build(self) -> tuple[Any, dict[str, Any]]:
         """The object, and the arguments that its constructor was called with."""
@@ -168,9 +172,20 @@ def _explained(part: Part, message: str) -> str:
         key, reason = found.groups()
         return f"{part.origin(key)}: {part.name}.{key} does not fit: {_reason(reason)}"
     if found := re.match(r"the following arguments are required: (.*)", text):
-        first = found[1].split(",")[0].strip()
-        return f"{part.name} {part.title} needs {found[1]}: give --set {part.name}.{first}=VALUE, or {first} under its init_args in the file"
+        return _needs(part, [each.strip() for each in found[1].split(",")])
     return f"{part.origin('')}: {part.name} {part.title}: {text}"
+
+
+def _needs(part: Part, missing: list[str]) -> str:
+    first = missing[0]
+    return f"{part.name} {part.title} needs {', '.join(missing)}: give --set {part.name}.{first}=VALUE, or {first} under its init_args in the file"
+
+
+def _untyped(target: Callable[..., Any]) -> list[str]:
+    """Parameters with neither type nor default: jsonargparse would give ``None`` for them."""
+    empty, kinds = inspect.Parameter.empty, (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    found = inspect.signature(target).parameters.values()
+    return [each.name for each in found if each.kind in kinds and each.default is empty and each.annotation is empty]
 
 
 def _mendable(part: Part, error: Exception) -> Exception:

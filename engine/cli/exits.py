@@ -30,6 +30,17 @@ class UsageError(Exception):
     """Something that the caller has given cannot be right; the message says what, and what to do."""
 
 
+def open_streams() -> None:
+    """Standard streams that were closed before this process started (``>&-``) lead nowhere, instead of to the next file that is opened."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
 def guarded(command: Callable[[], int]) -> int:
     """Run ``command``; a :class:`UsageError` becomes one line and status 2, Ctrl-C status 130."""
     try:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
-from engine.cli.exits import STATUSES, guarded
+from engine.cli.exits import STATUSES, guarded, open_streams
 from engine.errors import nearest
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status, as of :mod:`engine.cli.exits`. Wrong options end the process with status 2, as argparse does.
     """
+    open_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     top = parser()
     # What follows the command is its own.

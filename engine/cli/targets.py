@@ -41,14 +41,20 @@ def load(text: str, role: str, base: type, package: str | None = None) -> Any:
     place, colon, name = text.partition(":")
     if not place or (colon and not name):
         raise UsageError(f"{role} {text!r} is no target: write my.module:Name, file.py:Name or file.py")
-    if place.endswith(".py"):
-        module = _from_file(Path(place), role)
-    elif colon:
-        module = _import(place, text, role)
-    elif package is not None and "." not in place and not importlib.util.find_spec(place):
-        module, name = importlib.import_module(package), place
-    else:
-        module, name = _longest(place, text, role)
+    try:
+        if place.endswith(".py"):
+            module = _from_file(Path(place), role)
+        elif colon:
+            module = _import(place, text, role)
+        elif package is not None and "." not in place and not importlib.util.find_spec(place):
+            module, name = importlib.import_module(package), place
+        else:
+            module, name = _longest(place, text, role)
+    except SystemExit as end:  # a script with its work at the top level would end this program as if all were done
+        raise UsageError(
+            f"{role} {text!r}: its module calls exit({end.code!r}) when it is imported; what it does as a script belongs under: "
+            "if __name__ == '__main__':"
+        ) from None
     return _member(module, name, text, role) if name else _only(module, text, role, base)
 
 

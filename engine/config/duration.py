@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 from dataclasses import dataclass
@@ -26,6 +25,8 @@ _UNITS: dict[str, tuple[Unit, int]] = {
     **dict.fromkeys(("h", "hour", "hours"), ("seconds", 3600)),
     **dict.fromkeys(("d", "day", "days"), ("seconds", 86400)),
 }
+_MOST: dict[Unit, int] = {"epochs": 1 << 62, "steps": 1 << 62, "seconds": 100 * 365 * 86400}
+"""torch counts its time limits in nanoseconds, which 64 bits hold for 292 years."""
 _TEXT = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)\s*([a-z]*)")
 _CLOCK = re.compile(r"([0-9]+):([0-9]{1,2}):([0-9]{1,2}):([0-9]{1,2})")
 
@@ -46,8 +47,8 @@ class Duration:
     def __post_init__(self) -> None:
         if self.unit not in ("epochs", "steps", "seconds"):
             raise ValueError(f"unit={self.unit!r}: must be 'epochs', 'steps' or 'seconds'{nearest(self.unit, _UNITS)}")
-        if not math.isfinite(self.value) or self.value < 0:
-            raise ValueError(f"{self.value} {self.unit}: a duration is a finite number of at least 0")
+        if not 0 <= self.value <= _MOST[self.unit]:
+            raise ValueError(f"{self.value} {self.unit}: a duration is a number from 0 to {_MOST[self.unit]}")
         if self.value == int(self.value):
             object.__setattr__(self, "value", int(self.value))
         elif self.unit == "steps":
@@ -91,7 +92,7 @@ def _parse_text(text: str) -> Duration:
     clean = text.strip().lower()
     if clock := _CLOCK.fullmatch(clean):
         days, hours, minutes, seconds = map(int, clock.groups())
-        return Duration("seconds", timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds())
+        return Duration("seconds", ((days * 24 + hours) * 60 + minutes) * 60 + seconds)
     match = _TEXT.fullmatch(clean)
     if match is None:
         raise ValueError(f"{text!r} is no duration: give {_FORMS}")

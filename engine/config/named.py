@@ -65,6 +65,7 @@ def named(setting: str, value: Mapping[str, Any], origins: Mapping[str, str] | N
     return Named(name, options, places) if options else name
 
 
+_LISTS = (list, tuple, set, frozenset)
 _EXAMPLES = {"strategy": "deepspeed, stage: 3", "precision": "fp8-mixed, recipe: rowwise"}
 
 
@@ -88,7 +89,7 @@ def strategy_setting(name: str, value: Any) -> Any:
     """
     if isinstance(value, Mapping):
         value = named(name, value)
-    if value is None or value == "" or isinstance(value, (bool, int, float, type)):
+    if value is None or value == "" or isinstance(value, (bool, int, float, type, *_LISTS)):
         possible = "the name of a strategy, a mapping with its name and settings, or a strategy object"
         raise TypeError(f"{name}={value!r} is of type {type(value).__name__}: give {possible}")
     if isinstance(value, Named) and value.name == "auto":
@@ -110,4 +111,6 @@ def precision_setting(name: str, value: Any) -> Any:
         if known != "fp8-mixed":
             raise ValueError(f"{value.at(first)}precision {value.name!r} takes no settings, and {first!r} was given: only 'fp8-mixed' does")
         return replace(value, name=known)
+    if isinstance(value, _LISTS):
+        raise TypeError(f"{name}={value!r} is of type {type(value).__name__}: give the name of a precision, or a mapping with its name and settings")
     return precision_name(value) if value is None or isinstance(value, (str, bool, int, float, type)) else value

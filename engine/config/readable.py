@@ -92,27 +92,38 @@ def rows(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 def without_secrets(values: Any, key: str = "") -> Any:
     """A copy of plain values with :data:`HIDDEN` for text that looks like a secret, by its key or by itself."""
     if isinstance(values, Mapping):
-        return {name: without_secrets(each, name if isinstance(each, (str, list, tuple)) else "") for name, each in values.items()}
+        below = _is_secret_name(key) and "class_path" not in values  # an object that a parameter "key" is given is none
+        return {name: without_secrets(each, key if below else name) for name, each in values.items()}
     if isinstance(values, (list, tuple)):
         return [without_secrets(each, key) for each in values]
+    if type(values) is int and _NUMBERS & _parts(key):
+        return HIDDEN
     if not isinstance(values, str) or not values:
         return values
     return HIDDEN if _is_secret_name(key) else _hide_text(values)
 
 
-_WORDS = frozenset(("token", "key", "apikey", "secret", "password", "passwd", "pwd", "passphrase", "credential", "credentials", "bearer"))
+_WORDS = frozenset(("token", "key", "apikey", "secret", "password", "passwd", "pwd", "passphrase", "credential", "credentials", "bearer",
+                    "apikeys", "accesskey", "secretkey", "privatekey", "secrets", "passwords", "passcode", "authorization"))  # fmt: skip
+_NUMBERS = frozenset(("password", "passwords", "passwd", "pwd", "passcode", "passphrase"))
+"""Whose values are secret as numbers, too; ``key_dim`` is none."""
 _SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
-_IN_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/{1,2})[^/\s@]+@")
-_GIVEN = re.compile(r"([\w.-]+)(\s*[=:]\s*)(\"[^\"]*\"|'[^']*'|[^\s,;&}\])]+)")
+_IN_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/{1,2})[^/\s]+@")
+_GIVEN = re.compile(r"([\w.-]+)(\s*(?:=|:(?!//))\s*)(\"[^\"]*\"|'[^']*'|[^\s,;&}\])]+)")
 _ITSELF = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*|\bBearer\s+\S+|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"
-    r"|\b(?:sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA|AIza)[\w-]{12,}",
+    r"|\b(?:sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA|AIza|[rs]k_(?:live|test)_|npm_)[\w-]{12,}"
+    r"|(?i:\bauthorization\b\W{1,4}\w+\s+[^\s'\"]+)",
     re.DOTALL,
 )
 
 
 def _is_secret_name(name: str) -> bool:
-    return any(part.lower() in _WORDS for part in _SPLIT.split(str(name)))
+    return bool(_WORDS & _parts(name))
+
+
+def _parts(name: str) -> set[str]:
+    return {part.lower() for part in _SPLIT.split(str(name))}
 
 
 def _hide_text(text: str) -> str:

@@ -78,7 +78,10 @@ def resolve(
     theirs: dict[str, Any] = {}
     for name, node, origin in _from_file(path) if path is not None else ():
         if name in sections:
-            theirs[name] = reading.construct(node)
+            try:
+                theirs[name] = reading.construct(node)
+            except ValueError as error:
+                raise ValueError(f"{origin}: {name} {error}") from None
         else:
             _check_name(name, origin)
             values[name], origins[name] = read_value(name, node, origin, lines=True), origin
@@ -106,7 +109,7 @@ def _from_environment(environ: Mapping[str, str]) -> _Entries:
         name = variable.removeprefix(PREFIX).lower()
         if name not in KINDS or variable != variable.upper():
             known = ", ".join(PREFIX + kind.upper() for kind in KINDS)
-            hint = nearest(name, KINDS)
+            hint = f"; did you mean {variable.upper()}?" if name in KINDS else nearest(name, KINDS)
             raise ValueError(f"environment {variable}: {name!r} is no setting of Fit{hint}; unset it, or choose from {known}")
         yield name, reading.compose(text, f"environment {variable}"), f"environment {variable}"
 

@@ -16,6 +16,10 @@ from typing import BinaryIO, TextIO
 
 TAIL = 64 * 1024
 """Bytes of a rank's standard error that are kept to find a traceback in."""
+LINE = 64 * 1024
+"""Bytes of a line without an end that are waited for; then they are shown as a line."""
+PIPE = 1 << 20
+"""Bytes that a pipe can hold at most (Linux, without privileges)."""
 
 
 @dataclass(eq=False)
@@ -85,8 +89,9 @@ class Output:
         self.started()
         with self._lock:
             for stream in list(self._streams.values()):
-                while self._read(stream) > 0:
-                    pass
+                left = PIPE
+                while left > 0 and (count := self._read(stream)) > 0:  # something left behind may write without end
+                    left -= count
                 self._end(stream)
 
     def close(self) -> None:
@@ -141,6 +146,9 @@ class Output:
         if stream.is_error:
             self._tails[stream.rank] = (self._tails[stream.rank] + data)[-TAIL:]
         *lines, stream.pending = (stream.pending + data).split(b"\n")
+        if len(stream.pending) > LINE:
+            lines.append(stream.pending)
+            stream.pending = b""
         self._display(stream, lines)
         return len(data)
 
@@ -170,7 +178,7 @@ class Output:
         if target in self._mute:
             return
         try:
-            target.write(text)
+            target.write(text.encode(target.encoding, "replace").decode(target.encoding))
             target.flush()
         except OSError:  # its reader has gone ("| head"): the ranks go on, and their files have everything
             self._mute.add(target)

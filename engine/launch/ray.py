@@ -51,8 +51,6 @@ def main(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     Raises:
         LaunchError: Ray is not installed, or the options are wrong.
     """
-    if importlib.util.find_spec("ray") is None:
-        raise LaunchError('--ray: Ray is not installed; install it with: pip install "fit-trainer[ray]"')
     command_of(options)  # the script is there
     variables = {name: value for name, value in environ.items() if name.startswith("FIT_")} | config_variables(options.config, environ)
     try:
@@ -63,6 +61,8 @@ def main(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         raise LaunchError(f"--nproc {options.nproc!r} with --ray: a number, auto or gpu is needed")
     if not str(options.max_restarts or "0").isdigit():
         raise LaunchError(f"--max-restarts {options.max_restarts!r}: a whole number is needed")
+    if importlib.util.find_spec("ray") is None:
+        raise LaunchError('--ray: Ray is not installed; install it with: pip install "fit-trainer[ray]"')
     return run(
         RayJob(
             options.script,

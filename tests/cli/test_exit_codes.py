@@ -54,6 +54,13 @@ def test_1_for_an_error_while_the_users_module_is_imported(fit, here: Path) -> N
     assert "engine/cli" not in ended.err
 
 
+def test_2_for_a_module_that_ends_the_program(fit, here: Path) -> None:
+    (here / "ends.py").write_text("import sys\nfrom net import Net\nsys.exit()\n")  # it would look as if the run had gone well
+    ended = fit("run", "ends.py")
+    assert ended.status == 2
+    assert "the target 'ends.py': its module calls exit(None) when it is imported" in ended.err
+
+
 def test_1_for_a_module_that_is_no_python(fit, here: Path) -> None:
     (here / "broken.py").write_text("def f(:\n")
     ended = fit("run", "broken.py")

@@ -233,6 +233,14 @@ ERRORS = [
 ]
 
 
+def test_a_parameter_without_type_and_default_must_be_given(fit, here: Path) -> None:
+    (here / "bare.py").write_text("from net import Net\nclass Bare(Net):\n    def __init__(self, width, *, depth=2):\n        super().__init__()\n")
+    ended = fit("run", "bare.py", "--data", "net:numbers")
+    assert ended.status == 2
+    assert "model Bare needs width: give --set model.width=VALUE" in ended.err
+    assert fit("run", "bare.py", "--data", "net:numbers", "--set", "max_steps=1", "model.width=null").status == 0
+
+
 @pytest.mark.parametrize(("arguments", "message"), ERRORS)
 def test_what_is_wrong_is_said_in_one_line(fit, here: Path, arguments: tuple[str, ...], message: str) -> None:
     (here / "hostile.yaml").write_text("lr: !!python/object/apply:os.mkdir [pwned]\n")

@@ -94,6 +94,12 @@ def test_the_place_of_what_is_wrong(in_tmp: Path, text: str, message: str) -> No
         resolve({}, {}, Path("a.yaml"))
 
 
+def test_the_place_of_a_section(in_tmp: Path) -> None:
+    Path("a.yaml").write_text("seed: 1\nmodel: !!int abc\n")
+    with pytest.raises(ValueError, match=r"a.yaml:2: model cannot be read"):
+        resolve({}, {}, Path("a.yaml"), sections=("model",))
+
+
 def test_files_that_are_none(in_tmp: Path) -> None:
     Path("latin.yaml").write_bytes("seed: 1\nroot_dir: caf\xe9\n".encode("latin-1"))
     with pytest.raises(ValueError, match=r"file latin.yaml:2: is not UTF-8 \(byte 0xe9\)"):

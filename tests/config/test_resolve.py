@@ -92,7 +92,7 @@ def test_names_are_checked_everywhere(in_tmp: Path) -> None:
         resolve({"precison": 1}, {})
     with pytest.raises(ValueError, match=r"environment FIT_PRECISON.*did you mean 'precision'"):
         resolve({}, {"FIT_PRECISON": "1"})
-    with pytest.raises(ValueError, match="environment FIT_seed"):
+    with pytest.raises(ValueError, match=r"environment FIT_seed.*did you mean FIT_SEED"):
         resolve({}, {"FIT_seed": "1"})
     (in_tmp / "fit.yaml").write_text("seed: 1\nprecison: no\n")
     with pytest.raises(ValueError, match=r"file fit.yaml:2.*did you mean 'precision'"):

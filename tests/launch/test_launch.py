@@ -321,3 +321,30 @@ def test_help_does_not_import_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_lines_that_no_terminal_could_show(tmp_path: Path) -> None:
+    text = """
+        import subprocess
+        for _ in range(150):  # a line of 15 MB
+            sys.stdout.write("x" * 100_000)
+        sys.stdout.flush()
+        sys.stdout.buffer.write("\\n\\u2603\\n".encode() + bytes(range(256)) + b"\\nlast\\n")
+        subprocess.Popen(["sh", "-c", "for i in $(seq 200000); do echo left behind; done; sleep 1"], start_new_session=True)
+    """
+    with Launched(tmp_path, "--nproc", 2, script(tmp_path, text), PYTHONIOENCODING="ascii") as job:
+        assert job.wait(30) == 0, job.text
+    assert "[rank 1] ?\n" in job.out.read_text(errors="replace")
+    for rank in range(2):
+        (kept,) = tmp_path.glob(f"*-logs/*/rank={rank}.log")
+        assert kept.read_bytes().startswith(b"x" * 15_000_000 + "\n☃\n".encode() + bytes(range(256)))
+
+
+def test_standard_output_that_was_closed(tmp_path: Path) -> None:
+    path = script(tmp_path, "print('said')")
+    line = [*COMMAND, "--log-dir", "logs", "--nproc", "2", path.name]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *line], env=clean_environment(), cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert [path.read_text() for path in tmp_path.glob("logs/*/rank=*.log")] == ["said\n", "said\n"]
