@@ -140,7 +140,12 @@ def test_the_other_ranks_repeat_the_command_line(run, tmp_path):
         ("kill", "RankError: rank 2 was killed by SIGKILL (the system may have run out of memory)", 20),
         ("early", "RankError: rank 2 ended early (exit code 0) while rank 0 still trains", 20),
         ("python", "RankError: rank 2 failed with exit code 1. Its traceback:\n\nTraceback|ValueError: boom on rank 2", 20),
-        pytest.param("native", "RankError: rank 2 failed with exit code 1. Its traceback:\n\nTraceback|rank 0 did not react within 5 s", 25, marks=pytest.mark.slow),
+        pytest.param(
+            "native",
+            "RankError: rank 2 failed with exit code 1. Its traceback:\n\nTraceback|rank 0 did not react within 5 s",
+            25,
+            marks=pytest.mark.slow,
+        ),
         pytest.param("stubborn", "RankError: rank 2 failed with exit code 1. Its traceback:\n\nTraceback", 25, marks=pytest.mark.slow),
         pytest.param("gone", "RankError: rank 1 ended early (exit code 0)", 25, marks=pytest.mark.slow),
     ],
