@@ -59,7 +59,7 @@ def checked(run: Run, batches: Iterator[Any]) -> Iterator[Any]:
         leaves: list[Tensor] = []
         map_tensors(leaves.append, batch)
         forms = {f"tensor {i}": f"{t.dtype}, [batch{''.join(f', {n}' for n in t.shape[1:])}], {t.device.type}" for i, t in enumerate(leaves)}
-        _agree(group, "first batch", {"structure": type(batch).__name__, "tensors": len(leaves)} | forms)
+        _agree(group, "first batches", {"structure": type(batch).__name__, "tensors": len(leaves)} | forms)
         for index, tensor in enumerate(leaves):
             _round_trip(group, index, tensor)
         yield batch

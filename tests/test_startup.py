@@ -95,8 +95,8 @@ def by_rank() -> dict[str, list[str]]:
         ("parameters", ["the parameters differ", "layer.weight: rank 0 has torch.float32, [1, 3], checksum", "rank 1 has torch.float32, [1, 3], "]),
         ("optimizers", ["the optimizers differ", "optimizer 0, group 0: rank 0 has {'lr': 0.1", "rank 1 has {'lr': 0.2"]),
         ("samples", ["the loaders differ", "'samples': 16", "'samples': 24"]),
-        ("width", ["the first batch differ", "tensor 0: rank 0 has torch.float32, [batch, 3], cpu, rank 1 has torch.float32, [batch, 4], cpu"]),
-        ("dtype", ["the first batch differ", "tensor 0: rank 0 has torch.float32", "rank 1 has torch.float64"]),
+        ("width", ["the first batches differ", "tensor 0: rank 0 has torch.float32, [batch, 3], cpu, rank 1 has torch.float32, [batch, 4], cpu"]),
+        ("dtype", ["the first batches differ", "tensor 0: rank 0 has torch.float32", "rank 1 has torch.float64"]),
     ],
 )
 def test_two_ranks(by_rank: dict[str, list[str]], name: str, parts: list[str]) -> None:
