@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 from engine import possible, prepare
 from engine.callback import Callback
@@ -108,8 +108,9 @@ class Fit:
         debug: bool = UNSET,
         gc_every_n_steps: int = UNSET,
         root_dir: str | Path = UNSET,
+        **unknown: Never,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__", "unknown")} | unknown
         failures.attach(detect(os.environ))
         self._set(resolve(given, os.environ))
 

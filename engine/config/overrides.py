@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.config import reading
+from engine.config.elsewhere import hint
 from engine.config.named import Named, named
 from engine.config.reading import Node
 from engine.config.schema import Settings, check
 from engine.config.values import KINDS, NAMED, read_value
-from engine.errors import nearest
 
 
 def apply(overrides: Sequence[str], values: dict[str, Any], origins: dict[str, str], sections: Sequence[str] = ()) -> None:
@@ -31,7 +31,7 @@ def apply(overrides: Sequence[str], values: dict[str, Any], origins: dict[str, s
         if not equals or not all(path):
             raise ValueError(f"{origin}: write name=value, such as max_epochs=3 or strategy.stage=3")
         if path[0] not in KINDS:
-            raise ValueError(f"{origin}: {path[0]!r} is no setting of Fit{nearest(path[0], KINDS)}; possible: {', '.join(KINDS)}")
+            raise ValueError(f"{origin}: {path[0]!r} is no setting of Fit{hint(path[0], KINDS)}; possible: {', '.join(KINDS)}")
         entry = (path, reading.compose(given, origin), origin)
         (parts if len(path) > 1 else whole).append(entry)
     for (name,), node, origin in whole:

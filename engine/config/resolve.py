@@ -9,10 +9,10 @@ from typing import Any
 
 from engine.config import overrides as command_line
 from engine.config import reading
+from engine.config.elsewhere import hint
 from engine.config.reading import Node
 from engine.config.schema import Settings, fast_dev_run_overrides
 from engine.config.values import KINDS, read_value
-from engine.errors import nearest
 
 PREFIX = "FIT_"
 RESERVED = ("FIT_CONFIG", "FIT_PARENT_PID")
@@ -34,7 +34,6 @@ class _Unset:
 
 UNSET: Any = _Unset()
 """An argument that was not given. ``None`` is a value and means what it says."""
-
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def resolve(
         values[name], origins[name] = read_value(name, node, origin), origin
     for name, value in given.items():
         if name not in KINDS:
-            raise TypeError(f"{name!r} is no argument of Fit{nearest(name, KINDS)}; possible: {', '.join(KINDS)}")
+            raise TypeError(f"{name!r} is no argument of Fit{hint(name, KINDS)}; possible: {', '.join(KINDS)}")
         if value is not UNSET:
             values[name], origins[name] = value, "code"
     command_line.apply(overrides, values, origins, sections)
@@ -109,8 +108,8 @@ def _from_environment(environ: Mapping[str, str]) -> _Entries:
         name = variable.removeprefix(PREFIX).lower()
         if name not in KINDS or variable != variable.upper():
             known = ", ".join(PREFIX + kind.upper() for kind in KINDS)
-            hint = f"; did you mean {variable.upper()}?" if name in KINDS else nearest(name, KINDS)
-            raise ValueError(f"environment {variable}: {name!r} is no setting of Fit{hint}; unset it, or choose from {known}")
+            meant = f"; did you mean {variable.upper()}?" if name in KINDS else hint(name, KINDS)
+            raise ValueError(f"environment {variable}: {name!r} is no setting of Fit{meant}; unset it, or choose from {known}")
         yield name, reading.compose(text, f"environment {variable}"), f"environment {variable}"
 
 
@@ -140,4 +139,4 @@ def _check_name(name: str, origin: str) -> None:
         also = "; Fit(callbacks=[...]) takes callbacks in code only" if name == "callbacks" else ""
         raise ValueError(f"{origin}: {name!r} is a section that 'fit run' reads; a script with Fit(...) builds its own{also}")
     if name not in KINDS:
-        raise ValueError(f"{origin}: {name!r} is no setting of Fit{nearest(name, KINDS)}; possible: {', '.join(KINDS)}")
+        raise ValueError(f"{origin}: {name!r} is no setting of Fit{hint(name, KINDS)}; possible: {', '.join(KINDS)}")

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine import Fit
+from engine.config import elsewhere
 from engine.config.duration import Duration
 from engine.config.resolve import UNSET, Resolved, resolve
+from engine.config.schema import Settings
 
 
 @pytest.fixture
@@ -153,3 +158,31 @@ def test_unset_is_one_object() -> None:
     assert repr(UNSET) == "<default>"
     assert copy.deepcopy(UNSET) is UNSET
     assert pickle.loads(pickle.dumps(UNSET)) is UNSET
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("max_epoch", "did you mean 'max_epochs'?"),
+        ("gpus", "here it is called 'devices'"),
+        ("gradient_accumulation_steps", "here it is called 'accumulate_grad_batches'"),
+        ("logger", "loggers are callbacks"),
+        ("ckpt_path", "resuming is an argument of run"),
+    ],
+)
+def test_names_of_other_trainers(name: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=re.escape(said)):
+        Fit(**{name: 1})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=re.escape(said)):
+        resolve({}, {f"FIT_{name.upper()}": "1"})
+    with pytest.raises(ValueError, match=re.escape(said)):
+        resolve({}, {}, overrides=[f"{name}=1"])
+    file = tmp_path / "fit.yaml"
+    file.write_text(f"{name}: 1\n")
+    with pytest.raises(ValueError, match=re.escape(said)):
+        resolve({}, {}, file)
+
+
+def test_every_name_that_is_told_is_a_setting() -> None:
+    assert set(elsewhere._NAMES.values()) <= {field.name for field in fields(Settings)}
+    assert not (set(elsewhere._NAMES) | set(elsewhere._OTHERWISE)) & {field.name for field in fields(Settings)}
