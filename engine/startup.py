@@ -71,8 +71,9 @@ def _round_trip(group: Group, index: int, tensor: Tensor) -> None:
     rows = torch.tensor([len(tensor) if tensor.ndim else 1])
     sizes = gather(group, rows).tolist()
     mine = gather(group, tensor).split(sizes)[group.rank]
-    if fingerprint(mine.reshape(tensor.shape)) != fingerprint(tensor):
-        raise CheckError(f"check=True: tensor {index} of the first batch did not come back from the other ranks as rank {group.rank} sent it")
+    whole = gather_json(group, fingerprint(mine.reshape(tensor.shape)) == fingerprint(tensor))
+    if not all(whole):
+        raise CheckError(f"check=True: tensor {index} of the first batch did not come back as rank {whole.index(False)} sent it to the others")
 
 
 def fingerprint(value: Tensor) -> str:
