@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from engine.config.transforms import Recompute
 from engine.transforms.blocks import units, user_module
+from engine.transforms.rerun import Buffers, Pass
 
 _KEPT = (
     "mm.default",
@@ -27,7 +29,8 @@ _KEPT = (
 def recompute(model: nn.Module, setting: Recompute) -> None:
     """Let the model's repeated blocks be computed again in the backward pass, in place: classes and names stay. ``None`` undoes it.
 
-    Random numbers are drawn as in the first pass, so that dropout leaves out the same units.
+    Random numbers are drawn as in the first pass, so that dropout leaves out the same units. Buffers (running statistics) and torchmetrics
+    objects are updated once. What else a block's forward pass does, such as appending to a list, happens twice.
 
     Raises:
         ValueError: the model has no blocks.
@@ -46,15 +49,28 @@ def recompute(model: nn.Module, setting: Recompute) -> None:
         )
     every = setting if isinstance(setting, int) else 1
     for block in blocks[::every]:
-        block.forward = partial(_recomputed, block, setting == "selective")
+        block.forward = partial(_recomputed, block, setting == "selective", Buffers())
 
 
-def _recomputed(block: nn.Module, selective: bool, *args: Any, **kwargs: Any) -> Any:
+def _recomputed(block: nn.Module, selective: bool, buffers: Buffers, *args: Any, **kwargs: Any) -> Any:
     forward = partial(type(block).forward, block)
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    context: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _kept())} if selective else {}
-    return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
+    if torch.compiler.is_compiling():  # the compiler's graph updates buffers once by itself
+        context: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _kept())} if selective else {}
+        return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
+    first = buffers.before(block)
+    outputs = checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_contexts, first, selective), **kwargs)
+    buffers.after(first)
+    return outputs
+
+
+def _contexts(first: Pass, selective: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What the two passes run in."""
+    once: AbstractContextManager[Any] = nullcontext()
+    if selective:
+        once, first.inner = create_selective_checkpoint_contexts(_kept())
+    return once, first
 
 
 def _kept() -> list[Any]:

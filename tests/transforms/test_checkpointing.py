@@ -85,9 +85,33 @@ def rank_runs() -> Any:
     return {name: [train(setting, strategy) for setting in (None, "full", "selective", 2)] for name, strategy in strategies.items()}
 
 
+def statistics(setting: Any, strategy: str) -> list[list[float]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)))
+    engine = Engine(accelerator="cpu", strategy=strategy, activation_checkpointing=setting)
+    model, optimizer = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(2):
+        batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(2 * step + engine.process_index))
+        engine.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [b.flatten().tolist() for b in engine.unwrap_model(model).buffers()]
+
+
+def rank_statistics() -> Any:
+    return [[statistics(setting, strategy) for setting in (None, "full")] for strategy in ("ddp", "fsdp")]
+
+
 @pytest.fixture(scope="module")
 def found() -> Any:
     return on_ranks(__file__, 2)
+
+
+def test_running_statistics_are_updated_once_on_every_rank(found: Any) -> None:
+    for rank in found["statistics"]:
+        for plain, again in rank:
+            assert again == plain
+            assert plain[2] == plain[5] == [2]
 
 
 def saved(model: nn.Module) -> int:
