@@ -9,12 +9,10 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from engine.data.loader import PreparedLoader
 from engine.distributed.collectives import gather_object
-from engine.gradients import Loss, loss_in
-from engine.log import warn_once
 from engine.metric_states import unchanged
 from engine.run import Run
 from engine.seed import isolated
@@ -51,12 +49,12 @@ def train(run: Run) -> None:
 
 def train_epoch(run: Run) -> None:
     """One pass over the training data, or what is left of it."""
-    engine, module, state, hooks, times, recorder = run.engine, run.module, run.state, run.hooks, run.times, run.recorder
-    window, call, automatic, clock = engine.window, run.call, module.automatic_optimization, time.perf_counter
-    autocast, sync, models = engine.autocast(), engine.strategy.sync, engine.models
-    separate = automatic and not engine.strategy.pipelined  # else the call holds the backward pass
+    window, module, state, hooks, times, recorder = run.engine.window, run.module, run.state, run.hooks, run.times, run.recorder
+    optimization, clock = run.optimization, time.perf_counter
+    micro, accumulates = optimization.micro, optimization.accumulates
     batches = begin_epoch(run)
-    window.accumulating = automatic
+    optimization.begin()
+    window.accumulating = accumulates
     entered, apart, waited = clock(), times.apart, 0.0
     mark = entered
     for batch in batches:
@@ -65,25 +63,17 @@ def train_epoch(run: Run) -> None:
         index = state.batch_idx
         share = window.share
         recorder.size, recorder.batch = share.size, batch
-        if automatic:
-            sync(models, share.last)
         if hooks.on_train_batch_start:
             run.saver.hold()  # hooks may change weights
             if any([hook(run, module, batch, index) == -1 for hook in hooks.on_train_batch_start]):  # noqa: C419  (all are called)
                 break
-        if not automatic:
-            run.stepping = True
-        with autocast:
-            outputs = call(batch, index) if share.size else matched_only(run, call, batch, index)
-        if separate:
-            backward(run, outputs)
+        outputs = micro(batch, index, share)
         state.batch_idx = index + 1
         state.batches += 1
-        closes = share.last or not automatic
+        closes = share.last or not accumulates
         if closes:
             run.stepping = True
-            if automatic:
-                optimizer_step(run)
+            optimization.step()
             state.position += run.stride
             state.whole_batches = state.batch_idx
             run.stepping = False
@@ -99,50 +89,6 @@ def train_epoch(run: Run) -> None:
     times.data += waited
     times.compute += clock() - entered - (times.apart - apart)
     end_epoch(run)
-
-
-def matched_only(run: Run, call: Callable[..., Any], batch: Any, index: int) -> Any:
-    """A training step that only keeps the ranks matched: its samples were trained on before."""
-    with unchanged(run.module):
-        return call(batch, index)
-
-
-def backward(run: Run, outputs: Any) -> None:
-    """Backward from what ``training_step`` returned."""
-    loss = outputs
-    if type(loss) is not Tensor and not isinstance(loss, (Tensor, Loss)):
-        loss = loss_in(outputs, type(run.module).__name__)
-        if loss is None:
-            run.engine.backward_nothing()
-            return
-    for hook in run.hooks.on_before_backward:
-        hook(run, run.module, loss)
-    run.engine.backward(loss)
-    for hook in run.hooks.on_after_backward:
-        hook(run, run.module)
-
-
-def optimizer_step(run: Run) -> None:
-    """Finish the window's gradients and step; a window in which no micro-batch had a loss is no step."""
-    engine, module, hooks = run.engine, run.module, run.hooks
-    if not engine.window.fed:
-        if run.state.step == 0:
-            warn_once(
-                f"{type(module).__name__}.training_step returned None for every batch so far: nothing is trained. "
-                "Return the loss, unless these batches are to be left out"
-            )
-        return
-    if hooks.on_before_optimizer_step:
-        run.saver.hold()
-        engine.unscale_gradients(run.optimizers)
-        for optimizer in run.optimizers:
-            for hook in hooks.on_before_optimizer_step:
-                hook(run, module, optimizer)
-    engine.step(run.optimizers, max_norm=run.max_norm, max_value=run.max_value, then=run.applied)
-    for optimizer in run.optimizers:
-        for hook in hooks.on_before_zero_grad:
-            hook(run, module, optimizer)
-        optimizer.zero_grad()
 
 
 def end_step(run: Run, seconds: float) -> bool:

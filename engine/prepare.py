@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from engine.automatic import Automatic, ByHand, InParts
 from engine.data.combined import CombinedLoader
 from engine.data.loader import PreparedLoader
 from engine.datamodule import DataModule
@@ -230,6 +231,8 @@ def optimizers(run: Run) -> None:
         if schedule.interval == "step" and schedule.reduce_on_plateau and schedule.frequency == 1:
             warn_once("ReduceLROnPlateau with interval='step', frequency=1 looks at its metric after every step; it changes only when it is logged")
     run.set_optimizers(chosen, schedules, module.automatic_optimization)
+    kind = ByHand if not module.automatic_optimization else InParts if engine.strategy.pipelined else Automatic
+    run.optimization = kind(run)
 
 
 def evaluation(run: Run, kind: str, given: Any, datamodule: DataModule | None, step: str) -> list[PreparedLoader]:

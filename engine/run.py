@@ -40,6 +40,10 @@ class Run(Checkpoints):
     """The next step after which more than the step itself may happen."""
     started = False
     """A step was made: from now on ``timeout`` holds, no more ``start_timeout``."""
+    optimization: Any = None
+    """What becomes of each micro-batch and each window, an :class:`engine.automatic.Automatic`; in trainings only."""
+    backward: Callable[..., None]
+    """What runs a backward pass from a loss: the engine, or what the module has overridden ``backward`` with."""
 
     def __init__(
         self, settings: Settings, engine: Engine, module: TrainModule, callbacks: tuple[Hooked, ...], hooks: Hooks, stage: str, config: Config
@@ -89,6 +93,7 @@ class Run(Checkpoints):
         """The ranks have agreed to end early, by Ctrl-C or SIGTERM."""
         self.call: Callable[..., Any] = module.training_step
         """What runs ``training_step``: the module itself, or the strategy's wrapper around it."""
+        self.backward = engine.backward
         self.method: Callable[[str], Callable[..., Any]] = partial(getattr, module)
         """What runs a step of that name in evaluation."""
         self.stop_reason = ""
@@ -253,7 +258,7 @@ class Run(Checkpoints):
         """``module.manual_backward`` ends here."""
         for hook in self.hooks.on_before_backward:
             hook(self, self.module, loss)
-        self.engine.backward(loss, **kwargs)
+        self.backward(loss, **kwargs)
         for hook in self.hooks.on_after_backward:
             hook(self, self.module)
 

@@ -45,6 +45,7 @@ LAYERS: dict[str, int] = {
     "engine.checkpoints": 5,
     "engine.run": 5,
     "engine.callback": 5,
+    "engine.automatic": 6,
     "engine.manual": 6,
     "engine.prepare": 6,
     "engine.crew": 6,
