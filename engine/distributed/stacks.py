@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import threading
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -32,6 +33,7 @@ _DEBUGGERS = ("pdb", "bdb", "pydevd", "debugpy", "_pydevd_bundle", "IPython.core
 
 MOST = 80
 """Characters of a source line that are shown."""
+_doing: dict[int, str] = {}
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,19 @@ def place(thread: int) -> Place:
     file, number, function, _ = frames[0]
     line = _line([each[:3] for each in frames])
     inner = "" if line.startswith(f"{file}:{number} ") else f" (now in {Path(file).name}:{number} {function})"
-    return Place(line + inner, file.startswith(_WAITS), debugged)
+    busy = f"; it is {_doing[thread]}" if thread in _doing else ""
+    return Place(line + inner + busy, file.startswith(_WAITS), debugged)
+
+
+@contextlib.contextmanager
+def doing(what: str) -> Iterator[None]:
+    """What this thread is about, in words, for whoever finds it standing still."""
+    thread = threading.get_ident()
+    _doing[thread] = what
+    try:
+        yield
+    finally:
+        del _doing[thread]
 
 
 def raised_at(trace: TracebackType | None) -> str:

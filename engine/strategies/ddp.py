@@ -10,9 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from engine.errors import nearest
 from engine.strategies.base import Strategy, class_name, spread, sum_over_ranks, trained
+from engine.strategies.replica import Replica, average
+from engine.transforms.blocks import user_module
 
 HOOKS = ("fp16", "bf16", "powersgd")
 
@@ -37,6 +41,8 @@ class DDP(Strategy):
     powersgd_start: int = 1000
     """PowerSGD: steps that are reduced exactly before compression begins."""
     _begun: set[int] = field(default_factory=set, init=False, repr=False)
+    _optimizers: list[Optimizer] = field(default_factory=list, init=False, repr=False)
+    _watches: list[RemovableHandle] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.comm_hook is not None and self.comm_hook not in HOOKS:
@@ -50,13 +56,18 @@ class DDP(Strategy):
                 f"strategy='ddp' with {class_name(model)}, whose parameters are sharded already, by an earlier run: "
                 "use that run's strategy again, or load a checkpoint into a new module"
             )
-        # A job of one process, or a model that nothing trains, has no gradients to reduce.
-        if self.group.world_size == 1 or not any(True for _ in trained(model)):
+        if self.group.world_size == 1:
+            return model
+        if not any(True for _ in trained(model)) and (user_module(model) is model or not any(True for _ in model.parameters())):
+            # Nothing is reduced, and the user keeps the model itself. Fit's own wrappers are nobody's to keep.
             self.share_parameters(model)
+            self._watches.append(model.register_forward_pre_hook(_still_frozen))
             return model
         device = self.group.device
-        wrapped = DistributedDataParallel(
+        wrapped = Replica(
             model,
+            self.group,
+            self._optimizers,
             process_group=_unchecked() if device.type == "cpu" and dist.get_debug_level() == dist.DebugLevel.DETAIL else None,
             device_ids=[device.index] if device.type == "cuda" else None,
             find_unused_parameters=self.find_unused_parameters,
@@ -87,6 +98,16 @@ class DDP(Strategy):
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, DistributedDataParallel) else model
 
+    def repoint(self, optimizer: Optimizer) -> None:
+        if not any(optimizer is known for known in self._optimizers):
+            self._optimizers.append(optimizer)
+
+    def release(self) -> None:
+        for watch in self._watches:
+            watch.remove()
+        for known in (self._watches, self._optimizers, self._begun):
+            known.clear()
+
     def sync(self, models: Sequence[nn.Module], enabled: bool) -> None:
         for model in models:
             if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync != enabled:
@@ -98,35 +119,28 @@ class DDP(Strategy):
 
     def expect(self, models: Sequence[nn.Module], root: Tensor) -> None:
         for model in models:
-            if isinstance(model, DistributedDataParallel) and self.find_unused_parameters:
+            if isinstance(model, Replica) and model.searching:
                 # The search for unused parameters ran when forward returned nothing, and took all of them for unused.
                 model.reducer.prepare_for_backward([root])
 
     def share_parameters(self, model: nn.Module) -> None:
         spread(self.group, [t.detach() for t in (*model.parameters(), *model.buffers())])
 
-    @torch.no_grad()
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
-        if self.group.world_size == 1:
-            return
-        # A parameter may have a gradient on some ranks only; where none has one it stays without, as on one process.
-        present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=self.group.device)
-        dist.all_reduce(present, op=dist.ReduceOp.MAX)
-        groups: dict[torch.dtype, list[Tensor]] = {}
-        for parameter, anywhere in zip(parameters, present.tolist(), strict=True):
-            if anywhere:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                groups.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-        for grads in groups.values():
-            flat = torch.cat([g.flatten() for g in grads])
-            dist.all_reduce(flat)
-            flat /= self.group.world_size
-            for grad, piece in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-                grad.copy_(piece.view_as(grad))
+        if self.group.world_size > 1:
+            average(self.group, parameters)
 
     def sum(self, value: Tensor | float) -> Tensor | float:
         return sum_over_ranks(self.group, value)
+
+
+def _still_frozen(model: nn.Module, inputs: Any) -> None:
+    """A pre-hook of a model that was prepared without a trained parameter."""
+    if torch.is_grad_enabled() and any(True for _ in trained(model)):
+        raise ValueError(
+            f"{type(model).__name__} had no trained parameter when it was prepared, and has some now, whose gradients no rank would share: "
+            "prepare it while one of its parameters is trained (requires_grad), and freeze it afterwards"
+        )
 
 
 def _unchecked() -> dist.ProcessGroup | None:
