@@ -75,7 +75,7 @@ class DDP(Strategy):
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             bucket_cap_mb=self.bucket_cap_mb,
             # Passed only when it differs: torch 2.13 warns of the name at any use.
-            **({} if self.broadcast_buffers else {"broadcast_buffers": False}),  # type: ignore[arg-type]
+            **({} if self.broadcast_buffers else {"broadcast_buffers": False}),
         )
         self._register_hook(wrapped)
         return wrapped

@@ -95,7 +95,7 @@ class Replica(DistributedDataParallel):
         self._ranks: Group | None = ranks
         self._optimizers = optimizers
         self._composition = Composition(module, self.parameters_to_ignore)
-        self._reduced: list[Tensor] = lent or self._composition.trained
+        self._reduced: Sequence[Tensor] = lent or self._composition.trained
         self._idle = idle
         self._open = False
         """Gradients were gathered that no reduction has seen yet."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_ranks
 from ranked import on_ranks
 from torch import Tensor, nn
 
@@ -248,6 +247,146 @@ def rank_settings() -> Any:
     return found
 
 
+def says(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def rank_refused() -> Any:
+    engine = Engine(accelerator="cpu")
+    rank = engine.process_index
+
+    def assign(model: Any, optimizer: Any, step: int, micro: int) -> None:
+        if step == 2:
+            model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+    def differently(model: Any, optimizer: Any, step: int, micro: int) -> None:
+        if step == 2:
+            (model.backbone if rank else model.middle).requires_grad_(True)
+
+    frozen = engine.prepare(Net().requires_grad_(False))
+    silent = says(lambda: frozen(torch.ones(2, 3).double()))
+    frozen.requires_grad_(True)
+    unfrozen = says(lambda: frozen(torch.ones(2, 3).double()))
+    engine.release()
+    return {
+        "assign": says(lambda: ours(assign)),
+        "differently": says(lambda: ours(differently, begin=freeze_all_but_head)),
+        "added inside": says(lambda: ours(inside=add_inside(same=False))),
+        "frozen": [silent, unfrozen, says(lambda: frozen(torch.ones(2, 3).double()))],
+    }
+
+
+def rank_assigned_and_given() -> Any:
+    """Whoever replaces parameters and gives the optimizer the new ones is let alone."""
+
+    def change(model: Any, optimizer: Any, step: int, micro: int) -> None:
+        if step == 2:
+            model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()}, assign=True)
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+
+    return apart(ours(change), bare(change))
+
+
+def adversarial(prepare: Callable[..., Any], own: slice) -> Tensor:
+    """Two models, one frozen while the other is trained."""
+    maker, judge = Net(), Net()
+    maker.head = nn.Linear(4, 3).double()
+    torch.nn.init.constant_(maker.head.weight, 0.3)
+    torch.nn.init.zeros_(maker.head.bias)
+    made, judged, first, second, backward = prepare(maker, judge, sgd(maker), sgd(judge))
+    for step in range(STEPS):
+        x = batch(step, 0)[0][own]
+        backward((judged(x) - judged(made(x).detach())).square().mean())
+        second.step()
+        second.zero_grad()
+        judge.requires_grad_(False)
+        backward(judged(made(x)).square().mean())
+        first.step()
+        first.zero_grad()
+        judge.requires_grad_(True)
+    return torch.cat([flat(maker), flat(judge)])
+
+
+def rank_adversarial() -> Any:
+    engine = Engine(accelerator="cpu")
+    reducers: list[Any] = []
+
+    def prepared(*objects: Any) -> Any:
+        made, judged, first, second = engine.prepare(*objects)
+        reducers.extend([judged, judged.reducer])
+        return made, judged, first, second, engine.backward
+
+    low = 2 * engine.process_index
+    distance = apart(adversarial(prepared, slice(low, low + 2)), adversarial(lambda *objects: (*objects, Tensor.backward), slice(None)))
+    return [distance, reducers[0].reducer is reducers[1]]
+
+
+class Tuned(TrainModule):
+    def __init__(self, begin: str = "") -> None:
+        super().__init__()
+        self.net = Net()
+        for part in begin.split():
+            getattr(self.net, part).requires_grad_(False)
+        self.at: str = ""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.at == "step" and self.global_step == 2:
+            self.net.backbone.requires_grad_(True)
+        x, y = batch
+        return (self.net(x) - y).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        if self.at == "start":
+            self.net.head.requires_grad_(True)
+        return sgd(self.net)
+
+
+class Unfreezes(Callback):
+    def __init__(self, at: str) -> None:
+        self.at = at
+
+    def on_train_epoch_start(self, run: Any, module: Any) -> None:
+        if self.at == "epoch" and run.epoch == 1:
+            module.net.backbone.requires_grad_(True)
+
+    def on_train_batch_start(self, run: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if self.at == "batch" and run.step == 2:
+            module.net.backbone.requires_grad_(True)
+
+    def on_before_optimizer_step(self, run: Any, module: Any, optimizer: Any) -> None:
+        if self.at == "late" and run.step == 1:
+            module.net.backbone.requires_grad_(True)
+
+
+def rank_fit() -> Any:
+    """Two steps an epoch, three epochs; unfrozen from step 2 on."""
+    rows = [batch(step, 0) for step in (0, 1)]
+    data = torch.utils.data.TensorDataset(torch.cat([x for x, _ in rows]), torch.cat([y for _, y in rows]))
+    found = {}
+    for at in ("epoch", "batch", "late", "step", "start"):
+        begin = "backbone" if at != "start" else "backbone middle head"
+        module, expected = Tuned(begin), Tuned(begin)
+        module.at = at
+        loader = torch.utils.data.DataLoader(data, batch_size=2)
+        Fit(accelerator="cpu", strategy="ddp", max_epochs=3, callbacks=Unfreezes(at), seed=1).run(module, loader)
+        optimizer = sgd(expected)
+        if at == "start":
+            expected.net.head.requires_grad_(True)
+        for step in range(6):
+            if step == 2 and at != "start":
+                expected.net.backbone.requires_grad_(True)
+            x, y = rows[step % 2]
+            (expected.net(x) - y).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found[at] = apart(flat(module), flat(expected))
+    return found
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
     return on_ranks(__file__, RANKS)
@@ -261,3 +400,31 @@ def test_a_changed_model_trains_as_on_one_process(found: Any) -> None:
 def test_every_setting_outlives_a_change(found: Any) -> None:
     for rank in found["settings"]:
         assert {name: value for name, value in rank.items() if value > (1e-2 if name == "powersgd" else 1e-12)} == {}
+
+
+def test_a_change_that_cannot_be_followed_is_an_error_on_all_ranks(found: Any) -> None:
+    for rank in found["refused"]:
+        assert "optimizer" in rank["assign"]
+        assert "backbone.weight" in rank["assign"]
+        assert "rank 0 now trains these parameters" in rank["differently"]
+        assert "only here: middle.weight [4, 4] torch.float64" in rank["differently"]
+        assert "late.weight" in rank["added inside"]
+        assert "on_train_batch_start" in rank["added inside"]
+        silent, unfrozen, released = rank["frozen"]
+        assert (silent, released) == ("no error", "no error")
+        assert "had no trained parameter when it was prepared" in unfrozen
+
+
+def test_parameters_replaced_in_the_optimizer_too(found: Any) -> None:
+    assert max(found["assigned_and_given"]) < 1e-12
+
+
+def test_models_that_are_frozen_in_turns_keep_their_reducer(found: Any) -> None:
+    for distance, kept in found["adversarial"]:
+        assert distance < 1e-12
+        assert kept
+
+
+def test_fit_follows_what_callbacks_and_training_steps_unfreeze(found: Any) -> None:
+    for rank in found["fit"]:
+        assert {name: value for name, value in rank.items() if value > 1e-12} == {}
