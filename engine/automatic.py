@@ -40,7 +40,8 @@ class Automatic:
         """The window is over: finish its gradients and step. One in which no micro-batch had a loss is no step."""
         run = self.run
         engine, module, hooks = run.engine, run.module, run.hooks
-        if not engine.window.fed:
+        if not engine.window.fed and not engine.window_has_loss():
+            engine.window.discard()
             warn_unfed(run)
             return
         if hooks.on_before_optimizer_step:
@@ -54,6 +55,12 @@ class Automatic:
             for hook in hooks.on_before_zero_grad:
                 hook(run, module, optimizer)
             optimizer.zero_grad()
+
+
+    def cut(self) -> None:
+        """The epoch is left inside of a window: its gradients, and its values of the step, are left out."""
+        self.run.engine.discard_window()
+        self.run.recorder.window += 1
 
 
 class InParts(Automatic):

@@ -18,7 +18,7 @@ from engine.data.sampler import ALONE, Share
 from engine.distributed import collectives, failures, relaunch
 from engine.distributed.environment import Environment, detect
 from engine.distributed.group import Group, join
-from engine.gradients import Loss, Window
+from engine.gradients import Loss
 from engine.precision import Precision
 from engine.preparing import raw
 from engine.states import States
@@ -27,6 +27,7 @@ from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8, Layers
 from engine.transforms.order import Transforms
 from engine.tree import batch_size, map_tensors
+from engine.window import Window
 
 
 class Engine(States):
@@ -112,9 +113,8 @@ class Engine(States):
         self._stepper.describe = self._describe_gradients
         self._models: list[nn.Module] = []
         self._schedulers, self._loaders, self._registered = [], [], []
-        self._agree = self._largest if self.scaler is not None else None
+        self.window.agree, self.window.traces = self._largest, lambda optimizers: self.strategy.traces(optimizers, self._models)
         self._unfed = 0
-        self._synced = True
 
     @property
     def accumulate_grad_batches(self) -> int:
@@ -135,7 +135,7 @@ class Engine(States):
 
         After an :meth:`accumulate` block it tells about that block.
         """
-        return self.window.share.last if self.window.accumulating else self._synced
+        return self.window.share.last if self.window.accumulating else not self.window.held
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -149,7 +149,8 @@ class Engine(States):
             yield
         finally:
             window = self.window
-            self._synced, window.accumulating = window.share.last, False
+            window.accumulating = False
+            window.hold({id(p) for model in models for p in model.parameters()} if models and len(window.groups) > 1 else None)
             if window.share.alone < 0:
                 window.share = ALONE
 
@@ -159,7 +160,7 @@ class Engine(States):
         if window.share is ALONE or window.share.alone < 0:
             self._unfed += 1
             window.share = Share(1, float(window.size), -1.0, last=self._unfed % window.size == 0)
-        window.accumulating = True
+        window.enter()
         self.strategy.sync(models or self._models, window.share.last)
 
     @contextmanager
@@ -186,15 +187,19 @@ class Engine(States):
         Raises:
             TypeError: neither; or both kinds in one window.
             ValueError: no graph, or more than one element.
+            RuntimeError: gradients were clipped or unscaled already, and neither used nor cleared.
         """
-        if not self.window.accumulating:
-            self._synced = True
-        root, divisor = self.window.root(loss, self.data_group.world_size, self._agree)
+        window = self.window
+        if window.held and not window.accumulating:
+            window.release()
+        root, divisor = window.root(loss, self.data_group.world_size, self.scaler is not None)
         if divisor == 1.0 and self.scaler is None:
             root.backward(**kwargs)
-            return
-        seed = self.window.seed(divisor, root.device)
-        root.backward(seed if self.scaler is None else self.scaler.seed(seed), **kwargs)
+        else:
+            seed = window.seed(divisor, root)
+            root.backward(seed if self.scaler is None else self.scaler.seed(seed), **kwargs)
+        if window.watching:
+            window.attribute()
 
     def forward_backward(self, step: Callable[[Any, int], Any], batch: Any) -> Any:
         """The loss of ``step(batch, samples)`` and its backward pass, under every strategy; with a pipeline, in parts of the micro-batch.
@@ -211,32 +216,45 @@ class Engine(States):
             self.backward(loss)
             return map_tensors(Tensor.detach, loss)
         window = self.window
-        if not window.accumulating:
-            self._synced = True
+        if window.held and not window.accumulating:
+            window.release()
         if self.scaler is not None:
-            self.scaler.seed(window.seed(1.0, self.device))  # ranks without the loss need the scale too
+            self.scaler.seed(window.seed(1.0, torch.ones((), device=self.device)))  # ranks without the loss need the scale too
 
         def root(loss: Tensor | Loss, fraction: float) -> Tensor:
             if isinstance(loss, Loss) and self.scaler is not None:
                 raise ValueError("Loss(sum, count) with a pipeline under fp16: the sum may overflow; use precision='bf16-mixed', or return a mean")
             # As with several ranks: the loss is here, but not all that it is divided by.
-            start, divisor = window.root(loss, max(2, self.data_group.world_size), None)
+            start, divisor = window.root(loss, max(2, self.data_group.world_size), False)
             if not isinstance(loss, Loss):
                 divisor /= fraction
-            seed = window.seed(divisor, start.device)
+            seed = window.seed(divisor, start)
             return start * (seed if self.scaler is None else self.scaler.seed(seed))
 
         found = self.strategy.run_pipeline(step, root, batch, self.sync_gradients)
         if not self.strategy.has_loss:
             window.follow(isinstance(found, Loss))
+        if window.watching:
+            window.attribute()
         return found
 
     def backward_nothing(self) -> None:
         """This micro-batch has no loss. Alone, its samples do not count; among several ranks they count with a zero gradient."""
         window = self.window
-        window.drop(self.data_group.world_size, self._agree)
+        window.drop(self.data_group.world_size, self.scaler is not None)
         if self.group.world_size > 1 and (self.sync_gradients or self.strategy.matched_forward or self.strategy.matched_backward):
             self.strategy.backward_nothing(self._models)
+
+    def window_has_loss(self) -> bool:
+        """Whether some rank had a loss in the window that ends here. For ranks that had none (``window.fed``): others need not ask."""
+        return self._stepper.fed()
+
+    def discard_window(self) -> None:
+        """End the window without a step: forget its gradients and its losses' weights, on all ranks. For loops that are left in its middle."""
+        for optimizer in self._stepper.known:
+            optimizer.zero_grad()
+        self.strategy.discard(self._models)
+        self.window.discard()
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Make the gradients readable before ``optimizer.step()``: divided by the loss scale and the window's weight."""
@@ -293,8 +311,10 @@ class Engine(States):
         self._stepper.settle()
         return self._stepper.skipped
 
-    def _largest(self, value: float) -> float:
-        return float(collectives.all_reduce(self.group, torch.tensor(value, dtype=torch.float64), "max"))
+    def _largest(self, values: Sequence[float]) -> list[float]:
+        """The largest of each number over all ranks. Waits for them."""
+        largest: list[float] = collectives.all_reduce(self.group, torch.tensor(values, dtype=torch.float64), "max").tolist()
+        return largest
 
     def _describe_gradients(self) -> str:
         named = ((name, p) for model in self._models for name, p in self.unwrap_model(model).named_parameters())

@@ -1,8 +1,7 @@
-"""Exact gradients: what a loss weighs, when its window ends, and the one pass that finishes the gradients before a step."""
+"""Losses with a weight, and the passes that finish gradients before a step."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from engine.data.sampler import ALONE, Share
 from engine.log import warn_once
 from engine.tree import whole
 
@@ -35,157 +33,6 @@ class Loss:
 pytree.register_dataclass(Loss)
 
 
-class Window:
-    """The gradient state that loaders, backward passes and optimizer steps of one engine share."""
-
-    __slots__ = (
-        "_finished",
-        "_first",
-        "_newest",
-        "_scalars",
-        "_seeds",
-        "accumulating",
-        "count",
-        "dropped",
-        "fed",
-        "losses",
-        "reference",
-        "share",
-        "size",
-        "total",
-    )  # fmt: skip
-
-    def __init__(self, size: int = 1) -> None:
-        self.size = size
-        """Micro-batches in a full window (``accumulate_grad_batches``)."""
-        self.share: Share = ALONE
-        """The current micro-batch's; set by the prepared loader that gave it out."""
-        self.accumulating = False
-        """Whether the loop accumulates: the window's own weights hold, not the micro-batch's alone."""
-        self.count: Tensor | float | None = None
-        """Items of the ``Loss`` objects of this window so far, on this rank."""
-        self.losses = 0
-        self.dropped = 0.0
-        """The part of the window (of 1) whose micro-batches had no loss; known on one process only."""
-        self.reference: float | None = None
-        """fp16: a power of two that sums are divided by before backward, so that their gradients fit the format."""
-        self.total: Tensor | float | None = None
-        """What the finished window's gradients are still to be divided by; ``None``: nothing."""
-        self._finished = False
-        self._scalars = False
-        self.fed = False
-        """Whether this window is a step: a micro-batch gave a loss, or one of another rank may have."""
-        self._first: Tensor | float | None = None
-        self._newest: Tensor | float | None = None
-        self._seeds: dict[tuple[float, torch.device], Tensor] = {}
-
-    def open(self) -> None:
-        """Begin a new window after a finished one."""
-        self._finished = self._scalars = self.fed = False
-        if self.count is not None or self.dropped:
-            self.count, self.total, self.losses, self.dropped, self._first = None, None, 0, 0.0, None
-
-    def root(self, loss: Tensor | Loss, world_size: int, agree: Callable[[float], float] | None) -> tuple[Tensor, float]:
-        """The scalar that backward starts from, and what it is divided by; both are exact for the current micro-batch.
-
-        ``agree`` (fp16 only) gives the largest of a number over all ranks.
-        """
-        if self._finished:
-            self.open()
-        share = self.share
-        if isinstance(loss, Loss):
-            return self._weighted(loss, share, world_size, agree)
-        root = loss if type(loss) is Tensor and not loss.ndim and loss.requires_grad else _scalar(loss)
-        if self.count is not None:
-            raise TypeError("this micro-batch gave a scalar loss, an earlier one of the same window gave Loss(sum, count): return one kind")
-        self._scalars = self.fed = True
-        if share.size == 0:
-            return root, math.inf
-        return root, share.divisor if self.accumulating else share.alone
-
-    def _weighted(self, loss: Loss, share: Share, world_size: int, agree: Callable[[float], float] | None) -> tuple[Tensor, float]:
-        if self._scalars:
-            raise TypeError("this micro-batch gave Loss(sum, count), an earlier one of the same window gave a scalar loss: return one kind")
-        root, count = _scalar(loss.sum), loss.count
-        self.fed = True
-        if isinstance(count, Tensor):
-            count = whole(count.detach())
-        if world_size == 1 and self.count is None and (share.last or not self.accumulating):
-            # The whole window in one micro-batch: divide the loss, not the gradients, as a bare loop does.
-            self.count, self._first = count, nonzero(count)
-            return root / self._first, 1.0
-        if share.size == 0:
-            count = count * 0.0
-        self._add(count, agree)
-        if self._first is not None:  # another loss on the micro-batch that was taken for the whole window
-            root = root / self._first
-        return root, (self.reference or 1.0) if share.size else math.inf
-
-    def _add(self, count: Tensor | float, agree: Callable[[float], float] | None) -> None:
-        if agree is not None and self.reference is None:  # once: this waits for the device
-            self.reference = 2.0 ** math.ceil(math.log2(max(agree(float(count)), 1.0) * self.size))
-        self.count = count if self.count is None else self.count + count
-        self.losses += 1
-        self._newest = count
-
-    def follow(self, weighted: bool) -> None:
-        """Another rank has this micro-batch's loss: be in the same state as its window."""
-        if self._finished:
-            self.open()
-        self.fed = True
-        if weighted:
-            self._add(0.0, None)
-        else:
-            self._scalars = True
-
-    def seed(self, divisor: float, device: torch.device) -> Tensor:
-        """The gradient to start backward with: 1 / ``divisor``. Shape ``()``, fp32; made once for each value.
-
-        It weighs the loss at no cost: multiplying the loss itself would add a node to the graph (10 us a micro-batch).
-        """
-        key = (divisor, device)
-        found = self._seeds.get(key)
-        if found is None:
-            if len(self._seeds) > 256:
-                self._seeds.clear()
-            # The division is made in fp32, as autograd makes it for (loss / divisor).backward(): the same last bit.
-            one = torch.ones((), dtype=torch.float32)
-            found = self._seeds[key] = (one / divisor).to(device, non_blocking=True)
-        return found
-
-    def drop(self, world_size: int, agree: Callable[[float], float] | None = None) -> None:
-        """The current micro-batch gave no loss: its samples do not count (one process), or count with a zero gradient (several)."""
-        if self._finished:
-            self.open()
-        if world_size > 1:
-            # Other ranks may have a loss: this one takes part in the collectives of its kind, and in the step.
-            self.fed = True
-            if self._newest is not None:
-                self._add(self._newest * 0, agree)
-        elif self.share.size:
-            self.dropped += 1.0 / self.share.divisor if self.accumulating else 0.0
-
-    def close_whole(self) -> bool:
-        """Close a window whose weights were all known before its backward passes, the usual case; False for another one."""
-        if self.losses or self.dropped:
-            return False
-        self._finished = True
-        return True
-
-    def finish(self, sum_over_ranks: Callable[[Tensor | float], Tensor | float], world_size: int) -> Tensor | float | None:
-        """Close the window: what its gradients are still to be divided by, or ``None``. Later calls before a backward give the same."""
-        if not self._finished:
-            self._finished = True
-            if self.losses:
-                assert self.count is not None
-                self.total = nonzero(sum_over_ranks(self.count) / (world_size * (self.reference or 1.0)))
-                if self._first is not None:
-                    self.total = self.total / self._first
-            elif self._scalars and 0.0 < self.dropped < 1.0:
-                self.total = 1.0 - self.dropped
-        return self.total
-
-
 def nonzero(count: Tensor | float) -> Tensor | float:
     """``count``, or 1 where it is 0: a sum over nothing divided by it gives 0."""
     if isinstance(count, Tensor):
@@ -193,7 +40,7 @@ def nonzero(count: Tensor | float) -> Tensor | float:
     return count or 1.0
 
 
-def _scalar(loss: Any) -> Tensor:
+def scalar(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise TypeError(f"a loss must be a scalar tensor or Loss(sum, count), got {type(loss).__name__}")
     if not loss.requires_grad:
@@ -238,6 +85,12 @@ def parameters_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
         first: list[Tensor] = optimizers[0].param_groups[0]["params"]
         return first
     return list({id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}.values())
+
+
+def traces(optimizers: Sequence[Optimizer]) -> list[tuple[Any, int]]:
+    """Each parameter's gradient and its version: others after a backward pass that has reached the parameter."""
+    grads = (p.grad for p in parameters_of(optimizers))
+    return [(None, 0) if grad is None else (grad, grad._version) for grad in grads]
 
 
 @torch.no_grad()

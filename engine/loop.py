@@ -56,7 +56,7 @@ def train_epoch(run: Run) -> None:
     optimization.begin()
     window.accumulating = accumulates
     entered, apart, waited = clock(), times.apart, 0.0
-    mark = entered
+    mark, closes = entered, True
     for batch in batches:
         began = clock()
         waited += began - mark
@@ -86,6 +86,8 @@ def train_epoch(run: Run) -> None:
             if leave:
                 break
     window.accumulating = False
+    if not closes:
+        optimization.cut()
     times.data += waited
     times.compute += clock() - entered - (times.apart - apart)
     end_epoch(run)

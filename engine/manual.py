@@ -16,14 +16,18 @@ class ManualOptimizer(PreparedOptimizer):
 
     def __init__(self, prepared: PreparedOptimizer, run: Run) -> None:
         super().__init__(prepared.optimizer, prepared._stepper, prepared._window)
-        self._run, self._averaged = run, False
+        self._run = run
 
     def readable(self) -> None:
         """Make the gradients what the step will apply: averaged over the ranks and unscaled."""
-        if not self._averaged:
-            self._run.engine.average_gradients(self)
-            self._averaged = True
+        self._average()
         self._run.engine.unscale_gradients(self)
+
+    def _average(self) -> None:
+        gathered = self._window.of(self.optimizer)
+        if not gathered.averaged:
+            self._run.engine.average_gradients(self)
+            gathered.averaged = True
 
     def clip(self, value: float, algorithm: str) -> None:
         """Clip the gradients that the step will apply."""
@@ -46,13 +50,12 @@ class ManualOptimizer(PreparedOptimizer):
             self.readable()
             for hook in run.hooks.on_before_optimizer_step:
                 hook(run, run.module, self)
-        elif not self._averaged:
-            run.engine.average_gradients(self)
-        self._averaged = False
+        else:
+            self._average()
         run.engine.step([self], then=run.applied)
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for hook in self._run.hooks.on_before_zero_grad:
             hook(self._run, self._run.module, self)
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+        super().zero_grad(set_to_none)

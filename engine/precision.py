@@ -126,7 +126,9 @@ class Scaler(torch.amp.GradScaler):
 
         ``parts``: this rank's parts of sharded gradients, instead of the gradients themselves.
         """
-        assert self._scale is not None, "unscale before any backward"
+        if self._scale is None:  # no backward pass on this rank yet: others may have had one
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        assert self._scale is not None
         inverse = self._scale.double().reciprocal()
         if divisor is not None:
             inverse = inverse / divisor

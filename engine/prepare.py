@@ -227,6 +227,8 @@ def optimizers(run: Run) -> None:
     prepared = [engine.prepare_optimizer(o) for o in found]
     # The loop steps whole windows with engine.step and needs no wrapper; a module that steps by itself does.
     chosen: list[Any] = list(found) if module.automatic_optimization else [ManualOptimizer(o, run) for o in prepared]
+    if module.automatic_optimization:
+        engine.window.join()
     for schedule in schedules:
         if schedule.interval == "step" and schedule.reduce_on_plateau and schedule.frequency == 1:
             warn_once("ReduceLROnPlateau with interval='step', frequency=1 looks at its metric after every step; it changes only when it is logged")

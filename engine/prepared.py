@@ -9,22 +9,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from engine.gradients import Window
+from engine.gathered import Gathered
 from engine.precision import Precision
 from engine.stepper import Stepper
 from engine.tree import map_tensors
+from engine.window import Window
 
 
 class PreparedOptimizer(Optimizer):
     """An optimizer that steps once a window, with exact gradients, and skips what is not finite. Everything else is the wrapped one's.
 
-    Inside ``engine.accumulate`` a ``step`` before the window's last micro-batch does nothing, and ``zero_grad`` only ever clears
-    gradients that a step has used: it may stand at the start or at the end of the loop.
+    Until the last micro-batch of a window, inside of ``engine.accumulate`` and after its block, ``step`` does nothing, and ``zero_grad``
+    clears only gradients that a step has used: it may stand at the start or at the end of the loop.
     """
 
     def __init__(self, optimizer: Optimizer, stepper: Stepper, window: Window) -> None:
         # Not Optimizer.__init__: parameters, state and hooks stay in the one optimizer that has them.
-        self.optimizer, self._stepper, self._window, self._used = optimizer, stepper, window, False
+        self.optimizer, self._stepper, self._window = optimizer, stepper, window
 
     def __getattr__(self, name: str) -> Any:
         # Optimizers carry methods that no wrapper can list (schedule-free ones have train() and eval()).
@@ -68,9 +69,10 @@ class PreparedOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step with the window's gradients; the value of ``closure`` when one is given (it computes them itself, as LBFGS asks)."""
-        if self._window.accumulating and not self._window.share.last:
+        group = self._window.of(self.optimizer)
+        if self._window.waits(group):
             return None
-        self._used = True
+        group.used = True
         if closure is None:
             return self._stepper.step([self.optimizer])
         if self._stepper.strategy.owns_step:
@@ -83,17 +85,17 @@ class PreparedOptimizer(Optimizer):
             self._stepper.call_first()
             self._stepper.prepare([self.optimizer])
             self._stepper.forget([self.optimizer])
-            self._used = True  # LBFGS calls the closure, and so zero_grad, several times in one step
+            group.used = True  # LBFGS calls the closure, and so zero_grad, several times in one step
             return value
 
         self._stepper.skipped = False
         return self.optimizer.step(exact)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if not self._window.accumulating or self._used:
+        group = self._window.of(self.optimizer)
+        if group.used or group.ready or self._window.ended(group):
             self.optimizer.zero_grad(set_to_none=set_to_none)
-            self._stepper.forget([self.optimizer])
-            self._used = False
+            group.cleared()
 
 
 class PreparedScheduler:
@@ -111,8 +113,16 @@ class PreparedScheduler:
     def __reduce__(self) -> tuple[Any, ...]:
         return _itself, (self.scheduler,)
 
+    def _group(self) -> Gathered:
+        """What stands for its optimizer's gradients; some schedulers of other libraries do not say whose they are."""
+        optimizer = getattr(self.scheduler, "optimizer", None)
+        if isinstance(optimizer, PreparedOptimizer):
+            optimizer = optimizer.optimizer
+        known = any(optimizer is own for own in self._stepper.known)
+        return self._window.of(optimizer) if known else self._window.groups[0]  # type: ignore[arg-type]
+
     def step(self, *args: Any, **kwargs: Any) -> None:
-        if self._window.accumulating and not self._window.share.last:
+        if self._window.waits(self._group()):
             return
 
         def advance(applied: bool) -> None:

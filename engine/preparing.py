@@ -70,6 +70,7 @@ class Preparing(Processes):
             AutocastForward(self.precision, self.device).attach(model)
         prepared = self.strategy.setup(model)
         self._models.append(prepared)
+        self.window.lockstep = self.group.world_size > 1
         for optimizer in self._stepper.known:
             self.strategy.repoint(optimizer)
         return prepared
@@ -86,8 +87,9 @@ class Preparing(Processes):
         if not parameters:
             raise ValueError(f"{type(optimizer).__name__} has no parameters: give it model.parameters()")
         self.strategy.repoint(optimizer)
-        if not any(optimizer is known for known in self._stepper.known):
-            self._stepper.known.append(optimizer)
+        self._stepper.add(optimizer)
+        if self.strategy.pipelined:
+            self.window.join()  # there is one model, and one loss
         return PreparedOptimizer(optimizer, self._stepper, self.window)
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
@@ -140,7 +142,8 @@ class Preparing(Processes):
         """Forget every prepared model and optimizer."""
         self.strategy.release()
         self._low.restore()
-        for known in (self._models, self._stepper.known, self._schedulers, self._loaders):
+        self._stepper.leave()
+        for known in (self._models, self._schedulers, self._loaders):
             known.clear()
 
     @property

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from engine.distributed import collectives
 from engine.distributed.group import Group
-from engine.gradients import Window
 from engine.tree import map_tensors
+from engine.window import Window
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from engine import gradients
-from engine.gradients import Window
+from engine.gathered import SCALAR, Gathered
 from engine.precision import Scaler
 from engine.strategies.base import Strategy
+from engine.window import Window
 
 Then = Callable[[bool], None]
 
@@ -36,7 +37,7 @@ class Stepper:
         self.describe: Callable[[], str] = lambda: ""
         self.first: Callable[[], None] | None = None
         """Called once, before the next step."""
-        self._ready: dict[int, Tensor | None] = {}
+        self._alone = strategy.group.world_size == 1
         self._pending: list[tuple[Tensor, Any, list[Then]]] = []
 
     @property
@@ -44,21 +45,34 @@ class Stepper:
         """Steps whose verdict is not known yet."""
         return len(self._pending)
 
+    def add(self, optimizer: Optimizer) -> None:
+        """One more optimizer, once."""
+        if not any(optimizer is known for known in self.known):
+            self.known.append(optimizer)
+            self.window.add(optimizer)
+
+    def leave(self) -> None:
+        """Let go of all optimizers."""
+        self.known.clear()
+        self.window.leave()
+
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
         """Unscale and divide these optimizers' gradients now, so that they can be looked at; the step does not do it again."""
-        divisor = self._divisor()
         for optimizer in optimizers:
-            if id(optimizer) in self._ready:
+            group = self.window.of(optimizer)
+            if id(optimizer) in group.ready:
                 continue
+            divisor = self._divisor(group)
             found: Tensor | None = None
             if self.scaler is not None or divisor is not None:
+                group.altered = True
                 grads = gradients.gradients(gradients.parameters_of([optimizer]))
                 parts = self.strategy.local(grads)
                 if self.scaler is not None:
                     found = self.scaler.unscale(optimizer, divisor, None if parts is grads else parts)
                 elif divisor is not None:
                     gradients.divide(parts, divisor)
-            self._ready[id(optimizer)] = found
+            group.ready[id(optimizer)] = found
 
     def readable(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The gradients of these parameters, divided and unscaled."""
@@ -76,9 +90,17 @@ class Stepper:
         gradients.clip_values(self.strategy.local(self.readable(parameters)), limit)
 
     def forget(self, optimizers: Sequence[Optimizer]) -> None:
-        """New gradients will come: what :meth:`prepare` did no longer holds."""
+        """The gradients of these optimizers were set to zero: what they were, and what was done to them, no longer holds."""
         for optimizer in optimizers:
-            self._ready.pop(id(optimizer), None)
+            self.window.of(optimizer).cleared()
+
+    def fed(self) -> bool:
+        """Whether the window that ends here is a step: some rank had a loss in it. For ranks that had none; others need not ask."""
+        window, several = self.window, self.strategy.data_group.world_size > 1
+        for group in window.groups:
+            self._divisor(group)
+        # Whether another rank had a scalar loss is not known; a micro-batch without one counts with a zero gradient.
+        return window.fed or (several and any(group.kind == SCALAR for group in window.groups))
 
     def step(
         self,
@@ -100,12 +122,14 @@ class Stepper:
             self.settle()
         if self.first is not None:
             self.call_first()
-        divisor = self._divisor()
+        groups = self.window.groups
+        divisor = self._divisor(groups[0]) if len(groups) == 1 else self._divided(optimizers)
         if self.scaler is None and max_norm is None and max_value is None and self.on_nonfinite is None and divisor is None:
             for optimizer in optimizers:
                 optimizer.step()
-            self._ready.clear()
             self.skipped = False
+            for group in groups:
+                group.altered = False
             if then is not None:
                 then(True)
             return
@@ -118,19 +142,31 @@ class Stepper:
         if function is not None:
             function()
 
-    def _divisor(self) -> Tensor | float | None:
-        if self.window.close_whole():
+    def _divisor(self, group: Gathered) -> Tensor | float | None:
+        """What a group's gradients are still to be divided by; ``None``, the usual case: all weights were known before the backward passes."""
+        if group.count is None and not group.dropped and (self._alone or group.kind == SCALAR):
+            group.closed = True
             return None
-        return self.window.finish(self.strategy.sum, self.strategy.data_group.world_size)
+        return self.window.finish(group, self.strategy.sum, self.strategy.group, self.strategy.data_group.world_size)
+
+    def _divided(self, optimizers: Sequence[Optimizer]) -> Tensor | float | None:
+        """The divisor where several optimizers step by themselves: each has its own, so that several are divided before they step as one."""
+        divisors = [self._divisor(self.window.of(optimizer)) for optimizer in optimizers]
+        if len(divisors) == 1:
+            return divisors[0]
+        if any(divisor is not None for divisor in divisors):
+            self.prepare(optimizers)
+        return None
 
     def _finish(
         self, optimizers: Sequence[Optimizer], divisor: Tensor | float | None, max_norm: float | None, max_value: float | None
     ) -> Tensor | None:
         """All passes over the gradients; a flag (1.0: not finite) when something asked for one."""
         found: Tensor | None = None
-        if self.scaler is not None or any(id(o) in self._ready for o in optimizers):
+        ready = [self.window.of(o).ready for o in optimizers]
+        if self.scaler is not None or any(id(o) in done for o, done in zip(optimizers, ready, strict=True)):
             self.prepare(optimizers)
-            flags = [f for f in (self._ready[id(o)] for o in optimizers) if f is not None]
+            flags = [f for f in (done[id(o)] for o, done in zip(optimizers, ready, strict=True)) if f is not None]
             found, divisor = (torch.stack(flags).max() if flags else None), None
         grads = gradients.gradients(gradients.parameters_of(optimizers))
         parts = self.strategy.local(grads)
@@ -153,6 +189,8 @@ class Stepper:
         """Let a fused optimizer divide inside its kernel instead of in a pass of its own."""
         if max_value is not None or not isinstance(divisor, Tensor) or not all(_skips_itself(o) for o in optimizers):
             return False
+        if any(p.dtype == torch.float64 for p in gradients.parameters_of(optimizers)):
+            return False  # their factor is fp32
         for optimizer in optimizers:
             optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
             if found is None:
@@ -173,7 +211,7 @@ class Stepper:
                 optimizer.step()
             for name in ("found_inf", "grad_scale"):
                 optimizer.__dict__.pop(name, None)
-            self._ready.pop(id(optimizer), None)
+            self.window.of(optimizer).altered = False
         if self.scaler is not None:
             assert found is not None
             self.scaler.stepped(optimizers, found, self.known)
@@ -240,7 +278,8 @@ class OwnedStepper(Stepper):
     ) -> None:
         """As :meth:`Stepper.step`."""
         self.call_first()
-        self.norm, applied = self.strategy.step(optimizers, self._divisor(), max_norm, max_value, self.on_nonfinite is not None)
+        divisor = self._divisor(self.window.of(optimizers[0]))
+        self.norm, applied = self.strategy.step(optimizers, divisor, max_norm, max_value, self.on_nonfinite is not None)
         if not applied and self.on_nonfinite == "raise" and self.scaler is None:
             self._fail()
         self._decide(applied, [] if then is None else [then])

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from engine import gradients
 from engine.data.sampler import Share
-from engine.gradients import Loss, Window
+from engine.gradients import Loss
+from engine.window import Window
 
 
 def alone(value: Any) -> Any:
@@ -19,18 +20,28 @@ def alone(value: Any) -> Any:
     return value
 
 
+class One:
+    """The group of a job of one."""
+
+    world_size = 1
+
+
+def finish(window: Window) -> Any:
+    return window.finish(window.groups[0], alone, One(), 1)  # type: ignore[arg-type]
+
+
 def weight(value: float = 2.0) -> Tensor:
     return torch.tensor(value, requires_grad=True)
 
 
-def backward(window: Window, loss: Any, world_size: int = 1, agree: Any = None) -> None:
-    root, divisor = window.root(loss, world_size, agree)
-    root.backward(window.seed(divisor, root.device))
+def backward(window: Window, loss: Any, world_size: int = 1, fp16: bool = False) -> None:
+    root, divisor = window.root(loss, world_size, fp16)
+    root.backward(window.seed(divisor, root))
 
 
 def test_a_full_scalar_micro_batch_is_not_touched() -> None:
     loss = weight() * 3
-    root, divisor = Window().root(loss, 1, None)
+    root, divisor = Window().root(loss, 1, False)
     assert root is loss
     assert divisor == 1.0
 
@@ -44,13 +55,13 @@ def test_scalar_windows_divide_by_the_share() -> None:
     # (4 * 4 + 4 * 4 + 1 * 1) / 9
     assert w.grad is not None
     assert w.grad.item() == pytest.approx(33 / 9, rel=1e-6)
-    assert window.finish(alone, 1) is None
+    assert finish(window) is None
 
 
 def test_without_accumulation_each_micro_batch_is_its_own_window() -> None:
     window = Window(4)
     window.share = Share(4, 4.0, 1.0, last=False)
-    assert window.root(weight() * 1, 1, None)[1] == 1.0
+    assert window.root(weight() * 1, 1, False)[1] == 1.0
 
 
 def test_a_repeated_micro_batch_has_no_gradient() -> None:
@@ -59,10 +70,10 @@ def test_a_repeated_micro_batch_has_no_gradient() -> None:
     backward(window, w * 5)
     assert w.grad is not None
     assert w.grad.item() == 0.0
-    window.open()
+    window.discard()
     backward(window, Loss(w * 5, 3), world_size=2)
     assert w.grad.item() == 0.0
-    assert window.count == 0.0
+    assert window.groups[0].count == 0.0
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
@@ -73,7 +84,7 @@ def test_weighted_losses_divide_by_all_items(as_tensor: bool) -> None:
     for i, count in enumerate(counts):
         window.share = Share(1, 4.0, 1.0, last=i == 3)
         backward(window, Loss(w * float(i + 1) * count, torch.tensor(count) if as_tensor else count))
-    total = window.finish(alone, 1)
+    total = finish(window)
     assert float(total) == 61.0  # type: ignore[arg-type]
     assert w.grad is not None
     gradients.divide([w.grad], total)  # type: ignore[arg-type]
@@ -86,14 +97,14 @@ def test_a_window_of_one_weighted_loss_is_divided_in_the_graph() -> None:
     backward(window, Loss(w * 6.0, 4))
     assert w.grad is not None
     assert w.grad.item() == 1.5
-    assert window.finish(alone, 1) is None
+    assert finish(window) is None
 
 
 def test_two_weighted_losses_on_one_micro_batch() -> None:
     window, w = Window(), weight()
     backward(window, Loss(w * 6.0, 4))
     backward(window, Loss(w * 10.0, 12))
-    total = window.finish(alone, 1)
+    total = finish(window)
     assert w.grad is not None
     gradients.divide([w.grad], total)  # type: ignore[arg-type]
     assert w.grad.item() == 1.0  # (6 + 10) / (4 + 12)
@@ -107,7 +118,7 @@ def test_no_items_give_zero_gradients(count: Any, size: int) -> None:
     for j in range(size):
         window.share = Share(1, float(size), 1.0, last=j == size - 1)
         backward(window, Loss(w * 0.0, count))
-    total = window.finish(alone, 1)
+    total = finish(window)
     assert w.grad is not None
     if total is not None:
         gradients.divide([w.grad], total)
@@ -120,11 +131,11 @@ def test_a_new_window_begins_with_the_next_backward() -> None:
     window.share = Share(1, 2.0, 1.0, last=False)
     backward(window, Loss(w * 1.0, 5))
     backward(window, Loss(w * 1.0, 7))
-    assert window.finish(alone, 1) == 12.0
-    assert window.finish(alone, 1) == 12.0
+    assert finish(window) == 12.0
+    assert finish(window) == 12.0
     backward(window, Loss(w * 1.0, 2))
-    assert window.count == 2
-    assert window.finish(alone, 1) == 2.0
+    assert window.groups[0].count == 2
+    assert finish(window) == 2.0
 
 
 def test_micro_batches_without_loss_do_not_count() -> None:
@@ -133,12 +144,12 @@ def test_micro_batches_without_loss_do_not_count() -> None:
     for j in range(4):
         window.share = Share(1, 4.0, 1.0, last=j == 3)
         if j == 1:
-            window.drop(1)
+            window.drop(1, False)
         else:
             backward(window, w * 1.0)
     assert w.grad is not None
     assert w.grad.item() == 0.75
-    assert window.finish(alone, 1) == 0.75
+    assert finish(window) == 0.75
 
 
 def test_a_window_of_dropped_micro_batches_is_empty() -> None:
@@ -146,19 +157,19 @@ def test_a_window_of_dropped_micro_batches_is_empty() -> None:
     window.accumulating = True
     for last in (False, True):
         window.share = Share(1, 2.0, 1.0, last)
-        window.drop(1)
+        window.drop(1, False)
     assert not window.fed
-    assert window.finish(alone, 1) is None
+    assert finish(window) is None
 
 
 def test_a_dropped_micro_batch_before_a_weighted_one() -> None:
     window, w = Window(2), weight()
     window.accumulating = True
     window.share = Share(1, 2.0, 1.0, last=False)
-    window.drop(1)
+    window.drop(1, False)
     window.share = Share(1, 2.0, 1.0, last=True)
     backward(window, Loss(w * 6.0, 3))
-    total = window.finish(alone, 1)
+    total = finish(window)
     assert w.grad is not None
     assert w.grad.item() / (1.0 if total is None else float(total)) == 2.0
 
@@ -167,12 +178,14 @@ def test_fp16_sums_start_small_enough() -> None:
     window, w = Window(2), weight()
     window.accumulating = True
     window.share = Share(1, 2.0, 1.0, last=False)
-    root, divisor = window.root(Loss(w * 8.0, 3), 1, lambda count: 5.0)  # the other rank has 5
+    window.agree = lambda counts: [5.0]  # the other rank has 5
+    root, divisor = window.root(Loss(w * 8.0, 3), 1, True)
     assert divisor == 16.0  # the power of two above 5 * 2 micro-batches
-    root.backward(window.seed(divisor, root.device))
+    root.backward(window.seed(divisor, root))
     window.share = Share(1, 2.0, 1.0, last=True)
-    backward(window, Loss(w * 12.0, 2), agree=lambda count: pytest.fail("agreed on already"))
-    total = window.finish(alone, 1)
+    window.agree = lambda counts: pytest.fail("agreed on already")
+    backward(window, Loss(w * 12.0, 2), fp16=True)
+    total = finish(window)
     assert total == 5 / 16
     assert w.grad is not None
     assert w.grad.item() / total == 4.0
@@ -182,13 +195,13 @@ def test_kinds_cannot_be_mixed() -> None:
     window, w = Window(2), weight()
     window.accumulating = True
     window.share = Share(1, 2.0, 1.0, last=False)
-    window.root(w * 1, 1, None)
+    window.root(w * 1, 1, False)
     with pytest.raises(TypeError, match="earlier one of the same window gave a scalar"):
-        window.root(Loss(w * 1, 1), 1, None)
-    window.open()
-    window.root(Loss(w * 1, 1), 1, None)
+        window.root(Loss(w * 1, 1), 1, False)
+    window.discard()
+    window.root(Loss(w * 1, 1), 1, False)
     with pytest.raises(TypeError, match=r"earlier one of the same window gave Loss\(sum, count\)"):
-        window.root(w * 1, 1, None)
+        window.root(w * 1, 1, False)
 
 
 @pytest.mark.parametrize(
@@ -202,11 +215,11 @@ def test_kinds_cannot_be_mixed() -> None:
 )
 def test_wrong_losses(loss: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        Window().root(loss, 1, None)
+        Window().root(loss, 1, False)
 
 
 def test_a_loss_of_shape_one_is_taken() -> None:
-    root, _ = Window().root(torch.ones(1, 1, requires_grad=True) * 2, 1, None)
+    root, _ = Window().root(torch.ones(1, 1, requires_grad=True) * 2, 1, False)
     assert root.shape == ()
 
 
@@ -214,16 +227,16 @@ def test_a_loss_of_shape_one_is_taken() -> None:
 def test_the_seed_divides_as_autograd_does(divisor: float) -> None:
     w, v = torch.tensor(1.2345, requires_grad=True), torch.tensor(1.2345, requires_grad=True)
     (w.exp() / divisor).backward()
-    v.exp().backward(Window().seed(divisor, torch.device("cpu")))
+    v.exp().backward(Window().seed(divisor, v))
     assert torch.equal(w.grad, v.grad)  # type: ignore[arg-type]
 
 
 def test_seeds_are_made_once_and_forgotten_when_many() -> None:
-    window, cpu = Window(), torch.device("cpu")
-    assert window.seed(3.0, cpu) is window.seed(3.0, cpu)
-    assert window.seed(math.inf, cpu).item() == 0.0
+    window, loss = Window(), torch.ones(())
+    assert window.seed(3.0, loss) is window.seed(3.0, loss)
+    assert window.seed(math.inf, loss).item() == 0.0
     for i in range(300):
-        window.seed(float(i + 1), cpu)
+        window.seed(float(i + 1), loss)
     assert len(window._seeds) <= 257
 
 

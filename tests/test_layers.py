@@ -22,6 +22,8 @@ LAYERS: dict[str, int] = {
     "engine.hparams": 2,
     "engine.precision": 2,
     "engine.gradients": 2,
+    "engine.gathered": 2,
+    "engine.window": 2,
     "engine.metrics": 2,
     "engine.metric_states": 2,
     "engine.transforms": 2,

@@ -9,10 +9,11 @@ import torch
 from torch.optim import SGD
 
 from engine.data.sampler import Share
-from engine.gradients import Loss, Window
+from engine.gradients import Loss
 from engine.precision import Scaler
 from engine.stepper import Stepper
 from engine.strategies import Single
+from engine.window import Window
 
 INF = float("inf")
 
@@ -35,13 +36,13 @@ class Bench:
     def more(self, values: int = 1, momentum: float = 0.0) -> tuple[torch.nn.Parameter, SGD]:
         parameter = torch.nn.Parameter(torch.zeros(values))
         optimizer = SGD([parameter], lr=1.0, momentum=momentum)
-        self.stepper.known.append(optimizer)
+        self.stepper.add(optimizer)
         return parameter, optimizer
 
     def backward(self, *gradient: float, count: float | None = None, on: torch.nn.Parameter | None = None) -> None:
         total = ((self.p if on is None else on) * torch.tensor(gradient)).sum()
-        root, divisor = self.window.root(total if count is None else Loss(total, count), 1, None)
-        seed = self.window.seed(divisor, root.device)
+        root, divisor = self.window.root(total if count is None else Loss(total, count), 1, self.scaler is not None)
+        seed = self.window.seed(divisor, root)
         root.backward(seed if self.scaler is None else self.scaler.seed(seed))
 
     def micro(self, *gradient: float, count: float, last: bool) -> None:

@@ -12,8 +12,8 @@ from engine.data.feed import feed_for
 from engine.data.prefetch import SideStream, ahead
 from engine.data.sampler import ALONE
 from engine.distributed.group import Group
-from engine.gradients import Window
 from engine.tree import move
+from engine.window import Window
 
 
 class PreparedLoader:

@@ -17,10 +17,11 @@ from engine.checkpoint.tensors import Stored
 from engine.config.schema import Settings
 from engine.distributed.collectives import all_reduce
 from engine.distributed.group import Group
-from engine.gradients import Window, joins
+from engine.gradients import joins, traces
 from engine.precision import Precision, Scaler
 from engine.strategies import deferred
 from engine.transforms.blocks import user_module
+from engine.window import Window
 
 
 @dataclass(kw_only=True)
@@ -146,6 +147,13 @@ class Strategy:
         """
         raise NotImplementedError
 
+    def traces(self, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> list[tuple[Any, int]]:
+        """What a backward pass changes when it reaches these optimizers' parameters: objects (``None``: no gradient yet) and their versions."""
+        return traces(optimizers)
+
+    def discard(self, models: Sequence[nn.Module]) -> None:
+        """Forget what backward passes have left outside of the parameters' ``grad``: their window ends without a step."""
+
     def share_parameters(self, model: nn.Module) -> None:
         """Give every rank rank 0's parameters and buffers, for a model that is trained without ``setup`` (manual optimization)."""
 
@@ -263,13 +271,15 @@ def spread(group: Group, tensors: Iterable[Tensor]) -> None:
 
 
 def sum_over_ranks(group: Group, value: Tensor | float, speaks: bool = True) -> Tensor | float:
-    """The sum of a scalar over all ranks that speak, in fp64."""
+    """The sum of numbers over all ranks that speak, in fp64; with several ranks a tensor on the device, whatever ``value`` is.
+
+    A rank that sent a Python number over another channel than a rank with a tensor would leave both waiting.
+    """
     if group.world_size == 1:
         return value
-    value = value if speaks else value * 0
-    tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
-    summed: Tensor = all_reduce(group, tensor.detach().to(torch.float64), "sum")
-    return summed if isinstance(value, Tensor) else float(summed)
+    tensor = torch.as_tensor(value, dtype=torch.float64).detach().to(group.device, non_blocking=True)
+    summed: Tensor = all_reduce(group, tensor if speaks else torch.zeros_like(tensor), "sum")
+    return summed
 
 
 def named_state(optimizer: Any, module: nn.Module) -> dict[str, Any]:

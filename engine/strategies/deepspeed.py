@@ -329,6 +329,11 @@ class DeepSpeed(Strategy):
                 "return Loss(out.sum() * 0, 0) to leave this micro-batch out"
             )
 
+    def traces(self, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> list[tuple[Any, int]]:
+        if not self.zero_stage:
+            return super().traces(optimizers, models)
+        return [(model, model.backwards) for model in self._models if any(model.optimizer is o for o in optimizers)]
+
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         raise RuntimeError("DeepSpeed averages gradients by itself; manual averaging needs strategy='ddp'")
 

@@ -55,6 +55,8 @@ class Driven(nn.Module):
         self.max_norm: float | None = None
         """For the coming step."""
         self._fed = self._inside = False
+        self.backwards = 0
+        """How many backward passes have reached the model."""
         self._tree: Any = None
         self._hooks: list[Any] = []
         if made[0] == 3:  # before DeepSpeed's own hooks
@@ -129,6 +131,7 @@ class Driven(nn.Module):
         engine = self._engine[0]
         if engine.optimizer._backward_active_depth == 0:
             self._fed = True
+            self.backwards += 1
             engine.optimizer.clear_backward_seen_flag()
             engine._backward_prologue()
 

@@ -23,6 +23,7 @@ from engine.config.schema import Settings
 from engine.distributed.collectives import all_reduce
 from engine.distributed.group import Group
 from engine.distributed.mesh import degrees, make_mesh
+from engine.gradients import parameters_of
 from engine.log import warn_once
 from engine.strategies import deferred, shards
 from engine.strategies.base import Strategy, class_name, spread, sum_over_ranks
@@ -254,6 +255,14 @@ class FSDP(Strategy):
                     model.set_requires_gradient_sync(enabled)
                 elif self.dp_replicate > 1:
                     model.set_requires_all_reduce(enabled)
+
+    def traces(self, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> list[tuple[Any, int]]:
+        away = shards.accumulated(models)
+        grads = (shards.gradient(p, away) for p in parameters_of(optimizers))
+        return [(None, 0) if grad is None else (grad, grad._version) for grad in grads]
+
+    def discard(self, models: Sequence[nn.Module]) -> None:
+        shards.discard(models)
 
     def _average(self, root: nn.Module, parameter: Tensor) -> None:
         """Of a parameter that ``fully_shard`` leaves alone; averaging what is averaged already changes nothing."""

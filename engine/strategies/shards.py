@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.weak import WeakIdKeyDictionary
 
 from engine.distributed.collectives import all_reduce
 from engine.distributed.group import Group
@@ -117,3 +119,38 @@ def is_sharded(tensor: Any) -> bool:
 def _strided(placement: Any) -> bool:
     # A subclass of Shard in some versions of torch, a class of its own in others.
     return type(placement).__name__ == "_StridedShard" or (isinstance(placement, Shard) and type(placement) is not Shard)
+
+
+def accumulated(models: Iterable[nn.Module]) -> WeakIdKeyDictionary:
+    """By sharded parameter, where FSDP2 keeps the gradient of micro-batches that are not reduced yet."""
+    found = WeakIdKeyDictionary()
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                for own in module._get_fsdp_state()._fsdp_param_groups:
+                    found.update({each.sharded_param: each for each in own.fsdp_params})
+    return found
+
+
+def gradient(parameter: Tensor, away: WeakIdKeyDictionary) -> Tensor | None:
+    """What backward passes have added up for a parameter so far: of the window's micro-batches that are not reduced yet, else of the others."""
+    kept = away.get(parameter)
+    if kept is None:
+        return parameter.grad
+    unreduced = kept.unsharded_accumulated_grad
+    if unreduced is None and hasattr(kept, "_unsharded_param"):  # there since the first forward pass
+        unreduced = kept._unsharded_param.grad
+    return parameter.grad if unreduced is None else unreduced
+
+
+def discard(models: Iterable[nn.Module]) -> None:
+    """Forget the gradients of micro-batches that are not reduced yet."""
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                for own in module._get_fsdp_state()._fsdp_param_groups:
+                    own._partial_reduce_output = None
+                    for each in own.fsdp_params:
+                        each.unsharded_accumulated_grad = None
+                        if hasattr(each, "_unsharded_param"):
+                            each._unsharded_param.grad = None

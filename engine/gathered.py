@@ -1,0 +1,64 @@
+"""What is in an optimizer's gradients, and what was done to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+SCALAR, WEIGHTED = 1, 2
+"""Kinds of losses: a mean, and ``Loss(sum, count)``."""
+
+
+class Gathered:
+    """What backward passes have left in the gradients of one optimizer since they were last used, and what was done to them since.
+
+    Optimizers that step together on one loss share one such object.
+    """
+
+    __slots__ = ("altered", "averaged", "closed", "count", "dropped", "held", "kind", "optimizers", "ready", "scalars", "total", "used")
+
+    def __init__(self, optimizers: Sequence[Optimizer] = ()) -> None:
+        self.optimizers = list(optimizers)
+        self.kind = 0
+        """The kind of the losses as the ranks know it of each other; 0: not known yet."""
+        self.held = False
+        """The newest ``accumulate`` block did not close its window: no step until the next one, and nothing is cleared."""
+        self.used = False
+        """A step has used the gradients."""
+        self.open()
+
+    def open(self) -> None:
+        """Other gradients will come: nothing of these is known any more."""
+        self.count: Tensor | float | None = None
+        """Items of the ``Loss`` objects so far, on this rank."""
+        self.scalars = False
+        self.dropped = 0.0
+        """The part of the window (of 1) whose micro-batches had no loss; known on one process only."""
+        self.closed = False
+        """:attr:`total` is known: the next backward pass opens another window."""
+        self.total: Tensor | float | None = None
+        """What the gradients are still to be divided by; ``None``: nothing."""
+        self.ready: dict[int, Tensor | None] = {}
+        """Optimizers (by id) whose gradients are divided and unscaled, with a flag (1.0: not finite) where one was needed."""
+        self.altered = False
+        """Making them ready has changed them, for a step that has not come: another backward pass would mix two units."""
+        self.averaged = False
+        """They are averaged over the ranks by hand (manual optimization)."""
+
+    def cleared(self) -> None:
+        """The gradients were set to zero."""
+        self.open()
+        self.used = False
+
+    def add(self, count: Tensor | float) -> None:
+        self.count = count if self.count is None else _wide(self.count) + count
+
+
+def _wide(count: Tensor | float) -> Tensor | float:
+    """A count that can be added to: sums in half formats and small integers would be rounded, or overflow."""
+    if isinstance(count, Tensor) and count.dtype not in (torch.float32, torch.float64, torch.int64):
+        return count.double()
+    return count
