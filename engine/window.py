@@ -319,7 +319,7 @@ class Window:
             group.kind = SCALAR if group.kind and not weighted else group.kind
         else:
             group.kind = WEIGHTED
-            summed = sum_over_ranks(_packed(group.count, self.fed, ranks.device))
+            summed = sum_over_ranks(packed(group.count, self.fed, ranks.device))
             if not self.fed:  # this rank alone waits for the device
                 self.fed = bool(summed[1])
             group.total = nonzero(summed[0] / (data_ranks * (self.reference or 1.0)))
@@ -353,7 +353,7 @@ class Window:
             group.held = False
 
 
-def _packed(count: Tensor | float | None, fed: bool, device: torch.device) -> Tensor:
+def packed(count: Tensor | float | None, fed: bool, device: torch.device) -> Tensor:
     """A rank's items and whether it had a loss: always a tensor on the device, so that all ranks send over one channel. Shape [2], fp64."""
     if isinstance(count, Tensor):
         count = count.to(device, torch.float64, non_blocking=True).reshape(())
