@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine.config.construct import construct
@@ -18,6 +18,7 @@ from engine.config.readable import fields_of
 from engine.config.schema import check
 from engine.errors import nearest
 from engine.transforms.float8 import FP8, TransformerEngine
+from engine.tree import formats
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,8 @@ class Precision:
     """One choice of number formats.
 
     ``*-mixed``: parameters and gradients stay fp32, the forward pass runs under ``torch.autocast``.
-    ``*-true``: parameters, gradients, floating point inputs and optimizer state have that dtype.
+    ``*-true``: parameters, buffers, gradients, floating point inputs and optimizer state have that dtype. Complex ones are ``complex64``,
+    and ``complex128`` under ``64-true``. The states of torchmetrics objects stay as they are.
     ``fp8-mixed``: ``bf16-mixed`` with the matrix products of linear layers in fp8, see :class:`engine.FP8`.
     """
 
@@ -71,6 +73,18 @@ class Precision:
             known = [*_PRECISIONS, *_ALIASES]
             raise ValueError(f"precision={name!r} is unknown{nearest(name, known)}; possible: {', '.join(known)}")
         return _PRECISIONS[key]
+
+    def convert(self, model: nn.Module) -> None:
+        """Give a model's parameters and buffers this format, in place."""
+        if self.parameters is None:
+            return
+        wanted = formats(self.parameters)
+
+        def convert(tensor: Tensor) -> Tensor:
+            return tensor.to(wanted.get(tensor.dtype, tensor.dtype))
+
+        convert.__qualname__ = "Module.type"  # by such a name torchmetrics tells a change of format, which its sums do not follow
+        model._apply(convert)
 
     def context(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """The autocast context of a forward pass on ``device``; one object serves a whole run, but does not nest in itself."""

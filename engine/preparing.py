@@ -77,7 +77,8 @@ class Preparing(Processes):
 
     def place_model(self, model: nn.Module) -> nn.Module:
         """The model on its device and in its dtype, the same on every rank, but not wrapped: for evaluation and manual optimization."""
-        self._low.convert(model).to(self.device, self.precision.parameters)
+        self.precision.convert(self._low.convert(model))
+        model.to(self.device)
         self.strategy.share_parameters(model)
         return model
 

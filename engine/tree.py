@@ -5,10 +5,24 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_UNCHANGED: dict[torch.dtype, torch.dtype] = {}
+
+
+@cache
+def formats(dtype: torch.dtype) -> dict[torch.dtype, torch.dtype]:
+    """What tensors of which types become where floating point numbers are to be ``dtype``; those of other types (integers, fp8) stay.
+
+    Complex numbers stay complex: of parts as wide as ``dtype``, but no narrower than fp32, because there are hardly any operations for those.
+    """
+    real = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    complex_ = torch.complex128 if dtype == torch.float64 else torch.complex64
+    return dict.fromkeys(real, dtype) | dict.fromkeys((torch.complex32, torch.complex64, torch.complex128), complex_)
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
@@ -38,14 +52,16 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def move(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """``tree`` with its tensors on ``device``; floating point ones in ``dtype`` when it is given.
+    """``tree`` with its tensors on ``device``; floating point and complex ones in the format of :func:`formats` when ``dtype`` is given.
 
     The copy does not wait for the device (``non_blocking``). Objects with their own ``to(device)`` (a Hugging Face
     ``BatchEncoding``, a PyG ``Data``) are moved by it.
     """
 
+    wanted = _UNCHANGED if dtype is None else formats(dtype)
+
     def to(tensor: Tensor) -> Tensor:
-        return tensor.to(device, dtype if dtype is not None and tensor.is_floating_point() else None, non_blocking=True)
+        return tensor.to(device, wanted.get(tensor.dtype), non_blocking=True)
 
     if not isinstance(tree, (Tensor, list, tuple, dict)) and callable(getattr(tree, "to", None)):
         return tree.to(device)

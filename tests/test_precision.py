@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 
+from callbacks import ModelCheckpoint
+from engine import Fit, TrainModule
 from engine.precision import Precision, Scaler
+from engine.tree import move
 
 CPU = torch.device("cpu")
 
@@ -107,3 +113,73 @@ def test_used_gradients_that_stay_around_do_not_hold_the_scale() -> None:
         (parameter * float("inf")).sum().backward(scaler.seed(torch.tensor(1.0)))
         scaler.stepped([o], scaler.unscale(o, None), [a, b])
     assert scaler.get_scale() == 16384.0
+
+
+class Rotary(TrainModule):
+    """Turns pairs of features by angles that grow with the position, as rotary embeddings do, with a complex buffer; and buffers of other kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(4, 4)
+        self.scale = torch.nn.Parameter(torch.tensor([1.0 + 1.0j, 2.0 - 0.5j]))
+        self.register_buffer("turns", torch.polar(torch.ones(3, 2), torch.outer(torch.arange(3.0), torch.tensor([1.0, 0.1]))))
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("low", torch.ones(2).to(torch.float8_e4m3fn))
+        self.mean = torchmetrics.MeanMetric()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        pairs = torch.view_as_complex(y.to(torch.float32 if y.dtype == torch.bfloat16 else y.dtype).view(*y.shape[:-1], 2, 2))
+        return torch.view_as_real(pairs * self.turns * self.scale).flatten(-2)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        out = self(batch)
+        self.mean.update(out.detach()[0, 0, 0].float() * 0 + 1)
+        return (out - 1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def sequences() -> list[torch.Tensor]:
+    return [torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+
+
+def bare(real: torch.dtype, complex_: torch.dtype) -> dict[str, torch.Tensor]:
+    """The training of :class:`Rotary` with formats that are given to each tensor by hand."""
+    module = Rotary()
+    module.linear.to(real)
+    module.scale.data, module.turns = module.scale.data.to(complex_), module.turns.to(complex_)
+    optimizer = module.configure_optimizers()
+    for batch in sequences():
+        module.training_step(batch.to(real), 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return module.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("precision", "real", "complex_"), [("bf16-true", torch.bfloat16, torch.complex64), ("64-true", torch.float64, torch.complex128)]
+)
+def test_complex_numbers_stay_complex(tmp_path: Path, precision: str, real: torch.dtype, complex_: torch.dtype) -> None:
+    module, expected = Rotary(), bare(real, complex_)
+    assert expected["turns"].imag.abs().sum() > 0
+    Fit(accelerator="cpu", precision=precision, root_dir=tmp_path, callbacks=ModelCheckpoint()).run(module, sequences())
+    assert {n: t.dtype for n, t in module.state_dict().items()} == {n: t.dtype for n, t in expected.items()}
+    for name, value in expected.items():
+        assert torch.equal(module.state_dict()[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)), name
+    assert module.mean.mean_value.dtype == module.mean.weight.dtype == torch.float32  # sums of many values
+    assert module.low.dtype == torch.float8_e4m3fn
+    assert [module.count.dtype, module.mask.dtype] == [torch.int64, torch.bool]
+    loaded = Rotary.load_from_checkpoint(tmp_path / "checkpoints")
+    torch.testing.assert_close(loaded.turns, expected["turns"].to(torch.complex64))
+    torch.testing.assert_close(loaded.scale.detach(), expected["scale"].to(torch.complex64))
+
+
+def test_complex_batches() -> None:
+    batch = [torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=torch.complex128), torch.ones(2), torch.ones(2).to(torch.float8_e5m2)]
+    found = {name: [t.dtype for t in move(batch, CPU, dtype)] for name, dtype in (("64", torch.float64), ("bf16", torch.bfloat16))}
+    assert found["64"] == [torch.complex128, torch.complex128, torch.float64, torch.float8_e5m2]
+    assert found["bf16"] == [torch.complex64, torch.complex64, torch.bfloat16, torch.float8_e5m2]

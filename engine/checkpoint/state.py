@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint.tensors import FORMATS
+from engine.checkpoint.tensors import known_format
 
 _TAG = "$"  # {"$": kind, ...} stands for what JSON has no form of
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
@@ -101,7 +101,7 @@ class _Packer:
         plain = type(item) in (Tensor, torch.nn.Parameter) or self.cut(item)
         if not plain or item.layout != torch.strided or item.is_quantized:
             raise TypeError(f"{_place(path)} is a tensor of a special kind ({type(item).__name__}, {item.layout}): make it a dense one")
-        if item.dtype not in FORMATS or item.is_meta:
+        if not known_format(item.dtype) or item.is_meta:
             raise TypeError(f"{_place(path)} is a tensor of {item.dtype} on {item.device}, which cannot be stored: convert it")
         known = same_memory(item)
         if known not in self._names:

@@ -28,6 +28,8 @@ FORMATS: dict[torch.dtype, str] = {
     )
 }
 """What safetensors can hold, and its names for them."""
+COMPLEX = "@complex128"
+"""The end of the name under which a file has a tensor of that type, which safetensors does not know: pairs of F64, along one more dim."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,12 @@ class Stored:
 
 def storable(tensor: Any) -> bool:
     """Whether safetensors can hold it: a dense tensor with memory, of one of its formats."""
-    return isinstance(tensor, Tensor) and tensor.dtype in FORMATS and not tensor.is_meta and tensor.layout == torch.strided
+    return isinstance(tensor, Tensor) and known_format(tensor.dtype) and not tensor.is_meta and tensor.layout == torch.strided
+
+
+def known_format(dtype: torch.dtype) -> bool:
+    """Whether a file can hold tensors of this type."""
+    return dtype in FORMATS or dtype == torch.complex128
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], offsets: Mapping[str, Sequence[int]] | None = None) -> Record:
@@ -53,11 +60,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], offsets: Mapping[st
     Args:
         offsets: where in the whole tensor each one begins; by default they are whole.
     """
+    parts = {name: (tensor, list(offsets[name]) if offsets else []) for name, tensor in tensors.items()}
+    for name, (tensor, begin) in list(parts.items()):
+        if tensor.dtype == torch.complex128:
+            del parts[name]
+            parts[name + COMPLEX] = torch.view_as_real(tensor.resolve_conj()), [*begin, 0]
     # Large elements first: every tensor then begins at a multiple of its element's size.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    ordered = sorted(((name, tensor) for name, (tensor, _) in parts.items()), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     if offsets is not None:
-        where = {name: {"saved_offsets": list(offsets[name])} for name, _ in ordered}
+        where = {name: {"saved_offsets": parts[name][1]} for name, _ in ordered}
         header["__metadata__"] |= {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(where)}
     low = 0
     for name, tensor in ordered:
@@ -101,11 +113,15 @@ class TensorFiles:
             assert isinstance(entry, TensorStorageMetadata)  # the other kind is pickled, and never written here
             if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
                 raise DamagedCheckpoint(f"{directory}: parts of {name!r} are missing")
-            self.stored[name] = Stored(name, entry.size, entry.properties.dtype)
+            if name.endswith(COMPLEX):
+                name = name.removesuffix(COMPLEX)
+                self.stored[name] = Stored(name, entry.size[:-1], torch.complex128)
+            else:
+                self.stored[name] = Stored(name, entry.size, entry.properties.dtype)
 
     def parts(self) -> dict[str, int]:
         """In how many parts each tensor lies in the files."""
-        return {name: len(entry.chunks) for name, entry in self._entries.items()}
+        return {name.removesuffix(COMPLEX): len(entry.chunks) for name, entry in self._entries.items()}
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
         """Fill tensors by name, whole ones or this rank's parts (``DTensor``), on any device. No other rank is asked.
@@ -122,7 +138,12 @@ class TensorFiles:
         if targets:
             from torch.distributed.checkpoint import DefaultLoadPlanner, load
 
-            state = {name: target.detach() for name, target in targets.items()}
+            state = {}
+            for name, target in targets.items():
+                if self.stored[name].dtype == torch.complex128:
+                    state[name + COMPLEX] = _pairs(target.detach())
+                else:
+                    state[name] = target.detach()
             planner = DefaultLoadPlanner(flatten_state_dict=False)
             with torch.no_grad(), warnings.catch_warnings():
                 # That every rank reads for itself is the intent.
@@ -144,7 +165,19 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     found: dict[str, Tensor] = _checked(path, lambda: load_file(path))
-    return found
+    return {name.removesuffix(COMPLEX): torch.view_as_complex(t) if name.endswith(COMPLEX) else t for name, t in found.items()}
+
+
+def _pairs(tensor: Any) -> Tensor:
+    """A complex tensor's memory as pairs of real numbers, of this rank's part too."""
+    if type(tensor) is Tensor:
+        return torch.view_as_real(tensor)
+    local = torch.view_as_real(tensor.to_local())
+    stride = (*(2 * step for step in tensor.stride()), 1)
+    made: Tensor = type(tensor).from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=torch.Size((*tensor.shape, 2)), stride=stride
+    )
+    return made
 
 
 def _checked(directory: Path, read: Any) -> Any:

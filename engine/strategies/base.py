@@ -105,7 +105,8 @@ class Strategy:
         """Called before ``setup``: the model on its device and in its dtype, in place. What has no values yet gets them."""
         if deferred.is_deferred(model):
             deferred.materialise(model, self.group.device, deferred.initialiser(model))
-        model.to(self.group.device, self.precision.parameters)
+        self.precision.convert(model)
+        model.to(self.group.device)
         self.transform(model)
 
     def setup(self, model: nn.Module) -> nn.Module:

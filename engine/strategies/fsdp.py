@@ -122,9 +122,9 @@ class FSDP(Strategy):
     def place(self, model: nn.Module) -> None:
         if self.group.world_size == 1:
             super().place(model)
-        elif self.precision.parameters is not None and not isinstance(model, FSDPModule):
+        elif not isinstance(model, FSDPModule):
             # Each block goes to the device just before it is sharded: the whole model need not fit there.
-            model.to(self.precision.parameters)
+            self.precision.convert(model)
 
     def setup(self, model: nn.Module) -> nn.Module:
         if self.group.world_size == 1:
@@ -180,6 +180,8 @@ class FSDP(Strategy):
         if fp8 is not None and fp8.gathers:
             float8.gather_low(module, ignored)
         reduce = self.reduce_dtype or (torch.float32 if half is not None else None)
+        if self._is_complex(module, ignored):
+            half = reduce = None
         fully_shard(
             module,
             mesh=self._data_mesh(),
@@ -189,6 +191,23 @@ class FSDP(Strategy):
             ignored_params=ignored,
         )
         self._note(module, before)
+
+    def _is_complex(self, module: nn.Module, ignored: set[Any]) -> bool:
+        """Whether the parameters of a block are complex.
+
+        Raises:
+            ValueError: some are and others are not, or they differ in type otherwise.
+        """
+        own = {name: p for name, p in module.named_parameters() if p.requires_grad and p not in ignored and not shards.is_sharded(p)}
+        types = {p.dtype for p in own.values()}
+        if len(types) > 1:
+            most = max(types, key=lambda dtype: sum(p.dtype == dtype for p in own.values()))
+            names = [name for name, p in own.items() if p.dtype != most]
+            raise ValueError(
+                f"{type(module).__name__} is a block of FSDP whose parameters have several types, {', '.join(sorted(map(str, types)))}, and FSDP "
+                f"takes one: leave {', '.join(names[:5])} whole with FSDP(ignore=...), or convert them"
+            )
+        return any(dtype.is_complex for dtype in types)
 
     def _settle(self, module: nn.Module) -> None:
         """What of the module is not sharded yet, on the device, with rank 0's values; what has none yet gets them there."""

@@ -56,7 +56,7 @@ def norm(group: Group, tensors: Sequence[Tensor], norm_type: float, holders: Cal
     for tensor in tensors:
         part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if part.numel():
-            dtype = torch.promote_types(dtype, part.dtype)
+            dtype = torch.promote_types(dtype, part.dtype.to_real())
             by_copies.setdefault(holders(tensor) / pieces(tensor), []).append(part)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, parts in by_copies.items():
