@@ -26,7 +26,7 @@ from engine.log import logger
 from engine.metric_states import load_logged_metrics, load_metric_states, logged_metrics, metric_states
 from engine.metrics import Recorder
 from engine.module import TrainModule
-from engine.optimizers import Schedule
+from engine.optimizers import Modes, Schedule, counters
 from engine.result import Times, TrainState
 from engine.saving import Content, Saver, stepped
 from engine.seed import capture, restore
@@ -49,6 +49,7 @@ class Checkpoints:
     metrics: dict[str, float]
     recorder: Recorder
     optimizers: list[Any]
+    modes: Modes
     schedulers: list[Schedule]
     datamodule: DataModule | None
     train_loader: PreparedLoader | None
@@ -130,10 +131,10 @@ class Checkpoints:
                 self.saver.discard(remove)
                 return self.saver.place.path(known)
         name = f"step={state.step:08d}" if name is None else name
-        manual = not self.module.automatic_optimization
-        path = self.saver.save(
-            name, self.content(score), asynchronous=asynchronous, tolerant=tolerant, remove=remove, unchanging=not manual
-        )
+        unchanging = self.module.automatic_optimization and not self.modes.switched
+        with self.modes.evaluating():
+            content = self.content(score)
+            path = self.saver.save(name, content, asynchronous=asynchronous, tolerant=tolerant, remove=remove, unchanging=unchanging)
         self._saved = (key, name_of(path))
         if asynchronous:
             self.engine.before_step(self.saver.hold)
@@ -321,7 +322,7 @@ class Checkpoints:
                 f"{loaded.path} has {len(source.optim)} optimizer(s) and {len(schedules)} scheduler(s), configure_optimizers gave "
                 f"{len(self.optimizers)} and {len(self.schedulers)}; Resume(path, optimizer=False) begins them anew"
             )
-        given = [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups] for o in self.optimizers]
+        given = [[{k: v for k, v in group.items() if k not in {"params", *counters(o)}} for group in o.param_groups] for o in self.optimizers]
         for index, optimizer in enumerate(self.optimizers):
             state = source.optim[str(index)]
             if not how.strict:

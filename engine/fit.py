@@ -184,7 +184,7 @@ class Fit:
             self._sanity_check(run)
             compare(run)
             call_all(run, run.hooks.on_train_start)
-            with watched(run), collected(run):
+            with watched(run), collected(run), run.modes.training():
                 train(run)
             run.saver.hold()  # hooks may change weights
             call_all(run, run.hooks.on_train_end)

@@ -199,7 +199,7 @@ def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
     for loader in run.val_loaders:
         loader.set_epoch(run.state.epoch)  # a shuffled one gives the same order after a resume
     try:
-        with run.garbage.automatic():
+        with run.garbage.automatic(), run.modes.evaluating():
             results = evaluate(run, run.val_loaders, "validation", run.method("validation_step"), limit)
     except Preempted:
         run.record_to(outer)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -57,6 +60,65 @@ class Schedule:
                 f"ReduceLROnPlateau follows {self.monitor!r}, which was not logged{nearest(self.monitor, metrics)}; "
                 f"logged: {', '.join(sorted(metrics)) or 'nothing'}"
             )
+
+
+class Modes:
+    """Optimizers with ``train()`` and ``eval()``, such as schedule-free ones: the weights that they train with are not those to be used.
+
+    A run trains with the ones, and evaluates, saves and ends with the others. While those are in place the training's own are kept in the
+    optimizer's state, saved with it, and put back bit by bit: neither evaluating nor saving changes the training.
+    """
+
+    KEPT = "training_weights"
+
+    def __init__(self, optimizers: Sequence[Any] = ()) -> None:
+        self.switched = [o for o in optimizers if all(callable(getattr(o, name, None)) for name in ("train", "eval"))]
+        self._training = False
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """The training's weights; those to be used afterwards, also after an error."""
+        self._train()
+        try:
+            yield
+        finally:
+            self._eval()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The weights to be used; afterwards those that were there before."""
+        before = self._training
+        self._eval()
+        try:
+            yield
+        finally:
+            if before:
+                self._train()
+
+    @torch.no_grad()
+    def _train(self) -> None:
+        self._training = True
+        for optimizer in self.switched:
+            optimizer.train()
+            for parameter in parameters_of([optimizer]):
+                kept = optimizer.state.get(parameter, {}).pop(self.KEPT, None)
+                if kept is not None:
+                    parameter.copy_(kept)
+
+    @torch.no_grad()
+    def _eval(self) -> None:
+        for optimizer in self.switched if self._training else ():
+            for parameter in parameters_of([optimizer]):
+                if optimizer.state.get(parameter):
+                    optimizer.state[parameter][self.KEPT] = parameter.detach().clone()
+        self._training = False
+        for optimizer in self.switched:
+            optimizer.eval()
+
+
+def counters(optimizer: Any) -> set[str]:
+    """What a group's entries of that name say is no hyperparameter: the optimizer counts there, because its constructor does not take it."""
+    return set(optimizer.defaults) - set(inspect.signature(type(optimizer)).parameters)
 
 
 def configured(given: Any) -> tuple[list[Optimizer], list[Schedule]]:

@@ -233,6 +233,11 @@ def optimizers(run: Run) -> None:
         if schedule.interval == "step" and schedule.reduce_on_plateau and schedule.frequency == 1:
             warn_once("ReduceLROnPlateau with interval='step', frequency=1 looks at its metric after every step; it changes only when it is logged")
     run.set_optimizers(chosen, schedules, module.automatic_optimization)
+    if run.modes.switched and engine.strategy.owns_step:
+        raise ValueError(
+            f"{type(run.modes.switched[0]).__name__} has train() and eval(), which put other weights in place, and {type(engine.strategy).__name__} "
+            "keeps the weights itself: use another strategy, or another optimizer"
+        )
     kind = ByHand if not module.automatic_optimization else InParts if engine.strategy.pipelined else Automatic
     run.optimization = kind(run)
 

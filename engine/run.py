@@ -26,7 +26,7 @@ from engine.hooks import Hooked, Hooks
 from engine.log import logger
 from engine.metrics import Recorder
 from engine.module import TrainModule
-from engine.optimizers import Schedule
+from engine.optimizers import Modes, Schedule
 from engine.result import Result, Times, TrainState
 from engine.saving import Saver
 
@@ -59,6 +59,7 @@ class Run(Checkpoints):
         self.progress: dict[str, float] = {}
         """Those of them that were logged with ``prog_bar=True``."""
         self.optimizers: list[Any] = []
+        self.modes = Modes()
         self.schedulers: list[Schedule] = []
         self._step_schedules: list[Schedule] = []
         self.root_dir: Path = settings.root_dir
@@ -186,7 +187,7 @@ class Run(Checkpoints):
 
     def set_optimizers(self, optimizers: list[Any], schedules: list[Schedule], automatic: bool) -> None:
         """What ``configure_optimizers`` gave, prepared. In manual optimization schedulers are the module's to step."""
-        self.optimizers, self.schedulers = optimizers, schedules
+        self.optimizers, self.schedulers, self.modes = optimizers, schedules, Modes(optimizers)
         self._step_schedules = [s for s in schedules if s.interval == "step"] if automatic else []
 
     # -- schedule ---------------------------------------------------------------------------------------------------------------
