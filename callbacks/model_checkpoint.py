@@ -220,7 +220,7 @@ class ModelCheckpoint(Callback):
         self.permanent &= steps
 
     def _name(self, run: Run) -> str:
-        values: dict[str, Any] = {**run.metrics, "epoch": run.epoch, "step": run.step}
+        values: dict[str, Any] = {**run.metrics, "epoch": run.state.epoch, "step": run.step}
         try:
             name = self.filename.format_map(values).replace("/", "_")
         except (LookupError, AttributeError) as error:

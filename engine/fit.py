@@ -33,6 +33,7 @@ from engine.startup import compare, compare_models
 from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8
 from engine.watching import collected, watched
+from engine.whole import holding, whole_state
 
 
 class Fit:
@@ -186,6 +187,7 @@ class Fit:
             call_all(run, run.hooks.on_train_start)
             with watched(run), collected(run), run.modes.training():
                 train(run)
+            run.over = True
             run.saver.hold()  # hooks may change weights
             call_all(run, run.hooks.on_train_end)
             call_all(run, run.hooks.on_fit_end)
@@ -217,6 +219,44 @@ class Fit:
             with watched(run):
                 results = predict(run, prepared)
         return results[0] if len(prepared) == 1 else results
+
+    def state_dict(self, module: TrainModule, *, everywhere: bool = False) -> dict[str, Any]:
+        """The whole parameters and buffers of a module that was trained, by name, on the CPU; all ranks call this.
+
+        Args:
+            everywhere: on every rank; by default on the main process, and ``{}`` on others.
+
+        Raises:
+            ValueError: the module was sharded by another strategy than this one's.
+            RuntimeError: a run of the module is going on.
+        """
+        if module.attached:
+            raise RuntimeError("Fit.state_dict() and gathered() are for a module after its run; in a callback, use run.engine.get_state_dict(module)")
+        with self._start(module, "gather") as run:
+            try:
+                return whole_state(run, everywhere)
+            finally:
+                module.attach(None)
+                run.release()
+
+    @contextmanager
+    def gathered(self, module: TrainModule, *, everywhere: bool = False) -> Iterator[TrainModule]:
+        """Inside of the block the module has whole parameters, on the CPU, whatever strategy has trained it; all ranks enter it together::
+
+            with fit.gathered(module):
+                if fit.is_main_process:
+                    module.model.save_pretrained("out")
+
+        For reading: what the block changes is lost. Afterwards the module is as it was, and further runs under the strategy work.
+
+        Args:
+            everywhere: on every rank; by default on the main process, while others keep their parts.
+
+        Raises:
+            ValueError, RuntimeError: as :meth:`state_dict`.
+        """
+        with holding(module, self.state_dict(module, everywhere=everywhere)):
+            yield module
 
     def _evaluate(
         self, module: TrainModule, loaders: Any, datamodule: DataModule | None, checkpoint: str | Path | None, stage: str, name: str

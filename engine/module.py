@@ -50,6 +50,8 @@ class TrainModule(nn.Module):
     """Set it to False to call ``manual_backward`` and the optimizers' ``step`` and ``zero_grad`` in ``training_step`` yourself."""
     hparams_name: str | None = None
     """The constructor's argument that was saved as the dict of all hyperparameters, if one was."""
+    _reached: tuple[int, int] = (0, 0)
+    """Steps and epochs of the newest run."""
     built: bool = False
     """:meth:`configure_model` was called already, and what it built has values that are to stay."""
 
@@ -265,13 +267,13 @@ class TrainModule(nn.Module):
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps so far."""
-        return self._context.step if self._context else 0
+        """Optimizer steps so far; after a run, those that it has made."""
+        return self._context.step if self._context else self._reached[0]
 
     @property
     def current_epoch(self) -> int:
-        """The epoch, from 0."""
-        return self._context.epoch if self._context else 0
+        """The epoch, from 0; from ``on_train_end`` on, the number of epochs that were begun."""
+        return self._context.epoch if self._context else self._reached[1]
 
     @property
     def global_rank(self) -> int:
@@ -281,6 +283,11 @@ class TrainModule(nn.Module):
     def world_size(self) -> int:
         return self._context.world_size if self._context else 1
 
+    @property
+    def attached(self) -> bool:
+        """Whether a run of the module is going on."""
+        return self._context is not None
+
     def _attached(self, what: str) -> Context:
         if self._context is None:
             raise RuntimeError(f"{what} is only possible while a Fit run is going on")
@@ -288,6 +295,8 @@ class TrainModule(nn.Module):
 
     def attach(self, context: Context | None) -> None:
         """Enter (or leave) a run; called by it."""
+        if context is None and self._context is not None:
+            self._reached = (self._context.step, self._context.epoch)
         self._context = context
         if context is None:
             self._log = None

@@ -38,6 +38,8 @@ class Run(Checkpoints):
     """An optimizer step and what belongs to it are under way: there is no whole state."""
     due_step = 0
     """The next step after which more than the step itself may happen."""
+    over = False
+    """The training has ended."""
     started = False
     """A step was made: from now on ``timeout`` holds, no more ``start_timeout``."""
     optimization: Any = None
@@ -52,7 +54,8 @@ class Run(Checkpoints):
         self.stage = stage
         """``"fit"`` (validation in it included), ``"sanity"`` (the check before training), ``"validate"``, ``"test"``, ``"predict"``."""
         self.hooks = hooks
-        self.state = TrainState()
+        # An evaluation is of what was trained before.
+        self.state = TrainState() if stage == "fit" else TrainState(epoch=module.current_epoch, step=module.global_step)
         self.record_to(engine.recorder(on_step=True, on_epoch=False))
         self.metrics: dict[str, float] = {}
         """The newest value of every logged name; a name logged ``on_step`` and ``on_epoch`` is there as itself too (the epoch's)."""
@@ -120,8 +123,8 @@ class Run(Checkpoints):
 
     @property
     def epoch(self) -> int:
-        """The epoch under way, from 0."""
-        return self.state.epoch
+        """The epoch under way, from 0; when the training is over, the number of epochs that were begun."""
+        return self.state.epoch + (self.over and (self.state.epoch_done or self.state.batch_idx > 0))
 
     @property
     def rank(self) -> int:

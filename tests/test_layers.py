@@ -53,6 +53,7 @@ LAYERS: dict[str, int] = {
     "engine.crew": 6,
     "engine.loop": 6,
     "engine.watching": 6,
+    "engine.whole": 6,
     "engine.startup": 6,
     "engine.session": 6,
     "engine.fit": 7,

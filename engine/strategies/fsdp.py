@@ -44,8 +44,7 @@ class FSDP(Strategy):
     After ``Fit.run`` the module stays sharded on all ranks: ``fit.test(module)`` and further runs under the same strategy work, a
     direct call of the module does not. What ``configure_model`` builds has no memory for its parameters until it is sharded, block by
     block: the whole is never on one rank. Its modules get their first values from the module's ``init_weights(module)``, else from their
-    own ``reset_parameters()``; a checkpoint's take their place. To export it, save a checkpoint (it holds whole tensors, under any
-    strategy) and load that into a new module.
+    own ``reset_parameters()``; a checkpoint's take their place. ``with fit.gathered(module):`` has the whole weights, to export them.
 
     ``training_step`` must return a loss on every rank: ``Loss(out.sum() * 0, 0)`` leaves a micro-batch out, ``None`` is an error.
     """
