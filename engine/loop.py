@@ -170,7 +170,7 @@ def end_epoch(run: Run) -> None:
     if whole:
         for schedule in run.schedulers:
             if schedule.interval == "epoch" and module.automatic_optimization and (state.epoch + 1) % schedule.frequency == 0:
-                schedule.advance(run.metrics)
+                schedule.advance(run.metrics, state.epoch + 1)
         state.epoch_done = True
         for hook in run.hooks.last_on_train_epoch_end:
             hook(run, module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ class Schedule:
     name: str | None = None
     """How learning rate loggers call it."""
     reduce_on_plateau: bool = False
+    numbered: bool = field(default=False, init=False)
+    """The scheduler is told how far the training is, as timm's are: ``step(epoch)``, ``step_update(num_updates)``."""
 
     def __post_init__(self) -> None:
         if self.interval not in ("epoch", "step"):
@@ -41,17 +43,44 @@ class Schedule:
             raise ValueError(f"lr_scheduler frequency={self.frequency!r} must be an int of at least 1")
         if not callable(getattr(self.scheduler, "step", None)):
             raise TypeError(f"lr_scheduler has no step(): got {type(self.scheduler).__name__}")
+        self.numbered = callable(getattr(self.scheduler, "step_update", None)) and _needed(self.scheduler.step) == ["epoch"]
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
         if self.reduce_on_plateau and self.monitor is None:
             raise ValueError('ReduceLROnPlateau needs a metric: return {"scheduler": ..., "monitor": "val_loss"} for it')
 
-    def advance(self, metrics: Mapping[str, float]) -> None:
+    def check(self) -> None:
+        """Before the first step, whether :meth:`advance` can step the scheduler.
+
+        Raises:
+            ValueError: its ``step`` needs something that is not known, or it counts in another unit than ``interval``.
+        """
+        who, needed = type(self.scheduler).__name__, _needed(self.scheduler.step)
+        if self.numbered:
+            own = "epoch" if getattr(self.scheduler, "t_in_epochs", self.interval == "epoch") else "step"
+            if own != self.interval:
+                raise ValueError(
+                    f"{who} counts in {'epochs' if own == 'epoch' else 'steps'} (t_in_epochs={own == 'epoch'}), and its interval is "
+                    f'{self.interval!r}, so that it would change nothing: return {{"scheduler": ..., "interval": "{own}"}} for it'
+                )
+        elif needed and not (self.reduce_on_plateau and len(needed) == 1):
+            raise ValueError(
+                f"{who}.step() needs {', '.join(needed)}, which a run does not know: give a scheduler whose step() needs nothing, or override "
+                "lr_scheduler_step in the module"
+            )
+
+    def advance(self, metrics: Mapping[str, float], number: int) -> None:
         """One scheduler step.
+
+        Args:
+            number: how many steps, or epochs, the training has made.
 
         Raises:
             ValueError: the monitored metric is not there, with the names of those that are.
         """
-        if not self.reduce_on_plateau:
+        if self.numbered:
+            metric = None if self.monitor is None else metrics.get(self.monitor)
+            (self.scheduler.step if self.interval == "epoch" else self.scheduler.step_update)(number, metric)
+        elif not self.reduce_on_plateau:
             self.scheduler.step()
         elif self.monitor is not None and self.monitor in metrics:
             self.scheduler.step(metrics[self.monitor])
@@ -60,6 +89,13 @@ class Schedule:
                 f"ReduceLROnPlateau follows {self.monitor!r}, which was not logged{nearest(self.monitor, metrics)}; "
                 f"logged: {', '.join(sorted(metrics)) or 'nothing'}"
             )
+
+
+def _needed(step: Any) -> list[str]:
+    """The arguments that it must be given."""
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    every = inspect.signature(step).parameters.items()
+    return [name for name, each in every if each.default is inspect.Parameter.empty and each.kind not in several]
 
 
 class Modes:
@@ -178,7 +214,7 @@ def _optimizer(given: Any) -> Optimizer:
 
 def _schedule(given: Any) -> Schedule:
     if isinstance(given, Mapping):
-        known = [f.name for f in fields(Schedule)]
+        known = [f.name for f in fields(Schedule) if f.init]
         for key in given:
             if key not in known:
                 raise ValueError(f"configure_optimizers: unknown key {key!r} in lr_scheduler{nearest(key, known)}; possible: {', '.join(known)}")

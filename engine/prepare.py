@@ -230,6 +230,8 @@ def optimizers(run: Run) -> None:
     if module.automatic_optimization:
         engine.window.join()
     for schedule in schedules:
+        if module.automatic_optimization:
+            schedule.check()
         if schedule.interval == "step" and schedule.reduce_on_plateau and schedule.frequency == 1:
             warn_once("ReduceLROnPlateau with interval='step', frequency=1 looks at its metric after every step; it changes only when it is logged")
     run.set_optimizers(chosen, schedules, module.automatic_optimization)

@@ -38,6 +38,8 @@ class Run(Checkpoints):
     """An optimizer step and what belongs to it are under way: there is no whole state."""
     due_step = 0
     """The next step after which more than the step itself may happen."""
+    modes = Modes()
+    """Of the optimizers; none have been made yet."""
     over = False
     """The training has ended."""
     started = False
@@ -54,7 +56,6 @@ class Run(Checkpoints):
         self.stage = stage
         """``"fit"`` (validation in it included), ``"sanity"`` (the check before training), ``"validate"``, ``"test"``, ``"predict"``."""
         self.hooks = hooks
-        # An evaluation is of what was trained before.
         self.state = TrainState() if stage == "fit" else TrainState(epoch=module.current_epoch, step=module.global_step)
         self.record_to(engine.recorder(on_step=True, on_epoch=False))
         self.metrics: dict[str, float] = {}
@@ -62,7 +63,6 @@ class Run(Checkpoints):
         self.progress: dict[str, float] = {}
         """Those of them that were logged with ``prog_bar=True``."""
         self.optimizers: list[Any] = []
-        self.modes = Modes()
         self.schedulers: list[Schedule] = []
         self._step_schedules: list[Schedule] = []
         self.root_dir: Path = settings.root_dir
@@ -186,7 +186,7 @@ class Run(Checkpoints):
             self.state.step += 1
             for schedule in self._step_schedules:
                 if self.state.step % schedule.frequency == 0:
-                    schedule.advance(self.metrics)
+                    schedule.advance(self.metrics, self.state.step)
 
     def set_optimizers(self, optimizers: list[Any], schedules: list[Schedule], automatic: bool) -> None:
         """What ``configure_optimizers`` gave, prepared. In manual optimization schedulers are the module's to step."""

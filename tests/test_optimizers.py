@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from models import Weight, fit, ones
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
@@ -93,10 +95,76 @@ def test_a_plateau_scheduler_follows_its_metric() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule = Schedule(ReduceLROnPlateau(optimizer, factor=0.5, patience=0), monitor="loss")
     for loss, lr in ((3.0, 1.0), (2.0, 1.0), (2.0, 0.5), (1.0, 0.5)):
-        schedule.advance({"loss": loss})
+        schedule.advance({"loss": loss}, 1)
         assert optimizer.param_groups[0]["lr"] == lr
     with pytest.raises(ValueError, match=r"follows 'loss', which was not logged; did you mean 'los'\?; logged: acc, los"):
-        schedule.advance({"los": 1.0, "acc": 0.0})
+        schedule.advance({"los": 1.0, "acc": 0.0}, 1)
     schedule.strict = False
-    schedule.advance({})
+    schedule.advance({}, 1)
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+class Told:
+    """A scheduler with timm's interface: it keeps no count, and warms up over 4 epochs or steps."""
+
+    def __init__(self, optimizer: Any, t_in_epochs: bool = True) -> None:
+        self.optimizer, self.t_in_epochs = optimizer, t_in_epochs
+        self._set(0)
+
+    def _set(self, number: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.1 * (number + 1)
+
+    def step(self, epoch: int, metric: float | None = None) -> None:
+        if self.t_in_epochs:
+            self._set(epoch)
+
+    def step_update(self, num_updates: int, metric: float | None = None) -> None:
+        if not self.t_in_epochs:
+            self._set(num_updates)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class NeedsLoss(Told):
+    def step(self, loss: float) -> None:  # type: ignore[override]
+        pass
+
+
+@pytest.mark.parametrize(("interval", "expected"), [("epoch", [0.1, 0.1, 0.2, 0.2, 0.3, 0.3]), ("step", [0.1, 0.2, 0.3, 0.4, 0.5, 0.6])])
+def test_schedulers_that_are_told_the_epoch_or_the_step(tmp_path: Path, interval: str, expected: list[float]) -> None:
+    rates: list[float] = []
+
+    class Module(Weight):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": Told(optimizer, interval == "epoch"), "interval": interval}}
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    fit(tmp_path, max_epochs=3, accumulate_grad_batches=2).run(Module(), ones(4))
+    assert rates == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda o: Told(o, t_in_epochs=False), r"Told counts in steps \(t_in_epochs=False\), and its interval is 'epoch'.*\"interval\": \"step\""),
+        (NeedsLoss, r"NeedsLoss.step\(\) needs loss, which a run does not know"),
+    ],
+)
+def test_schedulers_that_a_run_cannot_step(tmp_path: Path, make: Any, words: str) -> None:
+    class Module(Weight):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            return [optimizer], [make(optimizer)]
+
+    module = Module()
+    with pytest.raises(ValueError, match=words):
+        fit(tmp_path).run(module, ones(4))
+    assert not module.losses

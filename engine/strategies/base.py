@@ -20,6 +20,7 @@ from engine.distributed.group import Group
 from engine.gradients import joins, traces
 from engine.precision import Precision, Scaler
 from engine.strategies import deferred
+from engine.strategies.flat import flat, whole_again
 from engine.transforms.blocks import user_module
 from engine.window import Window
 
@@ -228,7 +229,8 @@ class Strategy:
                     there, made = optimizer.state.get(of[i], {}).get(key), self.part_like(stored, of[i])
                     places[stored.name] = there if _alike(there, made) else made
         entries = {i: entry for i, entry in numbered["state"].items() if i in of}
-        optimizer.load_state_dict(source.read_optim({**numbered, "state": entries}, lambda stored: places.get(stored.name, whole(stored))))
+        read = source.read_optim({**numbered, "state": entries}, lambda stored: places.get(stored.name, whole(stored)))
+        optimizer.load_state_dict({**read, "state": {i: whole_again(entry) for i, entry in read["state"].items()}})
 
     def part_like(self, stored: Stored, parameter: Tensor) -> Tensor:
         """An empty tensor for this rank's part of an entry of a parameter's optimizer state."""
@@ -287,7 +289,7 @@ def named_state(optimizer: Any, module: nn.Module) -> dict[str, Any]:
     """``optimizer.state_dict()`` with the parameters' names in ``module`` for their numbers (where ``module`` has them)."""
     state, names = optimizer.state_dict(), _names(optimizer, module)
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
-    return {**state, "state": {names.get(i, i): entry for i, entry in state["state"].items()}, "param_groups": groups}
+    return {**state, "state": {names.get(i, i): flat(entry) for i, entry in state["state"].items()}, "param_groups": groups}
 
 
 def numbered_state(optimizer: Any, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:

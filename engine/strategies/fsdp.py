@@ -27,6 +27,7 @@ from engine.gradients import parameters_of
 from engine.log import warn_once
 from engine.strategies import deferred, shards
 from engine.strategies.base import Strategy, class_name, spread, sum_over_ranks
+from engine.strategies.flat import SHARDED
 from engine.transforms import blocks, float8
 
 
@@ -254,6 +255,8 @@ class FSDP(Strategy):
                     if old in optimizer.state:
                         state = optimizer.state.pop(old)
                         optimizer.state[new] = {key: shards.part(value, new) for key, value in state.items()}
+            if type(optimizer).__module__.startswith("torchao.optim") and any(shards.is_sharded(p) for p in parameters):
+                warn_once(f"{type(optimizer).__name__}: a checkpoint of this training will be an error. Its states are of blocks; {SHARDED}")
             kinds = {shards.is_sharded(p) for p in parameters if p not in self._away}
             if len(kinds) > 1 and not (group.get("foreach") is False and not group.get("fused")):
                 if group.get("foreach") or group.get("fused"):

@@ -1,0 +1,63 @@
+"""Optimizer states that are tensors of a class of their own, such as torchao's 8-bit ones: as the plain tensors that they are made of."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MADE_OF = "tensor_class"
+CLASSES = {
+    "OptimState8bit": "torchao.optim.subclass_8bit",
+    "OptimState4bit": "torchao.optim.subclass_4bit",
+    "OptimStateFp8": "torchao.optim.subclass_fp8",
+}
+"""What is made again when a checkpoint is loaded, and where; a name in a file imports nothing else."""
+
+
+def flat(entry: Any) -> Any:
+    """A parameter's state with each tensor of these classes as a dict of its parts and numbers; others as they are.
+
+    Raises:
+        ValueError: each rank has a part of it.
+    """
+    if not isinstance(entry, dict):
+        return entry
+    return {key: _flat(key, value) if type(value) is not Tensor and isinstance(value, Tensor) else value for key, value in entry.items()}
+
+
+def _flat(key: str, value: Any) -> Any:
+    name = type(value).__name__
+    if name not in CLASSES or type(value).__module__ != CLASSES[name]:
+        if type(getattr(value, "_local_tensor", None)).__name__ in CLASSES:
+            raise ValueError(f"{key!r} of an optimizer's state is a {type(value._local_tensor).__name__} of which each rank has a part: {SHARDED}")
+        return value
+    parts, context = value.__tensor_flatten__()
+    return {MADE_OF: name, **{part: getattr(value, part) for part in parts}, "context": [_plain(each) for each in context]}
+
+
+SHARDED = "the blocks of one rank are not those of another world size; use strategy='ddp', or an optimizer whose states are plain tensors"
+
+
+def _plain(value: Any) -> Any:
+    return {"dtype": str(value).removeprefix("torch.")} if isinstance(value, torch.dtype) else tuple(value) if isinstance(value, tuple) else value
+
+
+def _made(parts: dict[str, Any]) -> Tensor:
+    name = parts[MADE_OF]
+    if name not in CLASSES:
+        raise ValueError(f"a checkpoint has an optimizer's state of class {name!r}; possible: {', '.join(CLASSES)}")
+    made: Any = getattr(import_module(CLASSES[name]), name)
+    context = [getattr(torch, each["dtype"]) if isinstance(each, dict) else each for each in parts["context"]]
+    tensors = {key: value for key, value in parts.items() if isinstance(value, Tensor)}
+    found: Tensor = made.__tensor_unflatten__(tensors, context)
+    return found
+
+
+def whole_again(entry: Any) -> Any:
+    """What :func:`flat` was given."""
+    if not isinstance(entry, dict):
+        return entry
+    return {key: _made(value) if isinstance(value, dict) and MADE_OF in value else value for key, value in entry.items()}
