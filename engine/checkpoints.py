@@ -197,6 +197,7 @@ class Checkpoints:
         return {
             "state": asdict(self.state),
             "seed": self.engine.seed,
+            "order": None if self.train_loader is None else self.train_loader.order,
             "schedulers": [s.scheduler.state_dict() for s in self.schedulers],
             "scaler": self.engine.scaler.state_dict() if self.engine.scaler is not None else None,
             "metrics": dict(self.metrics),
@@ -245,11 +246,11 @@ class Checkpoints:
             if str(how.path) != "auto" or self.saver.place.manifests():
                 raise
 
-    def reseed(self, seed: int) -> None:
+    def reseed(self, seed: int, order: str | None) -> None:
         """Take over another run's data order."""
         self.engine.seed = seed
         if self.train_loader is not None:
-            self.train_loader.reseed(seed)
+            self.train_loader.reseed(seed, order)
 
     def load_weights(self, wanted: str | Path | None, strict: bool = True) -> None:
         """Take only the parameters and buffers of a checkpoint."""
@@ -277,7 +278,7 @@ class Checkpoints:
         self._elapsed_before = shared["elapsed_s"]
         self.val_every.load_state_dict(shared["val_every"])
         if shared["seed"] is not None:
-            self.reseed(shared["seed"])
+            self.reseed(shared["seed"], shared.get("order"))
         if self.datamodule is not None and shared["datamodule"] is not None:
             self.datamodule.load_state_dict(shared["datamodule"])
         self.engine.load_registered_states(shared["registered"])

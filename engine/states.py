@@ -127,8 +127,9 @@ class States(Preparing):
             streams = (loaded.of_rank(0) if own is None else own)["streams"]
             self.seed = shared["seed"]
             for index, loader in enumerate(self._loaders):
-                loader.reseed(self.seed)
-                loader.load_state_dict({**shared["loaders"][index], "stream": streams[index]})
+                state = shared["loaders"][index]
+                loader.reseed(self.seed, state.get("order"))
+                loader.load_state_dict({**state, "stream": streams[index]})
             if self.scaler is not None and shared["scaler"]:
                 self.scaler.load_state_dict(shared["scaler"])
             self.load_registered_states(shared["registered"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from engine.data.indices import Batches, BatchIndices, Cut, Micro, SampleIndices, indexed
+from engine.data.indices import Batches, BatchIndices, Cut, Micro, SampleIndices, indexed, weighed
 from engine.data.rows import Reader, Rows, rows
 from engine.data.sampler import Deal, Share, mixed, repeated, shares
 from engine.data.stateful import presharded
@@ -90,16 +90,26 @@ def total(mode: str, counts: list[int]) -> int:
     return min(counts) if mode == "min_size" else max(counts)
 
 
-def combined(loader: CombinedLoader, group: Group, seed: int) -> Indexed | Stream:
-    """The feed of a combination."""
+def combined(loader: CombinedLoader, group: Group, seed: int, feistel: bool = True) -> Indexed | Stream:
+    """The feed of a combination.
+
+    Raises:
+        ValueError: some members are divided among the ranks already.
+    """
     # A seed for each: two members of one length would be shuffled alike.
-    feeds = [indexed(member, group, mixed(seed, place + 1)) for place, member in enumerate(loader.members)]
+    feeds = [indexed(member, group, mixed(seed, place + 1), feistel) for place, member in enumerate(loader.members)]
     known = [feed for feed in feeds if feed is not None]
-    if len(known) == len(feeds):
-        return Indexed(loader, known, group)
     divided = [presharded(member) for member in loader.members]
     if any(divided) and not all(divided):
         raise ValueError("CombinedLoader: some of the loaders are presharded, others are not; make all of them so, or none")
+    for feed in known:
+        if not divided[0] and feed.order is not None and feed.order.sharded:
+            raise ValueError(
+                f"CombinedLoader: {type(feed.order.sampler).__name__} gives each rank its part already, but whole combined batches are dealt to the "
+                "ranks here: give this member a plain sampler"
+            )
+    if len(known) == len(feeds) and not divided[0]:
+        return Indexed(loader, known, group)
     source = Rows(loader, loader.members, feeds, loader.mode, loader.packed)
     return Stream(loader, group, seed, source, size=lambda batch: _samples(loader, batch))
 
@@ -121,22 +131,28 @@ class _Passes:
         self.feed = feed
         self.epoch, self.count = 0, 0
         self.cuts: dict[int, Cut] = {}
+        self.together = feed.order is not None and feed.order.together
+        self.opening: Any = None
+        """What drawing this epoch's first pass again needs."""
 
-    def begin(self, epoch: int) -> int:
+    def begin(self, epoch: int, state: Any) -> int:
         """Batches in one pass."""
         self.epoch, self.cuts = epoch, {}
+        if self.feed.order is not None:
+            self.feed.order.enter(state)
         self.count = self.cut(0).batches
+        self.opening = self.feed.state(closed=True)
         return self.count
 
-    def draw(self, first: int, last: int) -> None:
+    def draw(self, last: int) -> None:
         """Get passes ready that the ranks have to draw together: later, each rank's workers are at another place."""
-        if isinstance(self.feed, (SampleIndices, BatchIndices)) and self.feed.order.kind == "drawn":
-            for number in range(first, last):
+        if self.together:
+            for number in range(last):  # those before a resume's place too: a sampler may count its passes
                 self.cut(number)
 
     def cut(self, number: int) -> Cut:
         if number not in self.cuts:
-            if len(self.cuts) > 2 and not (isinstance(self.feed, (SampleIndices, BatchIndices)) and self.feed.order.kind == "drawn"):
+            if len(self.cuts) > 2 and not self.together:
                 del self.cuts[min(self.cuts)]  # the workers' reading is ahead of the weights' by one pass at most
             self.cuts[number] = self.feed.cut(repeated(self.epoch, number))
         return self.cuts[number]
@@ -171,8 +187,19 @@ class Indexed:
     def advance(self, window: int) -> int:
         return self.group.world_size * window
 
+    @property
+    def feistel(self) -> bool:
+        """Whether a member's shuffle is computed rather than stored."""
+        return any(feed.feistel for feed in self.feeds)
+
     def state(self, closed: bool) -> Any:
-        return None
+        return _orders([member.opening for member in self.members])
+
+    def opening(self) -> Any:
+        return self.state(closed=False)
+
+    def carry(self) -> Any:
+        return _orders([feed.carry() for feed in self.feeds])
 
     def leave(self) -> None:
         for feed in self.feeds:
@@ -187,7 +214,8 @@ class Indexed:
 
     def micros(self, epoch: int, start: int, window: int, limit: int | None, state: Any = None) -> Iterator[Micro]:
         mode = self.loader.mode
-        counts = [member.begin(epoch) for member in self.members]
+        orders = state["orders"] if state is not None else [None] * len(self.members)
+        counts = [member.begin(epoch, order) for member, order in zip(self.members, orders, strict=True)]
         self.offsets = [sum(counts[:i]) for i in range(len(counts) + 1)]
         deal = self._deal(total(mode, counts), window, limit)
         if mode == "max_size_cycle" and deal.used:
@@ -195,8 +223,10 @@ class Indexed:
                 empty = self.loader.members[counts.index(0)]
                 raise ValueError(f"CombinedLoader: a {type(empty).__name__} is empty and cannot be read again; leave it out, or take mode='max_size'")
             for member in self.members:
-                member.draw(start // member.count, -(-deal.used // member.count))
+                member.draw(-(-deal.used // member.count))
         batches = self._one_by_one(deal, start) if mode == "sequential" else self._side_by_side(deal, start)
+        if not all(feed.sized for feed in self.feeds):
+            return weighed(batches, deal, start, self.group, lambda batch: _samples(self.loader, batch))
         return zip(batches, self._shares(deal, start), strict=True)
 
     def _side_by_side(self, deal: Deal, start: int) -> Iterator[Any]:
@@ -246,6 +276,10 @@ class Indexed:
             else:
                 sizes = tuple(tuple(self._size(base + j * ranks + r) for r in range(ranks)) for j in range(len(own)))
             yield from shares(sizes, deal.rank)
+
+
+def _orders(states: list[Any]) -> dict[str, Any] | None:
+    return {"orders": states} if any(state is not None for state in states) else None
 
 
 def _own(deal: Deal, start: int, low: int, high: int) -> Iterator[int]:

@@ -20,6 +20,10 @@ class Feed(Protocol):
     def reads_ahead(self) -> bool:
         """Whether reading beyond a window's end changes nothing that a checkpoint there has to hold."""
 
+    @property
+    def feistel(self) -> bool:
+        """Whether a shuffle is computed rather than stored; a resume has to do the same."""
+
     def length(self, limit: int | None) -> int | None:
         """Micro-batches of this rank in an epoch; ``None`` when that is not known beforehand."""
 
@@ -32,6 +36,12 @@ class Feed(Protocol):
     def state(self, closed: bool) -> Any:
         """What a resume needs besides the position, after the window that is given out (``closed``) or before it; ``None``: nothing."""
 
+    def opening(self) -> Any:
+        """What beginning this pass again needs; ``None``: nothing."""
+
+    def carry(self) -> Any:
+        """What the next pass begins from, at the end of one: the state of data that counts on from pass to pass; else ``None``."""
+
     def leave(self) -> None:
         """Let go of a pass that is left early: worker processes are not to wait for the next one."""
 
@@ -39,15 +49,18 @@ class Feed(Protocol):
         """End the data's worker processes."""
 
 
-def feed_for(data: Any, group: Group, seed: int) -> Feed:
-    """The feed for what the user passed.
+def feed_for(data: Any, group: Group, seed: int, feistel: bool = True) -> Feed:
+    """The feed for what the user passed. A collective.
+
+    Args:
+        feistel: whether large shuffles are computed rather than stored (see :mod:`engine.data.permutation`).
 
     Raises:
         TypeError: when it cannot be iterated, or is a dataset that has not got a loader.
     """
     if isinstance(data, CombinedLoader):
-        return combined(data, group, seed)
-    found = indexed(data, group, seed)
+        return combined(data, group, seed, feistel)
+    found = indexed(data, group, seed, feistel)
     if found is not None:
         return found
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):

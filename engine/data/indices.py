@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from engine.data.order import Order, is_a
-from engine.data.sampler import Deal, Share, shares
-from engine.data.stateful import altered, end_workers
+from engine.data.order import Order, is_a, order_for
+from engine.data.sampler import Deal, Shards, Share, shares
+from engine.data.stateful import altered, end_workers, presharded
+from engine.distributed.collectives import gather_object, gather_row
 from engine.distributed.group import Group
 from engine.tree import batch_size
 
@@ -37,9 +39,23 @@ class _Positioned:
     """Data whose position says everything."""
 
     iterator: Iterator[Any] | None = None
+    order: Order | None = None
+    sized = True
+    """Whether the samples in each batch are known before it is read."""
+
+    @property
+    def feistel(self) -> bool:
+        """Whether a shuffle is computed rather than stored."""
+        return self.order is not None and self.order.feistel
 
     def state(self, closed: bool) -> Any:
-        return None
+        return None if self.order is None else self.order.state(over=False)
+
+    def opening(self) -> Any:
+        return self.state(closed=False)
+
+    def carry(self) -> Any:
+        return None if self.order is None else self.order.state(over=True)
 
     def leave(self) -> None:
         self.iterator = None
@@ -63,7 +79,7 @@ class Cut(NamedTuple):
     batches: int
 
 
-def indexed(data: Any, group: Group, seed: int) -> SampleIndices | BatchIndices | Batches | None:
+def indexed(data: Any, group: Group, seed: int, feistel: bool = True) -> SampleIndices | BatchIndices | Batches | None:
     """The feed for data with indices; ``None`` for other data.
 
     Raises:
@@ -75,8 +91,8 @@ def indexed(data: Any, group: Group, seed: int) -> SampleIndices | BatchIndices 
                 f"{type(data).__name__}.load_state_dict() was called before the loader was prepared, and is lost: its order is the engine's now; "
                 "take and load the state of what prepare() gives back"
             )
-        return (SampleIndices if is_a(data.batch_sampler, BatchSampler) else BatchIndices)(data, group, seed)
-    return Batches(data, group) if isinstance(data, (list, tuple)) else None
+        return (SampleIndices if is_a(data.batch_sampler, BatchSampler) else BatchIndices)(data, group, seed, feistel)
+    return Batches(data, group) if isinstance(data, (list, tuple)) and not presharded(data) else None
 
 
 class SampleIndices(_Positioned):
@@ -85,14 +101,16 @@ class SampleIndices(_Positioned):
     The loader is copied shallowly and only the copy's index stream is replaced: class, workers and collate function stay the user's.
     """
 
-    def __init__(self, loader: DataLoader[Any], group: Group, seed: int) -> None:
+    order: Order
+
+    def __init__(self, loader: DataLoader[Any], group: Group, seed: int, feistel: bool = True) -> None:
         batches = loader.batch_sampler  # the loader's own attributes say nothing when the user made it
         assert isinstance(batches, BatchSampler)
-        sampler = batches.sampler
-        self.order = Order(sampler, loader, group, seed)
+        sampler: Any = batches.sampler
+        self.order = order_for(sampler, loader, group, seed, feistel)
         self.group = group
         self.batch = batches.batch_size
-        self.drop_last = batches.drop_last or (isinstance(sampler, DistributedSampler) and sampler.drop_last)
+        self.drop_last = batches.drop_last or (type(sampler) is DistributedSampler and sampler.drop_last)
         self.indices = _Indices()
         self.loader = altered(loader, batch_sampler=self.indices)
         self.reads_ahead = loader.num_workers > 0  # in this process, the dataset takes random numbers that a checkpoint holds
@@ -102,15 +120,18 @@ class SampleIndices(_Positioned):
 
     def length(self, limit: int | None) -> int | None:
         units = self.order.length()
-        return None if units is None else len(self.deal(units, 1, limit))
+        if units is None:
+            return None
+        return len(self.deal(units * self.group.world_size if self.order.sharded else units, 1, limit))
 
     def advance(self, window: int) -> int:
         return self.batch * self.group.world_size * window
 
     def micros(self, epoch: int, start: int, window: int, limit: int | None, state: Any = None) -> Iterator[Micro]:
-        order = self.order.draw(epoch)
-        deal = self.deal(len(order), window, limit)
-        self.indices.stream, self.indices.count = _positions(order, deal, start), len(deal)
+        self.order.enter(state)
+        order = self.order.draw(epoch, None if limit is None else limit * self.advance(1))
+        deal = given_out(self.order, len(order), self.batch, window, self.drop_last, limit)
+        self.indices.stream, self.indices.count = order.pieces(deal.windows(start)), len(deal)
         self.iterator = iter(self.loader)
         return zip(self.iterator, _shares(deal, start), strict=True)
 
@@ -124,8 +145,8 @@ class SampleIndices(_Positioned):
         units = len(order)
 
         def items(number: int) -> list[Any]:
-            piece = order[number * batch : (number + 1) * batch]
-            return piece.tolist() if isinstance(piece, torch.Tensor) else list(piece)
+            piece: list[Any] = order[number * batch : (number + 1) * batch]
+            return piece
 
         return Cut(items, lambda number: min(batch, units - number * batch), units // batch if self.drop_last else -(-units // batch))
 
@@ -136,17 +157,34 @@ class SampleIndices(_Positioned):
         return self.iterator
 
 
-def _positions(order: Sequence[Any] | torch.Tensor, deal: Deal, start: int) -> Iterator[list[Any]]:
-    for own, _ in deal.windows(start):
-        for part in own:
-            piece = order[part.start : part.stop]
-            yield piece.tolist() if isinstance(piece, torch.Tensor) else list(piece)
+def given_out(order: Order, units: int, batch: int, window: int, drop_last: bool, limit: int | None) -> Deal | Shards:
+    """Who gets which of an epoch's ``units``: they are dealt to the ranks, or each rank has its own. A collective in the second case."""
+    group = order.group
+    if order.sharded:
+        return Shards(order.everywhere(units), batch, window, group.rank, drop_last, limit)
+    return Deal(units, batch, window, group.world_size, group.rank, drop_last, limit)
 
 
-def _shares(deal: Deal, start: int) -> Iterator[Share]:
+def _shares(deal: Deal | Shards, start: int) -> Iterator[Share]:
     full = shares(((deal.batch,) * deal.world_size,) * deal.window, deal.rank)
     for _, dealt in deal.windows(start):
         yield from shares(tuple(tuple(map(len, micro)) for micro in dealt), deal.rank) if dealt else full
+
+
+def weighed(
+    batches: Iterator[Any], deal: Deal | Shards, start: int, group: Group, size: Callable[[Any], int | None] = batch_size
+) -> Iterator[Micro]:
+    """Batches whose sizes are known only once they are read: a window is read ahead, and the ranks tell each other the sizes in it."""
+    if deal.world_size * deal.window == 1:
+        yield from zip(batches, itertools.repeat(_WHOLE))
+        return
+    for own, dealt in deal.windows(start):
+        read = list(itertools.islice(batches, len(own)))
+        sizes = [size(batch) or 1 for batch in read]
+        if dealt:
+            sizes = [found if micro[deal.rank] else 0 for found, micro in zip(sizes, dealt, strict=True)]
+        every = gather_row(group, torch.tensor(sizes, dtype=torch.int64)).expand(deal.world_size, -1).t().tolist()
+        yield from zip(read, shares(tuple(map(tuple, every)), deal.rank), strict=True)
 
 
 class Batches(_Positioned):
@@ -196,49 +234,60 @@ class Batches(_Positioned):
 class BatchIndices(_Positioned):
     """A ``DataLoader`` with a batch sampler of the user's own, or with ``batch_size=None``: its batches stay whole and are dealt to the ranks."""
 
-    def __init__(self, loader: DataLoader[Any], group: Group, seed: int) -> None:
+    order: Order
+
+    def __init__(self, loader: DataLoader[Any], group: Group, seed: int, feistel: bool = True) -> None:
         self.group = group
-        self.batched = loader.batch_sampler is not None
-        sampler = loader.batch_sampler if self.batched else loader.sampler
-        self.order = Order(sampler, loader, group, seed)
+        self.sized = loader.batch_sampler is not None  # an index tells; a batch that the dataset gives has to be read
+        sampler = loader.batch_sampler if self.sized else loader.sampler
+        self.order = order_for(sampler, loader, group, seed, feistel)
         self.indices = _Indices()
-        self.loader = altered(loader, **{"batch_sampler" if self.batched else "sampler": self.indices})
+        self.loader = altered(loader, **{"batch_sampler" if self.sized else "sampler": self.indices})
         self.reads_ahead = loader.num_workers > 0
 
     def length(self, limit: int | None) -> int | None:
         units = self.order.length()
-        return None if units is None else len(Deal(units, 1, 1, self.group.world_size, self.group.rank, limit=limit))
+        if units is None:
+            return None
+        return len(Deal(units, 1, 1, 1 if self.order.sharded else self.group.world_size, 0, limit=limit))
 
     def advance(self, window: int) -> int:
         return self.group.world_size * window
 
     def micros(self, epoch: int, start: int, window: int, limit: int | None, state: Any = None) -> Iterator[Micro]:
-        order = self.order.draw(epoch)
-        deal = Deal(len(order), 1, window, self.group.world_size, self.group.rank, limit=limit)
+        self.order.enter(state)
+        order = self.order.draw(epoch, None if limit is None else limit * self.advance(1))
+        deal = given_out(self.order, len(order), 1, window, False, limit)
         self.indices.count = len(deal)
-        self.indices.stream = (_plain(order[part.start]) for own, _ in deal.windows(start) for part in own)
+        self.indices.stream = itertools.chain.from_iterable(order.pieces(deal.windows(start)))
+        if self.sized:
+            sizes = self._shares(self._sizes(order), deal, start)
+            self.iterator = iter(self.loader)
+            return zip(self.iterator, sizes, strict=True)
         self.iterator = iter(self.loader)
-        return zip(self.iterator, self._shares(order, deal, start), strict=True)
+        return weighed(self.iterator, deal, start, self.group)
 
     def whole(self) -> int | None:
         return self.order.length()
 
     def cut(self, epoch: int) -> Cut:
-        order, batched = self.order.draw(epoch), self.batched
-        return Cut(lambda number: _plain(order[number]), lambda number: len(order[number]) if batched else 1, len(order))
+        order = self.order.draw(epoch)
+        return Cut(order.__getitem__, lambda number: len(order[number]), len(order))
 
     def fetch(self, items: Iterator[Any]) -> Iterator[Any]:
         self.indices.stream = items
         self.iterator = iter(self.loader)
         return self.iterator
 
-    def _shares(self, order: Sequence[Any] | torch.Tensor, deal: Deal, start: int) -> Iterator[Share]:
-        for base, (_, dealt) in zip(range(start, deal.used, deal.round * deal.window), deal.windows(start), strict=True):
+    def _sizes(self, order: Any) -> Callable[[int, int], int]:
+        """The samples in a rank's batch, by rank and number."""
+        if not self.order.sharded:
+            return lambda rank, number: len(order[number])
+        everyone = gather_object(self.group, [len(batch) for batch in order])
+        return lambda rank, number: everyone[rank][number]
+
+    def _shares(self, size: Callable[[int, int], int], deal: Deal | Shards, start: int) -> Iterator[Share]:
+        for base, (_, dealt) in zip(itertools.count(start, deal.round * deal.window), deal.windows(start), strict=False):
             full = [[range(base + j * deal.round + r, base + j * deal.round + r + 1) for r in range(deal.world_size)] for j in range(deal.window)]
-            sizes = tuple(tuple((len(order[p.start]) if self.batched else 1) if p else 0 for p in micro) for micro in dealt or full)
+            sizes = tuple(tuple(size(r, part.start) if part else 0 for r, part in enumerate(micro)) for micro in dealt or full)
             yield from shares(sizes, deal.rank)
-
-
-def _plain(index: Any) -> Any:
-    """An index as the dataset expects it: a shuffled order is a tensor."""
-    return index.item() if isinstance(index, torch.Tensor) else index

@@ -25,6 +25,7 @@ class PreparedLoader:
         """At most so many micro-batches of each rank in an epoch."""
         self._group, self._window, self._seed, self._dtype, self._place = group, window, seed, dtype, place
         self._feed = feed_for(loader, group, seed)
+        self._feistel = True
         self._epoch = 0
         self._begun = self._over = False
         self._start, self._stream = 0, None
@@ -126,10 +127,10 @@ class PreparedLoader:
         Raises:
             ValueError: neither.
         """
-        if position == 0:
-            return None
         if not self._begun:
-            return self._stream
+            return self._stream if self._start or self._stream is not None else self.carried()
+        if position == 0:
+            return self._feed.opening()
         here, closed = self._place_in_epoch()
         if position is not None and position != here:
             if not closed or position != here - self._feed.advance(self._size):
@@ -139,18 +140,19 @@ class PreparedLoader:
 
     def carried(self) -> Any:
         """What the next epoch begins from, at the end of one: the state of data that counts on from pass to pass; else ``None``."""
-        carry = getattr(self._feed, "carry", None)
-        return None if carry is None else carry()
+        return self._feed.carry()
 
     def state_dict(self) -> dict[str, Any]:
         """The place at the end of the newest window that was given out whole, good for any number of processes (``presharded`` data: for as
-        many as now, each with its own): ``epoch``, ``position`` and ``stream`` (:meth:`state`)."""
+        many as now, each with its own): ``epoch``, ``position``, ``stream`` (:meth:`state`) and, if it has one, ``order``."""
+        order = {} if self.order is None else {"order": self.order}
         if self._begun and self._over:
-            return {"epoch": self._epoch + 1, "position": 0, "stream": self.carried()}
-        return {"epoch": self._epoch, "position": self.position, "stream": self.state()}
+            return {"epoch": self._epoch + 1, "position": 0, "stream": self.carried(), **order}
+        return {"epoch": self._epoch, "position": self.position, "stream": self.state(), **order}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next pass go on from where :meth:`state_dict` was taken."""
+        """Let the next pass go on from where :meth:`state_dict` was taken. A collective."""
+        self.reseed(self._seed, state_dict.get("order"))
         self.resume(state_dict["epoch"], state_dict["position"], state_dict["stream"])
 
     def skipping(self, num_batches: int) -> PreparedLoader:
@@ -163,6 +165,7 @@ class PreparedLoader:
             raise ValueError(f"num_batches={num_batches} must be 0 or more")
         seed, dtype = self._seed, self._dtype
         other = PreparedLoader(self.loader, group=self._group, window=self._window, seed=seed, dtype=dtype, place=self._place)
+        other.reseed(seed, self.order)
         other.limit, other.hooks, other.window_size = self.limit, self.hooks, self.window_size
         if self._begun:
             self._epoch, self._start = self._epoch + 1, 0
@@ -186,10 +189,26 @@ class PreparedLoader:
         before, after, index = self.hooks
         return after(self._move(before(batch, index)), index)
 
-    def reseed(self, seed: int) -> None:
-        """Give out another seed's order."""
-        self._seed = seed
-        self._feed = feed_for(self.loader, self._group, seed)
+    @property
+    def order(self) -> str | None:
+        """The kind of order that a resume has to continue: ``"feistel"`` for a shuffle that is computed index by index; ``None``: a list."""
+        return "feistel" if self._feed.feistel else None
+
+    def reseed(self, seed: int, order: str | None = "feistel") -> None:
+        """Give out another seed's order. A collective.
+
+        Args:
+            order: what :attr:`order` was where a resume goes on; ``None`` keeps large shuffles as lists.
+
+        Raises:
+            ValueError: an unknown kind.
+        """
+        if order not in (None, "feistel"):
+            raise ValueError(f"the data's order is of a kind that is unknown here: {order!r}; a newer version has saved it")
+        computed = order is not None
+        if seed != self._seed or (computed != self._feed.feistel and computed != self._feistel):
+            self._seed, self._feistel = seed, computed
+            self._feed = feed_for(self.loader, self._group, seed, self._feistel)
 
     @property
     def stride(self) -> int:

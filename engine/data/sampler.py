@@ -28,6 +28,9 @@ class Share(NamedTuple):
     """Whether it closes its window."""
 
 
+Window = tuple[list[range], list[list[range]]]
+"""A window's micro-batches of one rank as ranges of positions, and ``[micro-batch][rank]`` of all (empty: all of them are full)."""
+
 ALONE = Share(size=-1, divisor=1.0, alone=1.0, last=True)
 """The share of a batch that no prepared loader gave out."""
 
@@ -83,7 +86,7 @@ class Deal:
         """Micro-batches of each rank in an epoch."""
         return -(-self.used // self.round)
 
-    def windows(self, start: int = 0) -> Iterator[tuple[list[range], list[list[range]]]]:
+    def windows(self, start: int = 0) -> Iterator[Window]:
         """From position ``start`` (in units) on, each window: this rank's micro-batches as ranges of positions, and ``[micro-batch][rank]`` of all.
 
         Of a full window only the own part is spelled out (the second list is empty): all its micro-batches are full.
@@ -99,21 +102,73 @@ class Deal:
                 yield [micro[self.rank] or spare for micro in dealt], dealt
 
     def _short(self, base: int, count: int) -> list[list[range]]:
-        """A short window: each rank takes a contiguous part, parts differ by one unit at most."""
-        part, larger = divmod(count, self.world_size)
-        edges = [base + r * part + min(r, larger) for r in range(self.world_size + 1)]
+        """A short window: full rounds first, as in any window; what is left is split evenly, so that parts differ by one unit at most.
 
-        def piece(rank: int, j: int) -> range:
-            low = min(edges[rank] + j * self.batch, edges[rank + 1])
-            return range(low, min(low + self.batch, edges[rank + 1]))
+        Each round is a stretch of the order, shared out from rank 0 on: what the ranks compute, joined round by round, is in the data's order.
+        """
+        rounds, left = divmod(count, self.round)
+        part, larger = divmod(left, self.world_size)
+        last = base + rounds * self.round
+        edges = [last + r * part + min(r, larger) for r in range(self.world_size + 1)]
+        lows = [[base + j * self.round + r * self.batch for r in range(self.world_size)] for j in range(rounds)]
+        dealt = [[range(low, low + self.batch) for low in row] for row in lows]
+        return [*dealt, list(map(range, edges, edges[1:]))] if left else dealt
 
-        return [[piece(r, j) for r in range(self.world_size)] for j in range(-(-count // self.round))]
+
+@dataclass(frozen=True)
+class Shards:
+    """How an epoch's units are given out when each rank has its own already. Positions count the units of all ranks, as many of each."""
+
+    units: tuple[int, ...]
+    """On each rank."""
+    batch: int
+    window: int
+    rank: int
+    drop_last: bool = False
+    """Leave out units that do not fill a micro-batch of their rank."""
+    limit: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        return len(self.units)
+
+    @property
+    def round(self) -> int:
+        return self.batch * self.world_size
+
+    @property
+    def used(self) -> int:
+        """The position of the end."""
+        return len(self) * self.round
+
+    def __len__(self) -> int:
+        """Micro-batches of each rank in an epoch: those of the rank with most, while others repeat some."""
+        most = -(-max(self._held()) // self.batch)
+        return most if self.limit is None else min(most, self.limit)
+
+    def windows(self, start: int = 0) -> Iterator[Window]:
+        """As :meth:`Deal.windows`, with ranges of each rank's own units; of all ranks in every window.
+
+        Raises:
+            ValueError: this rank has no units while others do.
+        """
+        held = self._held()
+        spare = range(min(self.batch, held[self.rank]))
+        lows = range(start // self.world_size, len(self) * self.batch, self.batch)
+        if lows and not spare:
+            raise ValueError(f"rank {self.rank} has no batch in its part of the data while other ranks do: give every rank some data")
+        for first in range(0, len(lows), self.window):
+            dealt = [[range(min(low, units), min(low + self.batch, units)) for units in held] for low in lows[first : first + self.window]]
+            yield [micro[self.rank] or spare for micro in dealt], dealt
+
+    def _held(self) -> list[int]:
+        return [units - units % self.batch if self.drop_last else units for units in self.units]
 
 
 def permutation(units: int, seed: int, epoch: int) -> torch.Tensor:
     """The shuffled order of an epoch. Shape ``(units,)``, int64; the same on every rank and at every world size."""
-    generator = torch.Generator().manual_seed(mixed(seed, epoch))
-    return torch.randperm(units, generator=generator)
+    generator = torch.Generator(device="cpu").manual_seed(mixed(seed, epoch))
+    return torch.randperm(units, generator=generator, device="cpu")
 
 
 def repeated(epoch: int, number: int) -> int:

@@ -33,6 +33,7 @@ class Stream:
 
     iterator: Iterator[Any] | None = None
     reads_ahead = False
+    feistel = False
 
     def __init__(self, data: Any, group: Group, seed: int, source: Source | None = None, size: Callable[[Any], int | None] = batch_size) -> None:
         self.data, self.group, self.seed, self.size = data, group, seed, size
@@ -55,7 +56,8 @@ class Stream:
         return window * self.round
 
     def micros(self, epoch: int, start: int, window: int, limit: int | None, state: Any = None) -> Iterator[Micro]:
-        usable = state is not None and bool(start) != state.get("carried", False) and self._whose() == (state["rank"], state["world_size"])
+        usable = state is not None and "source" in state and bool(start) != state.get("carried", False)
+        usable = usable and self._whose() == (state["rank"], state["world_size"])
         state = state if usable else None
         self._begun, self._ended = True, state is not None and state["ended"]
         self.source.set_epoch(epoch)
@@ -88,6 +90,9 @@ class Stream:
             return None
         rank, world_size = self._whose()
         return {"source": source, "ended": ended, "rank": rank, "world_size": world_size}
+
+    def opening(self) -> Any:
+        return None
 
     def carry(self) -> Any:
         """What the next pass begins from where the data counts on from pass to pass; ``None``: it begins anew."""

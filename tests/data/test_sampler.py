@@ -32,10 +32,10 @@ def test_nineteen_samples_on_two_ranks() -> None:
 
 
 def test_nineteen_samples_on_three_ranks() -> None:
-    # One short global batch of 19: parts of 7, 6 and 6.
-    assert dealt(Deal(19, 4, 2, 3, 0)) == [[[0, 1, 2, 3], [4, 5, 6]]]
-    assert dealt(Deal(19, 4, 2, 3, 1)) == [[[7, 8, 9, 10], [11, 12]]]
-    assert dealt(Deal(19, 4, 2, 3, 2)) == [[[13, 14, 15, 16], [17, 18]]]
+    # One short global batch of 19: parts of 7, 6 and 6, and each round a stretch of the order.
+    assert dealt(Deal(19, 4, 2, 3, 0)) == [[[0, 1, 2, 3], [12, 13, 14]]]
+    assert dealt(Deal(19, 4, 2, 3, 1)) == [[[4, 5, 6, 7], [15, 16]]]
+    assert dealt(Deal(19, 4, 2, 3, 2)) == [[[8, 9, 10, 11], [17, 18]]]
 
 
 @pytest.mark.parametrize(("world_size", "used"), [(1, 16), (2, 16), (3, 12)])

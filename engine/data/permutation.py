@@ -1,0 +1,92 @@
+"""Permutations of any size that are never stored: where each index goes is computed when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.data.sampler import Window, mixed
+
+LARGE = 2**24
+"""Samples from which on an epoch's order is a :class:`Permutation`: a list of so many takes 128 MiB and half a second a rank and epoch."""
+
+_WORD = 0xFFFFFFFF
+_BLOCK = 8192
+
+
+class Permutation:
+    """A permutation of ``range(size)`` that is a function of (seed, epoch), of which ``count`` entries are used.
+
+    An alternating Feistel network permutes the numbers of as many bits as ``size - 1`` has; a number that it takes beyond ``size`` goes
+    through it again until it is below (cycle walking: less than twice on average). See Black and Rogaway, "Ciphers with Arbitrary Finite
+    Domains", CT-RSA 2002. All products stay below 2**62, so that int64 gives the same on every platform.
+
+    Raises:
+        ValueError: ``size`` is negative or beyond 2**62, or ``count`` beyond ``size``.
+    """
+
+    def __init__(self, size: int, seed: int, epoch: int, count: int | None = None) -> None:
+        self.size, self.count = size, size if count is None else count
+        if not 0 <= self.count <= size <= 2**62:
+            raise ValueError(f"a permutation of {size} numbers, {self.count} of them used: possible are 0 to 2**62, and no more than there are")
+        bits = max(2, (size - 1).bit_length())
+        self._low_bits = bits // 2
+        self._masks = (1 << (bits - bits // 2)) - 1, (1 << (bits // 2)) - 1
+        key = mixed(seed, epoch)
+        rounds = 8 if bits >= 16 else 16  # halves of a few bits mix slowly
+        self._keys = [mixed(key, number) & _WORD for number in range(rounds)]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: Any) -> Any:
+        """An entry, or a list of those of a slice."""
+        places = range(self.count)[index]
+        if isinstance(places, range):
+            return self.at(torch.arange(places.start, places.stop, places.step, device="cpu")).tolist() if places else []
+        return int(self.at(torch.tensor([places], device="cpu")))
+
+    def at(self, places: Tensor) -> Tensor:
+        """The entries at ``places``. Shapes ``[n]``, int64, on the CPU."""
+        found = self._network(places)
+        outside = (found >= self.size).nonzero().squeeze(1)
+        while outside.numel():
+            again = self._network(found[outside])
+            found[outside] = again
+            outside = outside[again >= self.size]
+        return found
+
+    def pieces(self, windows: Iterable[Window]) -> Iterator[list[int]]:
+        """The entries of each micro-batch; those of several are computed at once, which costs as much as those of one."""
+        parts: list[range] = []
+        waiting = 0
+        for own, _ in windows:
+            parts += own
+            waiting += sum(map(len, own))
+            if waiting >= _BLOCK:
+                yield from self._split(parts)
+                parts, waiting = [], 0
+        yield from self._split(parts)
+
+    def _split(self, parts: list[range]) -> Iterator[list[int]]:
+        if parts:
+            places = torch.cat([torch.arange(part.start, part.stop, device="cpu") for part in parts])
+            yield from (piece.tolist() for piece in self.at(places).split([len(part) for part in parts]))
+
+    def _network(self, numbers: Tensor) -> Tensor:
+        high, low = numbers >> self._low_bits, numbers & self._masks[1]
+        for even, odd in zip(self._keys[::2], self._keys[1::2], strict=True):
+            high = high ^ _scrambled(low, even).bitwise_and_(self._masks[0])
+            low = low ^ _scrambled(high, odd).bitwise_and_(self._masks[1])
+        return (high << self._low_bits).bitwise_or_(low)
+
+
+def _scrambled(half: Tensor, key: int) -> Tensor:
+    """A hash of numbers below 2**32 under a key; its low 32 bits are good."""
+    x = half ^ key
+    x.bitwise_xor_(x >> 15).mul_(0x2C1B3C6D).bitwise_and_(_WORD)
+    x.bitwise_xor_(x >> 12).mul_(0x297A2D39)
+    return x.bitwise_xor_(x >> 15)
