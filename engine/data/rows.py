@@ -119,6 +119,7 @@ class Rows(Source):
         self.members, self.feeds, self.mode, self.packed = members, feeds, mode, packed
         self.epoch = 0
         self.sources = [None if feed else source_for(member) for feed, member in zip(feeds, members, strict=True)]
+        self.buffers = [buffer for source in self.sources if source is not None for buffer in source.buffers]
         self.readers: list[Reader] = []
 
     def begin(self, state: Any = None) -> tuple[Any, Iterator[Any]]:

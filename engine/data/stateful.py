@@ -33,6 +33,17 @@ def presharded(data: Any) -> bool:
     return any(getattr(owner, "presharded", False) is True or getattr(owner, "_distributed", None) is not None for owner in owners)
 
 
+def shuffle_buffers(data: Any) -> list[Any]:
+    """The shuffle buffers of a Hugging Face stream (``.shuffle(buffer_size=...)``), anywhere in it: its state leaves out what they hold."""
+    found = []
+    parts = [getattr(owner, "_ex_iterable", None) for owner in (data, getattr(data, "dataset", None))]
+    for part in parts:
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            found.append(part)
+        parts += [inner for inner in (getattr(part, "ex_iterable", None), *(getattr(part, "ex_iterables", None) or ())) if inner is not None]
+    return found
+
+
 def mark_of(**owners: Any) -> dict[str, Any] | None:
     """The states of those of ``owners`` that have one; ``None`` when none has."""
     found = {name: owner.state_dict() for name, owner in owners.items() if stateful(owner)}
@@ -48,6 +59,7 @@ class Source:
     def __init__(self, data: Any) -> None:
         self.data = data
         self.workers: int = getattr(data, "num_workers", 0)
+        self.buffers = shuffle_buffers(data)
         self._iterator: Any = None
 
     def begin(self, state: Any = None) -> tuple[Any, Iterator[Any]]:
@@ -62,11 +74,17 @@ class Source:
 
     def mark(self) -> Any:
         """Where the data stands, after the last batch read; ``None`` when it cannot say."""
+        if self.buffers:
+            return None
         return mark_of(data=self.data) if self._iterator is None else mark_of(iterator=self._iterator)
 
     def carry(self) -> dict[str, Any] | None:
         """What the next pass begins from, as it would in this process: a dataset that counts on from pass to pass; ``None``: nothing."""
-        return self.state(self.mark()) if stateful(self.data) else None
+        return self.state(self.mark()) if stateful(self.data) and not self.buffers else None
+
+    def shuffle(self) -> str | None:
+        """What the order of a stream with shuffle buffers follows from; ``None``: it has none."""
+        return repr([buffer.generator.bit_generator.state["state"] for buffer in self.buffers]) if self.buffers else None
 
     def state(self, mark: Any) -> dict[str, Any] | None:
         """A mark as a tree of plain values."""
@@ -100,6 +118,7 @@ class Traced(IterableDataset[Any]):
         self.dataset, self.first, self.states, self.epoch = dataset, first, states, epoch
         self.iterator: Any = None
         self.over = False
+        self.forgets = bool(shuffle_buffers(dataset))
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
@@ -123,6 +142,8 @@ class Traced(IterableDataset[Any]):
 
     def mark(self) -> dict[str, Any] | None:
         """Where the dataset stands. At the end of a pass it may have begun anew already: what is told then is that the pass is over."""
+        if self.forgets:
+            return None
         return _OVER if self.over else mark_of(dataset=self.dataset, **({} if self.iterator is self.dataset else {"iterator": self.iterator}))
 
 
@@ -166,7 +187,9 @@ class InProcess(Source):
         return self.dataset.mark()
 
     def carry(self) -> dict[str, Any] | None:
-        return {"workers": 0, "states": [{"dataset": self.data.dataset.state_dict()}]} if stateful(self.data.dataset) else None
+        if self.buffers or not stateful(self.data.dataset):
+            return None
+        return {"workers": 0, "states": [{"dataset": self.data.dataset.state_dict()}]}
 
     def state(self, mark: Any) -> dict[str, Any] | None:
         return None if mark is None else {"workers": 0, "states": [mark]}

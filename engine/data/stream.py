@@ -12,7 +12,7 @@ import torch
 from engine.data.indices import Micro
 from engine.data.sampler import mixed, shares
 from engine.data.stateful import Source, end_workers, presharded, source_for
-from engine.distributed.collectives import gather_row
+from engine.distributed.collectives import gather_json, gather_row
 from engine.distributed.group import Group
 from engine.log import warn_once
 from engine.seed import isolated
@@ -41,6 +41,12 @@ class Stream:
         self.round = 1 if self.presharded else group.world_size
         self.turn = 0 if self.presharded else group.rank
         self.source = source or source_for(data)
+        self.shuffle = self.source.shuffle()
+        if self.shuffle is not None and not self.presharded and len(set(gather_json(group, self.shuffle))) > 1:
+            raise ValueError(
+                "the ranks shuffle this stream differently, and each would keep its turn's batches of another order: give .shuffle() the same seed "
+                "on every rank"
+            )
         self._begun = self._ended = False
         self._opened: Any = None  # the mark before the window that is given out
 
@@ -58,6 +64,10 @@ class Stream:
     def micros(self, epoch: int, start: int, window: int, limit: int | None, state: Any = None) -> Iterator[Micro]:
         usable = state is not None and "source" in state and bool(start) != state.get("carried", False)
         usable = usable and self._whose() == (state["rank"], state["world_size"])
+        if start and state is not None and state.get("shuffle") != self.shuffle:
+            warn_once(
+                "this stream is shuffled in another order than before the resume: samples may be repeated or left out. Give .shuffle() the same seed"
+            )
         state = state if usable else None
         self._begun, self._ended = True, state is not None and state["ended"]
         self.source.set_epoch(epoch)
@@ -73,11 +83,16 @@ class Stream:
             self.iterator, batches = self.source.begin(source)
         if start and source is None:
             warn_once(
-                f"this data cannot be entered in the middle (it has no state_dict, or its state was saved with other numbers of workers or ranks): "
+                f"this data cannot be entered in the middle ({self._reason()}): "
                 f"{start} batches are read and thrown away to get back to where the run was"
             )
             next(itertools.islice(batches, start - 1, start), None)
         return batches
+
+    def _reason(self) -> str:
+        if self.shuffle is not None:
+            return "its state does not hold what is in its shuffle buffer"
+        return "it has no state_dict, or its state was saved with other numbers of workers or ranks"
 
     def state(self, closed: bool) -> Any:
         """Where the data stands after the window that was given out last (``closed``), or before it; ``None`` when it cannot say."""
@@ -86,10 +101,11 @@ class Stream:
         ended = closed and self._ended
         mark = None if ended else self.source.mark() if closed else self._opened
         source = None if mark is None else self.source.state(mark)
-        if source is None and not ended:
+        if source is None and not ended and self.shuffle is None:
             return None
         rank, world_size = self._whose()
-        return {"source": source, "ended": ended, "rank": rank, "world_size": world_size}
+        shuffle = {} if self.shuffle is None else {"shuffle": self.shuffle}
+        return {"source": source, "ended": ended, "rank": rank, "world_size": world_size, **shuffle}
 
     def opening(self) -> Any:
         return None

@@ -17,7 +17,7 @@ from engine.data.permutation import Permutation
 from engine.data.sampler import Deal, permutation
 
 WRITTEN_DOWN = [2345913078, 9916892431, 2344231012]
-SMALL = [*range(20), 63, 64, 65, 255, 257, 1000, 4097, 65537, 100_003]
+SMALL = [*range(18), 63, 64, 65, 1000, 4097, 65537]
 
 
 @pytest.mark.parametrize("seed", [0, 12345])
@@ -104,8 +104,8 @@ def test_slices_and_pieces_are_the_same_entries() -> None:
     assert [order[i] for i in (100, 117, 2147)] == [whole[0], whole[17], whole[2047]]
     assert order[-1] == order[2**24]
     deal = Deal(len(order), 16, 2, 2, 1)
-    pieces = list(itertools.islice(order.pieces(deal.windows(64)), 1200))
-    expected = [order[low : low + 16] for low in itertools.islice(itertools.count(64 + 16, 32), 1200)]
+    pieces = list(itertools.islice(order.pieces(deal.windows(64)), 300))
+    expected = [order[low : low + 16] for low in itertools.islice(itertools.count(64 + 16, 32), 300)]
     assert pieces == expected
     short = Deal(9, 4, 1, 2, 0)
     assert list(Permutation(9, 1, 1).pieces(short.windows())) == [Permutation(9, 1, 1)[0:4], Permutation(9, 1, 1)[8:9]]
