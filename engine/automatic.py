@@ -88,7 +88,7 @@ class ByHand(Automatic):
 
 def matched_only(run: Run, call: Callable[..., Any], batch: Any, index: int) -> Any:
     """A training step that only keeps the ranks matched: its samples were trained on before."""
-    with unchanged(run.module):
+    with unchanged(run.module, run.recorder.metrics):
         return call(batch, index)
 
 

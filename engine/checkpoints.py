@@ -23,8 +23,8 @@ from engine.engine import Engine
 from engine.hooks import Hooked, Hooks
 from engine.loading import Loaded, Resume, fitting, name_of, opening
 from engine.log import logger
-from engine.metric_states import load_logged_metrics, load_metric_states, logged_metrics, metric_states
-from engine.metrics import Recorder
+from engine.metric_states import load_metric_states, metric_states
+from engine.metrics import Recorder, named
 from engine.module import TrainModule
 from engine.optimizers import Modes, Schedule, counters
 from engine.result import Times, TrainState
@@ -184,7 +184,7 @@ class Checkpoints:
                 "rng": capture(),
                 "recorder": self.recorder.state_dict(),
                 "metrics": metric_states(self.module),
-                "logged": logged_metrics(self.module, self.recorder.slots),
+                "logged": self.recorder.logged_metrics(),
                 "stream": self._stream(),
             },
             facts=facts if score is None else {**facts, "score": dict(score)},
@@ -308,7 +308,7 @@ class Checkpoints:
         load_metric_states(self.module, [row["metrics"] for row in rows])
         known = own or loaded.of_rank(0)
         if known is not None:  # a converted checkpoint has none
-            load_logged_metrics(self.module, known["logged"], self.recorder.restore_metric)
+            self.recorder.load_logged_metrics([row["logged"] for row in rows] or [named(known["logged"])])
             self._stream_state = known["stream"]
 
     def _place(self) -> list[int]:

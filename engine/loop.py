@@ -13,6 +13,7 @@ from torch import nn
 
 from engine.data.loader import PreparedLoader
 from engine.distributed.collectives import gather_object
+from engine.logged_metrics import put_back
 from engine.metric_states import unchanged
 from engine.run import Run
 from engine.seed import isolated
@@ -222,22 +223,29 @@ def evaluate(
     hooks, module, outer = run.hooks, run.module, run.recorder
     several = len(loaders) > 1
     suffixes = [f"/dataloader_idx_{i}" if several else "" for i in range(len(loaders))]
-    *recorders, common = (run.engine.recorder(on_step=False, on_epoch=True, suffix=suffix) for suffix in [*suffixes, ""])
+    *recorders, common = every = [run.engine.recorder(on_step=False, on_epoch=True, suffix=suffix) for suffix in [*suffixes, ""]]
     with evaluating(module):
         run.record_to(common)
         call_all(run, getattr(hooks, f"on_{name}_start"))
         call_all(run, getattr(hooks, f"on_{name}_epoch_start"))
-        for index, (loader, recorder) in enumerate(zip(loaders, recorders, strict=True)):
-            run.record_to(recorder)
-            for _ in batches(run, loader, name, step, index if several else None, limit):
-                pass
-        run.record_to(common)
-        call_all(run, getattr(hooks, f"on_{name}_epoch_end"))
-        shared = common.epoch_values()
-        values = [recorder.epoch_values() for recorder in recorders]
+        try:
+            for index, (loader, recorder) in enumerate(zip(loaders, recorders, strict=True)):
+                run.record_to(recorder)
+                for _ in batches(run, loader, name, step, index if several else None, limit):
+                    pass
+                if several:
+                    recorder.set_aside()
+            put_back(logged for recorder in recorders for logged in recorder.logged)
+            run.record_to(common)
+            call_all(run, getattr(hooks, f"on_{name}_epoch_end"))
+            shared = common.epoch_values(clear=False)
+            values = [recorder.epoch_values(clear=False) for recorder in recorders]
+        finally:
+            for recorder in every:  # not before all are computed: one torchmetrics object may stand in several
+                recorder.clear()
         run.record_to(outer)
         if run.stage != "sanity":
-            for recorder, found in zip([*recorders, common], [*values, shared], strict=True):
+            for recorder, found in zip(every, [*values, shared], strict=True):
                 if found:
                     run.publish(dict(found), recorder)
         call_all(run, getattr(hooks, f"on_{name}_end"))
@@ -297,7 +305,7 @@ def batches(run: Run, loader: PreparedLoader, name: str, step: Callable[..., Any
         # A batch that only keeps the ranks matched is not told to anyone.
         for hook in starts if size else ():
             hook(run, module, batch, number, *place)
-        with autocast, nullcontext() if size else unchanged(module):
+        with autocast, nullcontext() if size else unchanged(module, run.recorder.metrics):
             outputs = step(batch, number, *place)
         for hook in ends if size else ():
             hook(run, module, outputs, batch, number, *place)

@@ -130,7 +130,8 @@ class TrainModule(nn.Module):
 
         Args:
             name: the same options must be given each time.
-            value: a number, a tensor with one element, or a torchmetrics ``Metric`` (computed and reset at the epoch's end).
+            value: a number, a tensor with one element, or a torchmetrics ``Metric``: computed over all ranks and reset at the epoch's end, for
+                each validation loader by itself. With ``on_step``, its value for the step's micro-batches is reported as well.
             prog_bar: show it in the progress bar.
             on_step: report the newest step's value every ``log_every_n_steps`` steps; default in training steps.
             on_epoch: report the epoch's value; default everywhere else. With both, the names end in ``_step`` and ``_epoch``.

@@ -19,6 +19,7 @@ from engine.data.loader import PreparedLoader
 from engine.datamodule import DataModule
 from engine.gradients import loss_in
 from engine.log import warn_once
+from engine.logged_metrics import joined
 from engine.manual import ManualOptimizer
 from engine.module import TrainModule
 from engine.optimizers import configured
@@ -110,6 +111,7 @@ def training(run: Run, train_loader: Any, val_loaders: Any, datamodule: DataModu
         raise ValueError(f"the training loader ({type(run.train_loader.loader).__name__}) is empty")
     run.val_loaders = validation_loaders(run, val_loaders, datamodule)
     manual_checks(run)
+    joined(module, run.engine.group, run.engine.data_group)
     windows(run)
     place(run)
     optimizers(run)
@@ -257,6 +259,7 @@ def evaluation(run: Run, kind: str, given: Any, datamodule: DataModule | None, s
         for loader in found:
             limit(loader, "limit_val_batches", run.settings.limit_val_batches or None)
     run.num_eval_batches = [loader.length for loader in found]
+    joined(module, run.engine.group, run.engine.data_group)
     if run.engine.strategy.matched_forward:
         distribute(run)
     else:

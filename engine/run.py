@@ -215,7 +215,7 @@ class Run(Checkpoints):
 
     def record_to(self, recorder: Recorder) -> None:
         """What the module logs goes there from now on."""
-        self.recorder = recorder
+        self.recorder, recorder.module = recorder, self.module
         self.module.log_with(recorder.record)
 
     def publish_step(self) -> None:
@@ -249,6 +249,7 @@ class Run(Checkpoints):
             self._release()
 
     def _release(self) -> None:
+        self.recorder.close()
         self.engine.release()
         self.call, self.method = self.module.training_step, partial(getattr, self.module)
         for loader in self.loaders:

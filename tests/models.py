@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from processes import run_ranks
+from processes import PATIENCE_S, run_ranks
 from torch import Tensor
 
 from engine import Callback, Fit, TrainModule
@@ -58,7 +58,7 @@ def fit(root: Path | str, **settings: Any) -> Fit:
     return Fit(**{"accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0, "root_dir": root, **settings})
 
 
-def on_ranks(function: Callable[..., Any], world_size: int, *args: object, timeout: float = 60) -> list[Any]:
+def on_ranks(function: Callable[..., Any], world_size: int, *args: object, timeout: float = PATIENCE_S) -> list[Any]:
     """What ``function``, which stands at the top of a test file, gives on each of the ranks of a real job. ``args`` arrive as text."""
     lines = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})",

@@ -19,6 +19,9 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 
+PATIENCE_S = 300.0
+"""How long ranks may take when nothing is wrong (s): importing torch alone takes a minute on a machine with a load of 20."""
+
 # Variables of a launcher around the tests must not reach the ranks, nor pytest's own (a script that starts ranks refuses pytest).
 _FOREIGN = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "MASTER_", "TORCHELASTIC_", "SLURM_", "FIT_", "PYTEST_"),
@@ -49,7 +52,7 @@ def run_ranks(
     script: str | Path,
     world_size: int,
     *args: object,
-    timeout: float = 60,
+    timeout: float = PATIENCE_S,
     check: bool = True,
     env: Mapping[str, str] | None = None,
 ) -> list[Ran]:
@@ -67,7 +70,7 @@ def run_ranks(
         return _run(script, args, variables, Path(directory), timeout, check, env or {})
 
 
-def run_script(script: str | Path, *args: object, timeout: float = 60, check: bool = True, env: Mapping[str, str] | None = None) -> Ran:
+def run_script(script: str | Path, *args: object, timeout: float = PATIENCE_S, check: bool = True, env: Mapping[str, str] | None = None) -> Ran:
     """Run ``script`` as a plain ``python script.py``, without a launcher's variables."""
     with tempfile.TemporaryDirectory() as directory:
         return _run(script, args, [{}], Path(directory), timeout, check, env or {})[0]

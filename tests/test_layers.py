@@ -26,6 +26,8 @@ LAYERS: dict[str, int] = {
     "engine.window": 2,
     "engine.metrics": 2,
     "engine.metric_states": 2,
+    "engine.logged_metrics": 2,
+    "engine.reductions": 2,
     "engine.transforms": 2,
     "engine.data": 2,
     "engine.checkpoint": 2,

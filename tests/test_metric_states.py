@@ -9,8 +9,10 @@ import torch
 import torchmetrics
 from torch import nn
 
-from engine.metric_states import load_logged_metrics, load_metric_states, logged_metrics, metric_states, unchanged
-from engine.metrics import Slot
+from engine.distributed.environment import Environment
+from engine.distributed.group import Group
+from engine.metric_states import load_metric_states, metric_states, unchanged
+from engine.metrics import Recorder
 
 
 class Holder(nn.Module):
@@ -91,13 +93,17 @@ def test_a_repeated_batch_leaves_no_trace() -> None:
 
 
 def test_names_of_logged_metrics() -> None:
-    holder = Holder()
-    slot = Slot("train/mean", (False, True, True, "mean"))
-    slot.metric = holder.mean
-    saved = logged_metrics(holder, {"train/mean": slot, "loss": Slot("loss", (True, False, False, "mean"))})
-    assert saved == {"train/mean": {"metric": "mean", "options": [False, True, True, "mean"]}}
-    found: list[Any] = []
-    load_logged_metrics(Holder(), saved | {"gone": {"metric": "no", "options": []}}, lambda *entry: found.append(entry))
-    assert [(name, type(metric).__name__, options) for name, metric, options in found] == [
-        ("train/mean", "MeanMetric", (False, True, True, "mean"))
-    ]
+    def recorder() -> Recorder:
+        made = Recorder(Group(Environment("single"), torch.device("cpu")), on_step=False, on_epoch=True)
+        made.module = Holder()
+        return made
+
+    first, second = recorder(), recorder()
+    first.record("train/mean", first.module.mean, prog_bar=True)
+    first.record("loss", 1.0)
+    saved = first.logged_metrics()
+    assert saved == {"train/mean": {"metric": "mean", "options": [False, True, True, "mean"], "parts": None}}
+    second.load_logged_metrics([saved | {"gone": {"metric": "no", "options": [], "parts": None}}])
+    assert list(second.slots) == ["train/mean"]
+    second.module.mean.update(3.0)
+    assert second.epoch_values() == {"train/mean": 3.0}
