@@ -96,14 +96,11 @@ class ModelCheckpoint(Callback):
         if run.step == 0:
             self.scores, self.names, self.permanent = {}, {}, set()
             self.every, self.keep_every = Every(self._given_every), Every(self._given_keep)
+        for interval in (self.every, self.keep_every):
+            interval.start(run.step, run.epochs)
         there = run.checkpoint_names()
         self._keep_only({step for step, name in self.names.items() if name in there})
         self._publish(run)
-
-    def on_train_epoch_start(self, run: Run, module: nn.Module) -> None:
-        batches = run.num_train_batches
-        steps = None if batches is None else -(-batches // run.window_at(run.epoch))
-        self.every.steps_per_epoch = self.keep_every.steps_per_epoch = steps
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         # Between the micro-batches of a window there is nothing whole to save.
@@ -160,9 +157,9 @@ class ModelCheckpoint(Callback):
         self.keep_every.load_state_dict(state["keep_every"])
 
     def _when_due(self, run: Run, step: int, epoch_end: int | None) -> None:
-        if self.keep_every.due(step, epoch_end, run.elapsed_s):
+        if self.keep_every.due(step, epoch_end, run.elapsed_s, run.epochs):
             self._permanent_next = True
-        if self.every.due(step, epoch_end, run.elapsed_s):
+        if self.every.due(step, epoch_end, run.elapsed_s, run.epochs):
             run.engine.settle()  # a step whose check for overflow is still on the device counts from here on, or was left out
             self._owed = self.monitor is not None and _validates(run) and run.validated_step != run.step
             if not self._owed:

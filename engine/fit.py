@@ -59,7 +59,7 @@ class Fit:
         num_sanity_val_steps: validation batches tried before training.
         limit_train_batches, limit_val_batches: a number of batches, or a fraction of them.
         fast_dev_run: try everything on one batch (or n).
-        log_every_n_steps: steps between two log boundaries.
+        log_every_n_steps: steps between two log boundaries; the first and the last step are logged as well. 0: no step is.
         callbacks: called in this order.
         activation_checkpointing: ``"full"``, ``"selective"`` or n (every n-th block): compute the repeated blocks again in the backward pass.
         compile: ``True``, ``"blocks"`` (each repeated block) or a dict of ``torch.compile``'s options.
@@ -161,7 +161,8 @@ class Fit:
             module: what to train; it holds the trained weights afterwards.
             train_loader: a ``DataLoader``, a list of batches, any iterable of batches, or a :class:`engine.CombinedLoader`. A dict or list of
                 loaders is read side by side, ``CombinedLoader(loaders, "max_size_cycle")``.
-            val_loaders: one loader, or a list or dict of them, which are read one after the other.
+            val_loaders: one loader, or a list of several ``DataLoader`` objects, or a dict of loaders, which are read one after the other. A list of
+                batches is one loader; an empty list or dict means no validation.
             datamodule: where loaders come from that are not given here.
             resume: ``"last"`` (the newest checkpoint of this run's folder), ``"auto"`` (the same, if there is one), ``"best"``, a
                 checkpoint's path or URL, or a :class:`engine.Resume` that takes only a part of it.

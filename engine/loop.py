@@ -34,9 +34,10 @@ def train(run: Run) -> None:
             validate when due; on_train_epoch_end; log; epoch schedulers
     """
     state = run.state
+    run.begin()
     if state.epoch_done:
         next_epoch(run)
-    elif state.position and run.val_loaders and run.val_every.due(state.step, None, run.elapsed_s):
+    elif state.position and run.val_loaders and run.val_every.due(state.step, None, run.elapsed_s, run.epochs):
         validate(run)  # the run was killed between the save of this step and its validation
     if run.agreement.now(run.stop_level):  # asked for before the first step
         run.accept_stop()
@@ -46,6 +47,7 @@ def train(run: Run) -> None:
             break
         if not reached_limit(run):
             next_epoch(run)
+    run.publish_last()
 
 
 def train_epoch(run: Run) -> None:
@@ -107,15 +109,14 @@ def end_step(run: Run, seconds: float) -> bool:
 def due(run: Run) -> None:
     """Log, validate and find out whether a limit is reached."""
     run.engine.settle()
-    step, settings = run.state.step, run.settings
+    step = run.state.step
     if not run.started:
         run.tighten()
-    if settings.log_every_n_steps and step % settings.log_every_n_steps == 0:
-        run.publish_step()
-    if run.val_loaders and not run.stop_reason and run.val_every.due(step, None, run.elapsed_s):
+    run.publish_due()
+    if run.val_loaders and not run.stop_reason and run.val_every.due(step, None, run.elapsed_s, run.epochs):
         validate(run)
     reached_limit(run)
-    if settings.gc_every_n_steps and step % settings.gc_every_n_steps == 0:
+    if run.gc_every.due(step, None, 0.0):
         run.garbage.collect()
     run.plan_next()
 
@@ -160,7 +161,9 @@ def end_epoch(run: Run) -> None:
     state, module = run.state, run.module
     exhausted = run.num_train_batches is not None and state.batch_idx >= run.num_train_batches
     whole = exhausted or not run.stop_reason
-    if whole and run.val_loaders and run.val_every.due(state.step, state.epoch + 1, run.elapsed_s):
+    if run.stop_reason or (run.max_epochs is not None and state.epoch + 1 >= run.max_epochs):
+        run.publish_last()
+    if whole and run.val_loaders and run.val_every.due(state.step, state.epoch + 1, run.elapsed_s, run.epochs):
         validate(run)
         run.saver.hold()
     run.recorder.size, run.recorder.on_step, run.recorder.on_epoch = 1, False, True

@@ -174,16 +174,17 @@ class Recorder:
 
     # -- reading ----------------------------------------------------------------------------------------------------------------
 
-    def step_values(self) -> dict[str, float]:
-        """The newest step's values, over its micro-batches and all ranks. A collective; waits for the device once."""
+    def step_values(self, window: int | None = None) -> dict[str, float]:
+        """The values of a step (by default the one under way), over its micro-batches and all ranks. A collective; waits for the device once."""
+        window = self.window if window is None else window
         columns: dict[str, Column] = {}
         objects: dict[str, Object] = {}
         for slot in self.slots.values():
-            if slot.options[0] and slot.window == self.window:
+            if slot.options[0] and slot.window == window:
                 name = f"{slot.name}_step" if slot.options[1] else slot.name
                 if slot.metric is None:
                     columns[name] = (slot.reduce, slot.window_values, slot.window_weights)
-                elif (seen := slot.metric.step(self.window)) is not None:
+                elif (seen := slot.metric.step(window)) is not None:
                     objects[name] = (slot, seen)
         return self._over_ranks(columns, objects, adopt=False)
 
@@ -294,7 +295,7 @@ class Recorder:
     def restore_metric(self, name: str, metric: Any, options: tuple[Any, ...]) -> None:
         """Know a torchmetrics object under the name and the options that it was logged with before."""
         window = self.window
-        self.window = -1  # nothing of what it has seen so far belongs to a step that comes
+        self.window = -2  # nothing of what it has seen so far belongs to a step that comes
         self._other(self.slots.setdefault(name, Slot(name, options)), metric)
         self.window = window
 

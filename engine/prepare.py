@@ -5,7 +5,7 @@ Whatever is wrong is said here, before the first step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from engine.automatic import Automatic, ByHand, InParts
 from engine.data.combined import CombinedLoader
 from engine.data.loader import PreparedLoader
 from engine.datamodule import DataModule
+from engine.distributed.collectives import gather_json
 from engine.gradients import loss_in
 from engine.log import warn_once
 from engine.logged_metrics import joined
@@ -57,9 +58,9 @@ def loaders_for(run: Run, kind: str, given: Any, datamodule: DataModule | None) 
         return []
     if kind == "train" and (isinstance(given, dict) or (isinstance(given, list) and given and all(isinstance(item, DataLoader) for item in given))):
         given = CombinedLoader(given, "max_size_cycle")
-    elif isinstance(given, dict):
+    several = isinstance(given, dict) or (kind != "train" and isinstance(given, (list, tuple)) and all(map(_is_loader, given)))
+    if isinstance(given, dict):
         given = list(given.values())
-    several = kind != "train" and isinstance(given, (list, tuple)) and bool(given) and all(map(_is_loader, given))
     prepared = [run.engine.prepare_data_loader(loader) for loader in (given if several else [given])]
     run.loaders += prepared
     for index, loader in enumerate(prepared):
@@ -71,12 +72,24 @@ def loaders_for(run: Run, kind: str, given: Any, datamodule: DataModule | None) 
 
 
 def _is_loader(item: Any) -> bool:
-    """Whether an entry of a list is a loader of its own (else the list is a list of batches)."""
+    """Whether an entry of a list is a loader of its own. Else it is a batch: containers always are, however deep they are nested."""
     if isinstance(item, (DataLoader, PreparedLoader)):
         return True
-    if isinstance(item, (list, tuple)):
-        return isinstance(item, list) and bool(item) and isinstance(item[0], (list, tuple, dict))
-    return not isinstance(item, (Tensor, dict, str)) and isinstance(item, Iterable)
+    batch = isinstance(item, (Tensor, Mapping, str, list, tuple)) or hasattr(item, "shape") or callable(getattr(item, "to", None))
+    return not batch and isinstance(item, Iterable)
+
+
+def not_empty(run: Run, kind: str, loaders: Sequence[PreparedLoader]) -> None:
+    """Refuse a loader in which no rank has a batch. A collective.
+
+    Raises:
+        ValueError: names the loader.
+    """
+    by_rank = gather_json(run.engine.group, [loader.length for loader in loaders])
+    for index, loader in enumerate(loaders):
+        if loader.limit != 0 and all(lengths[index] == 0 for lengths in by_rank):
+            which = f"{kind} loader {index}" if len(loaders) > 1 else f"{kind} loader"
+            raise ValueError(f"the {which} ({type(loader.loader).__name__}) is empty; leave it out, or look at its dataset")
 
 
 def limit(loader: PreparedLoader, name: str, value: int | float | None) -> None:
@@ -128,12 +141,13 @@ def validation_loaders(run: Run, given: Any, datamodule: DataModule | None) -> l
         return []
     for loader in found:
         limit(loader, "limit_val_batches", settings.limit_val_batches)
+    not_empty(run, "validation", found)
     run.num_eval_batches = [loader.length for loader in found]
     return found
 
 
 def windows(run: Run) -> None:
-    """The window from ``global_batch_size``; steps per epoch for intervals that are fractions of one."""
+    """The window from ``global_batch_size``."""
     settings, loader = run.settings, run.train_loader
     assert loader is not None
     wanted = settings.global_batch_size
@@ -154,8 +168,6 @@ def windows(run: Run) -> None:
                 + (f"batch_size={', '.join(map(str, around))} in the loader" if around else f"a multiple of {ranks}, the number of ranks")
             )
         run.window_at = lambda epoch: window
-    if run.num_train_batches is not None:
-        run.val_every.steps_per_epoch = -(-run.num_train_batches // run.window_at(0))
 
 
 def manual_checks(run: Run) -> None:
@@ -258,6 +270,7 @@ def evaluation(run: Run, kind: str, given: Any, datamodule: DataModule | None, s
     if kind != "train":
         for loader in found:
             limit(loader, "limit_val_batches", run.settings.limit_val_batches or None)
+    not_empty(run, kind, found)
     run.num_eval_batches = [loader.length for loader in found]
     joined(module, run.engine.group, run.engine.data_group)
     if run.engine.strategy.matched_forward:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ class Run(Checkpoints):
         self.exception: BaseException | None = None
         self.times = Times()
         self.val_every = Every(settings.val_every)
+        self._log_every, self.gc_every = Every(settings.log_every_n_steps or None), Every(settings.gc_every_n_steps or None)
         self.agreement = Agreement(engine.group)
         self.agreement.clock = self.clock
         self.max_norm = settings.gradient_clip_val if settings.gradient_clip_algorithm == "norm" else None
@@ -125,6 +127,15 @@ class Run(Checkpoints):
     def epoch(self) -> int:
         """The epoch under way, from 0; when the training is over, the number of epochs that were begun."""
         return self.state.epoch + (self.over and (self.state.epoch_done or self.state.batch_idx > 0))
+
+    @property
+    def epochs(self) -> Fraction | None:
+        """Epochs done so far, in parts of the steps that each one has; ``None`` when the loader has no length."""
+        if not self.num_train_batches:
+            return None
+        window = self.window_at(self.epoch)
+        done, length = (-(-batches // window) for batches in (self.state.batch_idx, self.num_train_batches))
+        return self.epoch + Fraction(min(done, length), length)
 
     @property
     def rank(self) -> int:
@@ -218,11 +229,27 @@ class Run(Checkpoints):
         self.recorder, recorder.module = recorder, self.module
         self.module.log_with(recorder.record)
 
-    def publish_step(self) -> None:
-        """The step's values, every ``log_every_n_steps`` steps."""
-        if self.state.step != self._logged_step:
-            self._logged_step = self.state.step
-            self.publish(self.recorder.step_values(), self.recorder)
+    def begin(self) -> None:
+        """The training starts here, or goes on: intervals count on, and the step that was made last is not reported again."""
+        self._logged_step = self.step
+        self.val_every.start(self.step, self.epochs)
+        self._log_every.start(self.step)
+        self.gc_every.start(self.step)
+
+    def publish_due(self) -> None:
+        """The step's values: of the run's first step, and every ``log_every_n_steps`` steps."""
+        due = self._log_every.due(self.step, None, 0.0)
+        if due or (not self._logged_step and self.step):
+            self._publish_step(self.recorder.window)
+
+    def publish_last(self) -> None:
+        """The values of the step that ended the training, unless they were reported."""
+        self._publish_step(self.recorder.window - 1)
+
+    def _publish_step(self, window: int) -> None:
+        if self.step != self._logged_step and self.settings.log_every_n_steps:
+            self._logged_step = self.step
+            self.publish(self.recorder.step_values(window), self.recorder)
 
     def publish(self, values: dict[str, float], recorder: Recorder) -> None:
         """Give reduced values to the callbacks, the progress bar and ``metrics``."""

@@ -108,9 +108,10 @@ def _parse_text(text: str) -> Duration:
 class Every:
     """A trigger that is due once every ``duration``; with ``None`` it never is.
 
-    - steps: at each step that is a multiple of n, 0 excepted;
+    - steps: at each step that is a multiple of n, 0 excepted; where steps are passed over (an optimizer that steps several times a batch),
+      at the first one after each multiple;
     - whole epochs: at the end of every n-th epoch;
-    - fractions of an epoch: at the first step that has reached each multiple of n epochs, counted with ``steps_per_epoch``;
+    - fractions of an epoch: at the first step that has reached each multiple of n epochs;
     - seconds: at the first call n seconds or more after it was due last (or after the start).
 
     It is due at most once in a step. Ranks read different clocks: when seconds decide about something collective, let one
@@ -125,58 +126,76 @@ class Every:
         if self.duration is not None and self.duration.value <= 0:
             raise ValueError(f"every {self.duration}: must be more than 0; give None for never")
         self.steps_per_epoch = steps_per_epoch
-        """Optimizer steps in one epoch; needed for fractions of an epoch only, and may be set once it is known."""
+        """Optimizer steps in each epoch; for fractions of an epoch, where :meth:`due` is not told how many epochs are done."""
         self._last_step = -1
         self._last_s = 0.0
+        self._count: int | None = None
+        """How many multiples of the duration were passed when it was asked last; ``None``: it was not."""
         self._n: Any = self.duration.value if self.duration else 0
         unit = self.duration.unit if self.duration else "never"
         self._reached = {"never": self._never, "steps": self._steps, "epochs": self._epochs, "seconds": self._seconds}[unit]
         if unit == "epochs" and isinstance(self._n, float):
             # 0.1 is the user's 1/10: as a float, 3 * 0.1 > 0.3 would move the trigger by a step.
-            self._n = Fraction(self._n).limit_denominator(1_000_000).as_integer_ratio()
+            self._n = Fraction(self._n).limit_denominator(1_000_000)
             self._reached = self._fraction
 
-    def due(self, step: int, epoch_end: int | None, elapsed_s: float) -> bool:
+    def start(self, step: int, epochs: Fraction | None = None) -> None:
+        """Multiples up to here are past; no effect after :meth:`load_state_dict`, which knows them."""
+        known = self._reached == self._steps or (self._reached == self._fraction and (epochs is not None or self.steps_per_epoch))
+        if known and self._count is None:
+            self._reached(step, None, 0.0, epochs)
+
+    def due(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Fraction | None = None) -> bool:
         """Whether it is due now.
 
         Args:
             step: optimizer steps done so far.
             epoch_end: the number of finished epochs when this is the end of one, else ``None``.
             elapsed_s: seconds since the run began.
+            epochs: epochs done so far; for fractions of an epoch.
 
         Raises:
-            ValueError: a fraction of an epoch without ``steps_per_epoch``.
+            ValueError: a fraction of an epoch with neither ``epochs`` nor ``steps_per_epoch``.
         """
-        if not self._reached(step, epoch_end, elapsed_s) or step == self._last_step:
+        if not self._reached(step, epoch_end, elapsed_s, epochs) or step == self._last_step:
             return False
         self._last_step, self._last_s = step, elapsed_s
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """When it was due last."""
-        return {"last_step": self._last_step, "last_s": self._last_s}
+        """When it was due last, and what it has passed."""
+        return {"last_step": self._last_step, "last_s": self._last_s, "count": self._count, "every": str(self.duration)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
         self._last_step, self._last_s = int(state["last_step"]), float(state["last_s"])
+        self._count = state.get("count") if state.get("every") == str(self.duration) else None  # another duration has other multiples
 
-    def _never(self, step: int, epoch_end: int | None, elapsed_s: float) -> bool:
+    def _never(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Fraction | None) -> bool:
         return False
 
-    def _steps(self, step: int, epoch_end: int | None, elapsed_s: float) -> bool:
-        return step % self._n == 0 and step > 0
+    def _steps(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Fraction | None) -> bool:
+        return self._passed(step // self._n, (step - 1) // self._n, step)
 
-    def _epochs(self, step: int, epoch_end: int | None, elapsed_s: float) -> bool:
+    def _epochs(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Fraction | None) -> bool:
         return epoch_end is not None and epoch_end > 0 and epoch_end % self._n == 0
 
-    def _fraction(self, step: int, epoch_end: int | None, elapsed_s: float) -> bool:
+    def _fraction(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Fraction | None) -> bool:
+        if epochs is not None:
+            return self._passed(epochs // self._n, epochs // self._n, step)
         if not self.steps_per_epoch:
             raise ValueError(f"every {self.duration}: the length of an epoch is not known; give steps or a time, or a loader with a length")
-        over, under = self._n
-        length = over * self.steps_per_epoch
-        return step > 0 and step * under // length > (step - 1) * under // length
+        length = self._n * self.steps_per_epoch
+        return self._passed(step // length, (step - 1) // length, step)
 
-    def _seconds(self, step: int, epoch_end: int | None, elapsed_s: float) -> bool:
+    def _passed(self, count: int, before: int, step: int) -> bool:
+        """Whether a multiple was passed since it was asked last; ``before``: what counts for that the first time."""
+        if self._count is not None:
+            before = self._count
+        self._count = count
+        return step > 0 and count > before
+
+    def _seconds(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Fraction | None) -> bool:
         if elapsed_s < self._last_s:  # a resumed or repeated run whose clock began again
             self._last_s = 0.0
         return bool(elapsed_s - self._last_s >= self._n)
