@@ -68,7 +68,8 @@ class Settings:
     fast_dev_run: bool | int = False
     """Try everything on n batches (``True``: 1): one epoch, n batches of training and of validation, no sanity check."""
     log_every_n_steps: int = 50
-    """Optimizer steps between two log boundaries, where metrics leave the device; the first and the last step are logged as well. 0 never logs within an epoch."""
+    """Optimizer steps between two log boundaries, where metrics leave the device; the first and the last step are logged as well.
+    0 never logs within an epoch."""
     callbacks: tuple[Any, ...] = ()
     """Callback objects, called in this order. Given in code only."""
     activation_checkpointing: str | int | None = None
