@@ -260,7 +260,7 @@ def test_max_time(tmp_path: Path, limits: dict[str, int]) -> None:
 
     began = time.monotonic()
     result = fit(tmp_path, max_time="0.3 s", **limits).run(Slow(), ones(5))
-    assert 0.3 <= time.monotonic() - began < 3.0
+    assert 0.3 <= time.monotonic() - began < 30  # a thousand epochs take 50 s
     assert (result.status, result.stop_reason) == ("stopped", "max_time=0.3 seconds reached")
     assert 1 <= result.step <= 30
 

@@ -304,7 +304,7 @@ def test_ctrl_c_ends_after_the_step_saves_closes_and_is_raised(tmp_path: Path) -
     for _ in range(5):
         assert process.stdout.readline() == "step\n"
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=300)
     lines = [line for line in out.splitlines() if line != "step"]
     assert lines[:3] == ["train end interrupted (Ctrl-C)", "exception KeyboardInterrupt", "teardown"]
     _, name, steps = lines[3].split()

@@ -164,7 +164,7 @@ for epochs in (1, 2):
 
 def test_two_ranks_send_their_files(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/far"
-    run_ranks(RANKS, 2, Path(__file__).parents[1], tmp_path / "run", url, timeout=60)
+    run_ranks(RANKS, 2, Path(__file__).parents[1], tmp_path / "run", url, timeout=300)
     manifests = place(url).manifests()
     assert [manifest["counters"]["step"] for manifest in manifests.values()] == [2, 4]  # the one that was resumed from stays
     assert {"state/rank=00000.json", "state/rank=00001.json"} <= manifests["step=00000004"]["files"].keys()

@@ -298,7 +298,7 @@ print("killed", n - 1)
 def test_a_kill_at_any_operation_loses_no_earlier_checkpoint(tmp_path: Path, place: str) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path), str(Path(__file__).parents[1]), place]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) >= 60
 

@@ -80,7 +80,7 @@ def shell(tmp_path: Path) -> dict[str, str]:
 def _run(command: list[str], shell: dict[str, str]) -> list[str]:
     if shutil.which(command[0]) is None:
         pytest.skip(f"{command[0]} is not installed")
-    done = subprocess.run(command, env=shell, cwd=Path(shell["HOME"]) / "work", capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, env=shell, cwd=Path(shell["HOME"]) / "work", capture_output=True, text=True, timeout=300, check=False)
     assert done.stderr == ""
     return done.stdout.split()
 

@@ -95,7 +95,7 @@ def test_check(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_a_terminal_it_says_what_to_give(in_tmp: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "engine.cli.main", "config"]
-    done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2
     assert "--default" in done.stderr
     assert list(in_tmp.iterdir()) == []

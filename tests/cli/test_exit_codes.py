@@ -136,7 +136,7 @@ def _stopped(here: Path, sent: signal.Signals, status: int, devices: str) -> Non
                 break
             time.sleep(0.01)
         os.killpg(process.pid, sent)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=300)
     finally:
         process.kill()
     assert process.returncode == status, err
@@ -152,7 +152,7 @@ def test_two_processes_run_the_same_command(here: Path) -> None:
     (here / "bin").mkdir()
     (here / "bin" / "fit").write_text("import sys\nfrom engine.cli.main import main\nsys.exit(main())\n")
     arguments = ("run", "net:Net", "--data", "net:numbers", "--callback", "ModelCheckpoint", "--set", "devices=2", *HALF)
-    done = subprocess.run([sys.executable, "bin/fit", *arguments], env=clean_environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "bin/fit", *arguments], env=clean_environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "completed (max_epochs=1 reached): epoch 1, step 2"
     sys.path.insert(0, str(here))
@@ -171,7 +171,7 @@ def test_under_torchrun(here: Path, how: str) -> None:
     program = ["-m", "engine.cli.main"] if how == "module" else ["--no-python", str(script)]
     arguments = ("run", "net:Net", "--data", "net:numbers", "--callback", "ModelCheckpoint", "--set", *HALF)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *program, *arguments]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("completed") == 1
     assert entries("runs")[0]["world_size"] == 2
@@ -185,7 +185,7 @@ def test_the_traceback_of_the_rank_that_failed_is_shown(here: Path, rank: int) -
         f"        if self.global_rank == {rank}:\n            raise ValueError('bad luck')\n        return super().training_step(batch, i)\n"
     )
     command = [sys.executable, "-m", "engine.cli.main", "run", "late.py", "--data", "net:Numbers", "--set", "devices=2", "accelerator=cpu"]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     told = done.stderr
     if rank == 1:
@@ -199,6 +199,6 @@ def test_a_reader_that_has_seen_enough_is_no_error_of_ours() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "engine.cli.main", "complete", ""]
-    done = subprocess.run(command, env=clean_environment(), stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run(command, env=clean_environment(), stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300)
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")

@@ -18,7 +18,7 @@ def fit(*arguments: str, cwd: Path = ROOT, **environ: str) -> subprocess.Complet
     clean = {name: value for name, value in os.environ.items() if not name.startswith("FIT_")}
     environ = {**clean, "PYTHONPATH": str(ROOT), **environ}
     command = [sys.executable, "-m", "engine.cli.main", *arguments]
-    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize("arguments", ["['--help']", "['--version']", "['checkpoint', '--help']", "['checkpoint', 'export', '--help']"])

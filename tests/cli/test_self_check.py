@@ -28,7 +28,7 @@ for name in arguments.checks:
         print("no bf16 here", file=sys.stderr)
         os._exit(3)
     if name == "resume":
-        time.sleep(60)
+        time.sleep(600)
     with open(arguments.report, "a") as file:
         print(json.dumps({"check": name, "devices": "1 x cpu", "ok": name != "ddp", "detail": "", "seconds": 0.0}), file=file)
 """
@@ -47,7 +47,7 @@ def test_a_check_that_ends_its_process_has_failed_and_the_others_are_made(folder
     monkeypatch.setenv("FIT_PRECISION", "nonsense")  # settings around the checks are none of theirs
     began = time.monotonic()
     found = self_check._job(["store", "bf16", "single", "resume", "ddp"], folder)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 100
     assert [(each.check, each.ok, each.detail) for each in found] == [
         ("store", True, ""),
         ("bf16", False, "the process ended with exit code 3: no bf16 here"),

@@ -27,7 +27,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         folder = tmp_path_factory.mktemp(launcher.replace(" ", "_"))
         environ = clean_environment(**table.prepare(folder))
         words = [*command, table.__file__, str(folder)]
-        done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         ranks = [0] if launcher == "python" else range(RANKS)
         found[launcher] = [json.loads((folder / f"{rank}.json").read_text()) for rank in ranks]

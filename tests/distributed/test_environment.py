@@ -256,7 +256,7 @@ def test_a_shell_of_srun_pty_is_told_by_its_terminal():
     )
     environ = clean_environment(**SLURM, SLURM_PTY_PORT="35227")
     for where, expected in (("shell", 20), ("step", 10)):  # a step that is started from such a shell has no terminal
-        done = subprocess.run([sys.executable, "-c", code, where], env=environ, start_new_session=True, timeout=60, check=False)
+        done = subprocess.run([sys.executable, "-c", code, where], env=environ, start_new_session=True, timeout=300, check=False)
         assert done.returncode == expected
 
 

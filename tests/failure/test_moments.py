@@ -248,7 +248,7 @@ report([module.net[0].running_mean.tolist(), module.net[0].running_var.tolist()]
 
 
 def test_buffers_are_rank_0s(tmp_path: Path) -> None:
-    ran = run_ranks(BUFFERS, 2, Path(__file__).parents[1], tmp_path, timeout=60)
+    ran = run_ranks(BUFFERS, 2, Path(__file__).parents[1], tmp_path, timeout=300)
     assert ran[0].value != ran[1].value
     found = read(next((tmp_path / "checkpoints").iterdir())).model
     assert [found["net.0.running_mean"].tolist(), found["net.0.running_var"].tolist()] == ran[0].value
@@ -271,5 +271,5 @@ fit(sys.argv[2], Late(), ModelCheckpoint(), devices=2, max_epochs=1).run(Net(), 
 
 
 def test_sigterm_after_the_last_step(tmp_path: Path) -> None:
-    ran = run_ranks(LATE, 2, Path(__file__).parents[1], tmp_path, timeout=60, check=False)
+    ran = run_ranks(LATE, 2, Path(__file__).parents[1], tmp_path, timeout=300, check=False)
     assert [rank.returncode for rank in ran] == [143, 143], ran[1].stderr[-2000:]

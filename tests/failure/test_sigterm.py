@@ -53,7 +53,7 @@ def names(root: Path) -> list[str]:
 @pytest.mark.parametrize("where", ["step", "validation"])
 def test_on_rank_1_only(tmp_path: Path, where: str) -> None:
     args = (Path(__file__).parent, tmp_path, where)
-    ran = run_ranks(SCRIPT, 2, *args, "new", check=False, timeout=100)
+    ran = run_ranks(SCRIPT, 2, *args, "new", check=False, timeout=300)
     assert [rank.returncode for rank in ran] == [143, 143], "\n".join(rank.stderr[-2000:] for rank in ran)
     # 61 samples: 8 micro-batches a rank, 4 steps an epoch. The ranks agree within some steps of this small model.
     (name,) = names(tmp_path)
@@ -62,7 +62,7 @@ def test_on_rank_1_only(tmp_path: Path, where: str) -> None:
     assert step == 8 if where == "validation" else 4 <= step < 12
     assert not list(tmp_path.glob("validated*"))  # a validation that was left tells nobody of its results
     assert not list(tmp_path.glob("result*"))
-    ran = run_ranks(SCRIPT, 2, *args, "resume", timeout=100)
+    ran = run_ranks(SCRIPT, 2, *args, "resume", timeout=300)
     assert (tmp_path / "resultTrue").read_text().startswith("12 completed")
 
 
@@ -70,7 +70,7 @@ def test_processes_that_fit_has_started(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command: list[Any] = [sys.executable, script, Path(__file__).parent, tmp_path, "step", "new"]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 143, done.stderr
     assert "RankError" not in done.stderr
     assert len(names(tmp_path)) == 1

@@ -18,7 +18,7 @@ DIGITS = ROOT / "examples" / "digits.py"
 
 def reference(folder: Path, ranks: int = 2) -> dict[str, Any]:
     """What trained.py writes as ``ranks`` ranks under torchrun's variables."""
-    run_ranks(TRAINED, ranks, folder / "reference", folder / "reference.json", timeout=120)
+    run_ranks(TRAINED, ranks, folder / "reference", folder / "reference.json", timeout=300)
     return dict(json.loads((folder / "reference.json").read_text()))
 
 

@@ -40,7 +40,7 @@ def run_pods(container: dict[str, Any], variables: list[dict[str, str]], runs: P
         )
         for own in variables
     ]
-    texts = [pod.communicate(timeout=240)[0] for pod in pods]
+    texts = [pod.communicate(timeout=300)[0] for pod in pods]
     assert [pod.returncode for pod in pods] == [0] * len(pods), "\n".join(texts)
     return texts
 
@@ -83,6 +83,6 @@ def test_trainjob(tmp_path: Path) -> None:
 def test_several_processes_a_pod_without_a_launcher_are_an_error(tmp_path: Path) -> None:
     variables = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": "29400"}
     command = [sys.executable, str(ROOT / "tests" / "integration" / "trained.py"), str(tmp_path), str(tmp_path / "r")]
-    done = subprocess.run(command, env=clean_environment(**variables), capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=clean_environment(**variables), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     assert "Start the container's command with torchrun script.py (which reads these variables) or fit launch" in done.stderr

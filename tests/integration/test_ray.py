@@ -50,7 +50,7 @@ def test_digits_and_the_same_weights(tmp_path: Path) -> None:
 def test_a_rank_that_fails_is_started_again_and_then_told(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(FAILS)
     command = [sys.executable, "-m", "engine.cli.main", "launch", "--ray", "--nproc", "2", "--max-restarts", "1", "script.py"]
-    done = subprocess.run(command, env=clean_environment(**QUIET), cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=clean_environment(**QUIET), cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     assert "in main" in done.stderr
     assert "KeyError: 'on purpose'" in done.stderr
@@ -89,7 +89,7 @@ def test_more_ranks_than_the_cluster_has_cores(tmp_path: Path) -> None:
         "print(done.returncode, done.stderr)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(DIGITS)], env=clean_environment(**QUIET), cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code, str(DIGITS)], env=clean_environment(**QUIET), cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
     )
     assert done.stdout.startswith("1 ")
     assert "--nproc 2: Ray's cluster has 1 core(s) for the ranks, and each needs one" in done.stdout

@@ -39,7 +39,7 @@ def test_output_files_and_environment(tmp_path: Path) -> None:
     env = clean_environment()
     del env["OMP_NUM_THREADS"]
     command = [*COMMAND, "--nproc", "2", "--config", "settings.yaml", "--show", "0,1", path.name, "$$x", "--nproc", "-m"]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     for rank in range(2):
@@ -75,14 +75,14 @@ def test_a_rank_that_raises_at_import_while_another_hangs(tmp_path: Path) -> Non
     # Rank 0 cannot be ended by SIGTERM, as a process in the middle of a collective cannot.
     path = script(
         tmp_path,
-        PID + "if rank == 1:\n    raise ValueError('no such layer')\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)",
+        PID + "if rank == 1:\n    raise ValueError('no such layer')\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(300)",
     )
     with Launched(tmp_path, "--nproc", 2, path) as job:
         job.until(lambda: pids(tmp_path, 2))
         begun = time.monotonic()
         assert job.wait() == 1
         seconds = time.monotonic() - begun
-    assert seconds < 10, seconds
+    assert seconds < 100, seconds  # the other would sleep for 300
     assert not any(map(alive, pids(tmp_path, 2)))
     head, _, shown = job.stderr.rpartition("Traceback (most recent call last):")
     assert shown.rstrip().endswith("ValueError: no such layer")
@@ -120,7 +120,7 @@ def test_a_rank_that_raises_before_the_first_collective(tmp_path: Path) -> None:
         begun = time.monotonic()
         assert job.wait() == 1
         seconds = time.monotonic() - begun
-    assert seconds < 10, seconds
+    assert seconds < 100, seconds  # the other would sleep for 300
     assert job.stderr.rstrip().endswith("ValueError: no such layer")  # not rank 0's "connection closed by peer"
     assert "fit launch: rank 1 on " in job.stderr
 
@@ -156,7 +156,7 @@ def test_signals_reach_the_ranks_which_save(tmp_path: Path, number: int, status:
     assert "failed" not in job.stderr
 
 
-STUBBORN = PID + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"
+STUBBORN = PID + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(300)"
 
 
 @pytest.mark.slow
@@ -274,13 +274,13 @@ def test_two_agents(tmp_path: Path, fixed: bool) -> None:
 @pytest.mark.parametrize("fixed", [False, True], ids=["c10d", "static"])
 def test_a_failure_on_one_machine_ends_the_other_which_tells_it_too(tmp_path: Path, fixed: bool) -> None:
     fail = "while not os.path.exists('pid.0'):\n    time.sleep(0.01)\nif rank == 1:\n    raise ValueError('no such layer')\n"
-    path = script(tmp_path, PID + fail + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)")
+    path = script(tmp_path, PID + fail + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(300)")
     one, other = machines(tmp_path, path, fixed)
     with one, other:
         one.until(lambda: pids(tmp_path, 2))
         begun = time.monotonic()
         assert one.wait() == other.wait() == 1, one.text + other.text
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 100
     for job in (one, other):
         assert job.stderr.rstrip().endswith("ValueError: no such layer"), job.text
         assert "fit launch: rank 1 on " in job.stderr
@@ -344,7 +344,7 @@ def test_standard_output_that_was_closed(tmp_path: Path) -> None:
     path = script(tmp_path, "print('said')")
     line = [*COMMAND, "--log-dir", "logs", "--nproc", "2", path.name]
     done = subprocess.run(
-        ["sh", "-c", 'exec "$@" >&-', "sh", *line], env=clean_environment(), cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        ["sh", "-c", 'exec "$@" >&-', "sh", *line], env=clean_environment(), cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     assert [path.read_text() for path in tmp_path.glob("logs/*/rank=*.log")] == ["said\n", "said\n"]

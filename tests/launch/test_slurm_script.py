@@ -20,7 +20,7 @@ RANK = (sys.executable, "-c", "print('a rank')", "with space", "$HOME")
 
 def launch(*arguments: object, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "engine.cli.main", "launch", *map(str, arguments)]
-    return subprocess.run(command, env=clean_environment(**environ), cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=clean_environment(**environ), cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
 
 
 def asked(text: str) -> list[str]:
@@ -73,7 +73,7 @@ def test_what_it_does(tmp_path: Path, plan: list[str], restarts: int, status: in
     (tmp_path / "plan").write_text("".join(f"{line}\n" for line in plan))
     environ = clean_environment(SLURM_JOB_ID="12", TMPDIR=str(tmp_path), PATH=f"{tmp_path}:{os.environ['PATH']}")
     text = script(Batch(RANK, max_restarts=restarts))
-    done = subprocess.run(["bash"], input=text, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["bash"], input=text, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == status, done.stderr
     assert ("scontrol: requeue 12" in done.stdout) is requeued
     assert done.stdout.count("srun: ") == runs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,7 @@ def data() -> TensorDataset:
     return TensorDataset(ids, (torch.arange(TOKENS) < lengths).float())
 
 
+@cache  # the same loop stands beside many strategies
 def bare(weighted: bool, bf16: bool = False, micro: int = GLOBAL, dropped: int = -1) -> dict[str, Any]:
     """What a user would write for one process whose memory holds the whole global batch.
 
@@ -321,8 +323,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PARITY_ROOT", str(tmp_path_factory.mktemp("parity")))
         train("single", 1, root="single", max_steps=3)
-        two = on_ranks(__file__, 2, "two_", timeout=300)
-        four = on_ranks(__file__, 4, "four_", timeout=300)
+        two = on_ranks(__file__, 2, "two_")
+        four = on_ranks(__file__, 4, "four_")
         alone = train("single", 1, resume="fsdp")
         yield {
             "runs": [

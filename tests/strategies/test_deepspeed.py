@@ -721,7 +721,7 @@ def test_refusals(found: Any, name: str) -> None:
 
 
 def test_alone_and_quiet() -> None:
-    ran = on_ranks(__file__, 1, "alone_", timeout=120)
+    ran = on_ranks(__file__, 1, "alone_", timeout=300)
     assert all(distance < 1e-6 for distance in ran["one"][0])
     assert ran["quiet"] == [[]]
 
@@ -755,7 +755,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("stage", [1, 3])
 def test_processes_that_fit_starts(stage: int) -> None:
     """Without a launcher's variables; and nothing is said that nobody asked for."""
-    ran = run_script(SCRIPT, f"deepspeed_stage_{stage}", timeout=120)
+    ran = run_script(SCRIPT, f"deepspeed_stage_{stage}", timeout=300)
     assert ran.value == ["completed", 2]
     assert ran.stdout == ""
     assert ran.stderr == ""

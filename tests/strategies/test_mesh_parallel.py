@@ -307,7 +307,7 @@ def rank_refused() -> Any:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
-    return on_ranks(__file__, 2, timeout=240)
+    return on_ranks(__file__, 2, timeout=300)
 
 
 def test_a_rank_holds_half_of_what_is_planned(found: Any) -> None:
@@ -419,7 +419,7 @@ fit(Broken(), MeshParallel(pp=2), limit_val_batches=0)
     ],
 )
 def test_an_error_where_the_loss_is_ends_all_ranks(step: str, words: str) -> None:
-    ran = run_ranks(BROKEN.replace("STEP", step), 2, check=False, timeout=60)
+    ran = run_ranks(BROKEN.replace("STEP", step), 2, check=False, timeout=300)
     assert [rank.returncode != 0 for rank in ran] == [True, True]
     assert words in ran[1].stderr
 

@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ def rank_loaded() -> Any:
     x = torch.eye(32)
     model(x)
     large = torch.arange(1024.0).view(32, 32)
-    source = source_of(Path(os.environ["FLOAT8_ROOT"]) / f"large{engine.process_index}", {"0.weight": large, "0.bias": torch.zeros(32)})
+    source = source_of(Path(os.environ["FLOAT8_ROOT"]) / f"rank{engine.process_index}" / "large", {"0.weight": large, "0.bias": torch.zeros(32)})
     engine.strategy.load_model(model, source)
     return (model(x).t() - large).abs().max().item() / 1023
 
@@ -230,7 +231,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(root: Path) -> dict[str, list[Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLOAT8_ROOT", str(root))
-        return on_ranks(__file__, 2, timeout=240)
+        return on_ranks(__file__, 2)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +243,7 @@ def found(root: Path) -> dict[str, list[Any]]:
 )  # fmt: skip
 def test_strategies_train_as_one_process(found: Any, name: str) -> None:
     """Scales are of what a rank computes at once, so that ranks round in other ways than one process."""
-    alone = train(FP8(recipe="rowwise") if "rowwise" in name else "fp8-mixed")
+    alone = on_one_process("rowwise" if "rowwise" in name else "tensorwise")
     for row in found["runs"]:
         assert apart(row[name]["losses"], alone["losses"]) < ROUNDING
         assert apart(row[name]["norms"], alone["norms"]) < 2 * ROUNDING  # of gradients, which e5m2 rounds to two bits
@@ -331,10 +332,24 @@ def test_no_rows() -> None:
     assert not linear.weight.grad.any()
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_losses_are_close_to_those_of_bf16(recipe: str, tmp_path: Path) -> None:
+@cache
+def on_one_process(recipe: str) -> dict[str, Any]:
+    return train(FP8(recipe=recipe))
+
+
+@cache
+def in_bf16(root: Path) -> dict[str, Any]:
+    return train("bf16-mixed", 30, root=root)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["tensorwise", pytest.param("rowwise", marks=pytest.mark.slow), pytest.param("rowwise_with_gw_hp", marks=pytest.mark.slow)],
+)
+def test_losses_are_close_to_those_of_bf16(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Over 30 steps on a transformer, with windows of 2 and clipping."""
-    half, found = train("bf16-mixed", 30, root=tmp_path), train(FP8(recipe=recipe), 30, root=tmp_path)
+    root = tmp_path_factory.getbasetemp() / "float8-losses"
+    half, found = in_bf16(root), train(FP8(recipe=recipe), 30, root=root)
     assert found["losses"][-1] < 0.9 * found["losses"][0]
     assert 0 < apart(found["losses"], half["losses"]) < ROUNDING
     assert min(found["norms"]) > 0.5  # clipping worked
@@ -465,4 +480,4 @@ from engine import Engine, Fit
 Engine(accelerator="cpu", precision="bf16-mixed").prepare(torch.nn.Linear(16, 16))
 assert not [name for name in sys.modules if name.split(".")[0] in ("torchao", "transformer_engine") or name == "torch.distributed.tensor"]
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
