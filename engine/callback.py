@@ -57,7 +57,7 @@ class Callback:
         """Values are about to be published, on every rank: add to ``metrics`` here."""
 
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
-        """Values over all ranks, every ``log_every_n_steps`` steps and after each epoch and evaluation; called on every rank."""
+        """Values over all ranks: of the first step, every ``log_every_n_steps`` steps, the last one, each epoch and evaluation; on every rank."""
 
     def on_exception(self, run: Run, module: nn.Module, exception: BaseException) -> None:
         """Anything was raised (Ctrl-C too); it is raised on afterwards. Other ranks may be gone: no collectives here."""

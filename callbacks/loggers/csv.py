@@ -17,7 +17,7 @@ _CONFIG = "config.yaml"
 
 
 class CSVLogger(Callback):
-    """One row for each time that metrics are published: every ``log_every_n_steps`` steps and after each evaluation.
+    """One row for each time that metrics are published: the first step, every ``log_every_n_steps`` steps, the last one, and after each evaluation.
 
     The columns are ``step`` (optimizer steps done), ``epoch`` (from 0) and one for each metric, in the order in which they first
     appear; a metric that is not part of a row leaves its cell empty. A new metric adds a column and loses no earlier row. Each row is
