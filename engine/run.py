@@ -37,6 +37,8 @@ class Run(Checkpoints):
 
     stepping = False
     """An optimizer step and what belongs to it are under way: there is no whole state."""
+    stride = 1
+    """What a full window adds to the data position."""
     due_step = 0
     """The next step after which more than the step itself may happen."""
     modes = Modes()
@@ -82,16 +84,14 @@ class Run(Checkpoints):
         self.max_epochs: int | None = settings.max_epochs
         self.exception: BaseException | None = None
         self.times = Times()
-        self.val_every = Every(settings.val_every)
-        self._log_every, self.gc_every = Every(settings.log_every_n_steps or None), Every(settings.gc_every_n_steps or None)
+        intervals = settings.val_every, settings.log_every_n_steps or None, settings.gc_every_n_steps or None
+        self.val_every, self._log_every, self.gc_every = map(Every, intervals)
         self.agreement = Agreement(engine.group)
         self.agreement.clock = self.clock
         self.max_norm = settings.gradient_clip_val if settings.gradient_clip_algorithm == "norm" else None
         self.max_value = settings.gradient_clip_val if settings.gradient_clip_algorithm == "value" else None
         self.window_at: Callable[[int], int] = settings.accumulate_at
         """Micro-batches in a window, by epoch."""
-        self.stride = 1
-        """What a full window adds to the data position."""
         self.garbage = Collector()
         self.interrupted = self.terminated = False
         """Ctrl-C has reached this rank; SIGTERM has reached some rank."""

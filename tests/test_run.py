@@ -69,9 +69,12 @@ def test_the_newest_values_are_published(tmp_path: Path) -> None:
 
     progress: list[dict[str, float]] = []
     result = fit(tmp_path, log_every_n_steps=2, callbacks=Watches()).run(Logs(), ones(5))
-    assert published == [(2, {"n_step": 1.0, "added": 1.0}), (4, {"n_step": 3.0, "added": 1.0}), (5, {"n_epoch": 2.0, "added": 1.0})]
-    assert progress == [{"n_step": 1.0}, {"n_step": 3.0}, {"n_step": 3.0, "n_epoch": 2.0}]
-    assert result.metrics == {"n_step": 3.0, "n_epoch": 2.0, "n": 2.0, "added": 1.0}
+    assert published == [
+        *((step, {"n_step": step - 1.0, "added": 1.0}) for step in (1, 2, 4, 5)),  # the first, the multiples, the last
+        (5, {"n_epoch": 2.0, "added": 1.0}),
+    ]
+    assert progress == [{"n_step": 0.0}, {"n_step": 1.0}, {"n_step": 3.0}, {"n_step": 4.0}, {"n_step": 4.0, "n_epoch": 2.0}]
+    assert result.metrics == {"n_step": 4.0, "n_epoch": 2.0, "n": 2.0, "added": 1.0}
 
 
 def test_without_a_logger_one_line_an_interval_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -85,7 +88,7 @@ def test_without_a_logger_one_line_an_interval_is_logged(tmp_path: Path, caplog:
 
     with caplog.at_level("INFO", logger="engine"):
         fit(tmp_path, log_every_n_steps=2).run(Logs(), ones(4))
-        assert [r.getMessage() for r in caplog.records] == ["epoch 0 step 2: n=1", "epoch 0 step 4: n=3"]
+        assert [r.getMessage() for r in caplog.records] == ["epoch 0 step 1: n=0", "epoch 0 step 2: n=1", "epoch 0 step 4: n=3"]
         caplog.clear()
         fit(tmp_path, log_every_n_steps=2, callbacks=Listens()).run(Logs(), ones(4))
         assert not caplog.records
