@@ -49,7 +49,7 @@ def test_an_epoch_scheduler_is_logged_once_an_epoch(make_fit, module_with, batch
     assert column(tmp_path, "lr-SGD") == {1: 1.0, 5: 0.5}
 
 
-@pytest.mark.parametrize(("interval", "expected"), [("step", {2: 1.0, 4: 1.0}), ("epoch", {2: 1.0}), (None, {2: 1.0, 4: 1.0})])
+@pytest.mark.parametrize(("interval", "expected"), [("step", {1: 1.0, 2: 1.0, 4: 1.0}), ("epoch", {1: 1.0}), (None, {1: 1.0, 2: 1.0, 4: 1.0})])
 def test_without_a_scheduler(make_fit, scripted, batches, tmp_path, interval, expected):
     make_fit(log_every_n_steps=2, callbacks=[LearningRateMonitor(interval), CSVLogger()]).run(scripted(), batches)
     assert column(tmp_path, "lr-SGD") == expected
@@ -129,5 +129,5 @@ def test_a_step_has_one_row_with_it(make_fit, scripted, batches, tmp_path):
             return (self.weight * batch).mean()
 
     make_fit(log_every_n_steps=2, callbacks=[LearningRateMonitor(), CSVLogger()]).run(Means(), batches)
-    # Steps 2 and 4, and the epoch's means, which are published at step 4 as well.
-    assert [(row["step"], row["lr-SGD"]) for row in rows(tmp_path)] == [("2", "1.0"), ("4", "1.0"), ("4", "")]
+    # Steps 1, 2 and 4, and the epoch's means, which are published at step 4 as well.
+    assert [(row["step"], row["lr-SGD"]) for row in rows(tmp_path)] == [("1", "1.0"), ("2", "1.0"), ("4", "1.0"), ("4", "")]

@@ -20,7 +20,7 @@ def test_rows_and_columns_of_a_run(make_fit, scripted, batches, tmp_path):
     rows = read(tmp_path / "metrics.csv")
     assert list(rows[0])[:2] == ["step", "epoch"]
     assert [(int(row["step"]), float(row["score"])) for row in rows if row["score"]] == [(4, 0.25), (8, 0.125)]
-    assert {int(row["step"]) for row in rows} == {2, 4, 6, 8}
+    assert {int(row["step"]) for row in rows} == {1, 2, 4, 6, 8}
     assert {int(row["epoch"]) for row in rows if int(row["step"]) <= 4} == {0}
     assert {int(row["epoch"]) for row in rows if int(row["step"]) == 6} == {1}
 
