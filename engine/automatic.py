@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from engine.data.sampler import Share
 from engine.gradients import Loss, loss_in
 from engine.log import warn_once
 from engine.metric_states import unchanged
+from engine.module import overrides
 from engine.run import Run
 
 
@@ -20,8 +21,8 @@ class Automatic:
     accumulates = True
     """Whether the run knows where a window ends (else the module steps when it likes)."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, run: Run, optimizers: Sequence[Any]) -> None:
+        self.run, self.optimizers = run, list(optimizers)
 
     def begin(self) -> None:
         """An epoch begins."""
@@ -61,6 +62,11 @@ class Automatic:
         """The epoch is left inside of a window: its gradients, and its values of the step, are left out."""
         self.run.engine.discard_window()
         self.run.recorder.window += 1
+
+    def before_validation(self) -> None:
+        """Validation inside of the training is due. It leaves gradients as they are, unless the module does otherwise."""
+        if overrides(self.run.module, "on_validation_model_zero_grad"):
+            self.run.module.on_validation_model_zero_grad()
 
 
 class InParts(Automatic):

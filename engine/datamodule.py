@@ -6,7 +6,10 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from engine.hparams import HParams, init_arguments
+from engine.tree import move
 
 
 class DataModule:
@@ -18,6 +21,9 @@ class DataModule:
     def __init__(self) -> None:
         self._hparams = HParams()
 
+    prepare_data_per_node: bool = True
+    """Whether :meth:`prepare_data` runs on one process of each machine, or on rank 0 alone."""
+
     def prepare_data(self) -> None:
         """Download or convert data on disk; must not set state, since only one process of a machine runs it."""
 
@@ -26,6 +32,21 @@ class DataModule:
 
     def teardown(self, stage: str) -> None:
         """After the run, also after an error."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Anything was raised during the run; it is raised on afterwards. Other ranks may be gone: no collectives here."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch, changed or not, before it goes to the device. This and the next two win over the module's."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Return the batch on the device, for batches of one's own types."""
+        return move(batch, device)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch, changed or not, on the device."""
+        return batch
 
     def train_dataloader(self) -> Any: ...
     def val_dataloader(self) -> Any: ...

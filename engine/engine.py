@@ -201,6 +201,32 @@ class Engine(States):
         if window.watching:
             window.attribute()
 
+    def backward_by(self, loss: Tensor | Loss, function: Callable[[Tensor], Any]) -> Tensor:
+        """:meth:`backward` by a backward pass of one's own.
+
+        Args:
+            function: gets the scalar whose plain ``backward()`` gives this micro-batch's exact part of the gradients (scaled under fp16).
+
+        Returns:
+            What this micro-batch adds to the step's loss, in fp64 without a graph. Shape ().
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as :meth:`backward`.
+        """
+        window = self.window
+        if window.held and not window.accumulating:
+            window.release()
+        root, divisor = window.root(loss, self.data_group.world_size, self.scaler is not None)
+        value = root.detach().double() / divisor
+        if self.scaler is not None:
+            root = root * self.scaler.seed(window.seed(divisor, root))
+        elif divisor != 1.0:
+            root = root / divisor
+        function(root)
+        if window.watching:
+            window.attribute()
+        return value
+
     def forward_backward(self, step: Callable[[Any, int], Any], batch: Any) -> Any:
         """The loss of ``step(batch, samples)`` and its backward pass, under every strategy; with a pipeline, in parts of the micro-batch.
 
@@ -272,6 +298,19 @@ class Engine(States):
         """Clamp each gradient element to [-clip_value, clip_value]."""
         if self.sync_gradients:
             self._stepper.clip_values(gradients.listed(parameters), clip_value)
+
+    def finish_gradients(
+        self, optimizers: Sequence[Any], *, max_norm: float | None = None, max_value: float | None = None, inside: bool = False
+    ) -> None:
+        """Everything of :meth:`step` before the optimizers' own, once for all of them: later each may step alone, or none.
+
+        Args:
+            inside: called within an optimizer's step, after each evaluation of its closure: gradients that are not finite are an error.
+
+        Raises:
+            FloatingPointError: they are not.
+        """
+        self._stepper.finish([raw(o) for o in optimizers], max_norm=max_norm, max_value=max_value, inside=inside)
 
     def average_gradients(self, optimizer: Any) -> None:
         """Average this optimizer's gradients over the ranks now, for models whose backward passes do not (manual optimization)."""

@@ -289,18 +289,30 @@ class Fit:
                 f"Fit takes a TrainModule, got {type(module).__name__}: subclass engine.TrainModule, or keep your loop with engine.Engine"
             )
         settings = self.settings
-        for callback in settings.callbacks:
-            if not isinstance(callback, Callback):
-                raise TypeError(f"callbacks has {callback!r:.80} of type {type(callback).__name__}: give engine.Callback objects")
+        _check_callbacks("callbacks", settings.callbacks)
         with crew(settings) as group:
             engine = Engine(
                 strategy=settings.strategy, precision=settings.precision, on_nonfinite=settings.on_nonfinite, seed=settings.seed, group=group,
                 activation_checkpointing=settings.activation_checkpointing, compile=settings.compile,
             )
             origins, settings = _configured(engine.strategy, settings, self.origins)
-            callbacks = tuple(c for c in settings.callbacks if not (settings.fast_dev_run and c.runs_last))
+            callbacks = tuple(c for c in _with_own(module, settings.callbacks) if not (settings.fast_dev_run and c.runs_last))
             config = possible.shown(settings, origins, engine.strategy, engine.precision) | described(self.sections, origins)
             yield Run(settings, engine, module, callbacks, Hooks(callbacks, module, Callback, TrainModule), stage, config)
+
+
+def _check_callbacks(where: str, callbacks: Sequence[Any]) -> None:
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise TypeError(f"{where} has {callback!r:.80} of type {type(callback).__name__}: give engine.Callback objects")
+
+
+def _with_own(module: TrainModule, callbacks: Sequence[Callback]) -> list[Callback]:
+    """The callbacks with those of ``module.configure_callbacks``, which take the place of others of their classes."""
+    given = module.configure_callbacks()
+    own = list(given) if isinstance(given, (list, tuple)) else [given]
+    _check_callbacks(f"{type(module).__name__}.configure_callbacks", own)
+    return [*(c for c in callbacks if type(c) not in {type(each) for each in own}), *own]
 
 
 def _configured(strategy: Strategy, settings: Settings, origins: Mapping[str, str]) -> tuple[dict[str, str], Settings]:

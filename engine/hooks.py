@@ -37,7 +37,6 @@ class Hooks:
     """
 
     def __init__(self, callbacks: Sequence[Hooked], module: nn.Module, base: type, module_base: type) -> None:
-        self.transfers = any(_of_module(module, module_base, f"on_{when}_batch_transfer") for when in ("before", "after"))
         early = [c for c in callbacks if not c.runs_last]
         late = [c for c in callbacks if c.runs_last]
         for event in (name for name in vars(base) if name.startswith("on_") or name in ("setup", "teardown")):
@@ -54,6 +53,12 @@ class Hooks:
         raise AttributeError(f"there is no event {name!r}")  # also tells type checkers that events are attributes
 
 
+def overridden(owner: Any, name: str, base: type) -> bool:
+    """Whether ``owner`` has a method of that name that is not ``base``'s, from its class or set on the object."""
+    method = getattr(owner, name, None)
+    return callable(method) and getattr(method, "__func__", None) is not getattr(base, name, None)
+
+
 def _of_callback(callback: Hooked, event: str, base: type) -> Hook | None:
     method: Hook | None = getattr(callback, event, None)
     if method is None or getattr(method, "__func__", None) is getattr(base, event):
@@ -63,9 +68,9 @@ def _of_callback(callback: Hooked, event: str, base: type) -> Hook | None:
 
 def _of_module(module: nn.Module, base: type, event: str) -> Hook | None:
     """The module's own hook, made to take what a callback takes."""
-    method = getattr(module, event, None)
-    if not callable(method) or getattr(method, "__func__", None) is getattr(base, event, None):
+    if not overridden(module, event, base):
         return None
+    method = getattr(module, event)
 
     def hook(run: Any, module: nn.Module, *args: Any) -> Any:
         return method(*args)

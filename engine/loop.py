@@ -9,12 +9,12 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 
 from engine.data.loader import PreparedLoader
 from engine.distributed.collectives import gather_object
 from engine.logged_metrics import put_back
 from engine.metric_states import unchanged
+from engine.module import TrainModule, overrides
 from engine.run import Run
 from engine.seed import isolated
 from engine.startup import checked
@@ -198,6 +198,7 @@ def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
         if before == run.state.step:
             return []
         run.state.validated_step = run.state.step
+        run.optimization.before_validation()
     began, saving, outer = time.perf_counter(), run.times.checkpoint, run.recorder
     run.saver.hold()  # callbacks may put other weights in place
     for loader in run.val_loaders:
@@ -227,7 +228,7 @@ def evaluate(
     several = len(loaders) > 1
     suffixes = [f"/dataloader_idx_{i}" if several else "" for i in range(len(loaders))]
     *recorders, common = every = [run.engine.recorder(on_step=False, on_epoch=True, suffix=suffix) for suffix in [*suffixes, ""]]
-    with evaluating(module):
+    with evaluating(module, name):
         run.record_to(common)
         call_all(run, getattr(hooks, f"on_{name}_start"))
         call_all(run, getattr(hooks, f"on_{name}_epoch_start"))
@@ -261,7 +262,7 @@ def predict(run: Run, loaders: Sequence[PreparedLoader]) -> list[list[Any]]:
     """The outputs of ``predict_step`` for each loader: one entry a batch in the data's order, from all ranks, on the CPU."""
     run.num_eval_batches = [loader.length for loader in loaders]
     results = []
-    with evaluating(run.module):
+    with evaluating(run.module, "predict"):
         call_all(run, run.hooks.on_predict_start)
         call_all(run, run.hooks.on_predict_epoch_start)
         for index, loader in enumerate(loaders):
@@ -318,16 +319,18 @@ def batches(run: Run, loader: PreparedLoader, name: str, step: Callable[..., Any
 
 
 @contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients; afterwards each submodule's own flag and all random numbers are back."""
+def evaluating(module: TrainModule, name: str) -> Iterator[None]:
+    """Eval mode, no gradients; afterwards each submodule's own flag (unless the module does otherwise) and all random numbers are back."""
     flags = [(m, m.training) for m in module.modules()]
-    module.eval()
+    getattr(module, f"on_{name}_model_eval")()
     try:
         with isolated(), torch.no_grad():
             yield
     finally:
         for m, flag in flags:
             m.training = flag
+    if name != "predict" and overrides(module, f"on_{name}_model_train"):
+        getattr(module, f"on_{name}_model_train")()
 
 
 def call_all(run: Run, hooks: Sequence[Callable[..., Any]]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from engine.errors import nearest
-from engine.gradients import parameters_of
 from engine.prepared import PreparedOptimizer
 from engine.run import Run
 
@@ -28,14 +26,6 @@ class ManualOptimizer(PreparedOptimizer):
         if not gathered.averaged:
             self._run.engine.average_gradients(self)
             gathered.averaged = True
-
-    def clip(self, value: float, algorithm: str) -> None:
-        """Clip the gradients that the step will apply."""
-        if algorithm not in ("norm", "value"):
-            raise ValueError(f"gradient_clip_algorithm={algorithm!r} is unknown{nearest(algorithm, ('norm', 'value'))}; possible: 'norm', 'value'")
-        self.readable()
-        clip = self._run.engine.clip_grad_norm_ if algorithm == "norm" else self._run.engine.clip_grad_value_
-        clip(parameters_of([self.optimizer]), value)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; the value of ``closure`` when one is given (one process only: it computes gradients inside the step)."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -14,8 +15,10 @@ from engine.checkpoint.finding import opened
 from engine.checkpoint.source import Source, own_state
 from engine.checkpoint.store import SHARED
 from engine.gradients import Loss
+from engine.hooks import overridden
 from engine.hparams import HParams, argument_name, constructor_arguments, init_arguments
 from engine.log import logger, warn_once
+from engine.module_hooks import ModuleHooks
 from engine.strategies.deferred import reset
 
 
@@ -29,6 +32,8 @@ class Context(Protocol):
     @property
     def rank(self) -> int: ...
     @property
+    def local_rank(self) -> int: ...
+    @property
     def world_size(self) -> int: ...
     @property
     def device(self) -> torch.device: ...
@@ -36,10 +41,12 @@ class Context(Protocol):
     def optimizers(self) -> list[Any]: ...
     @property
     def schedulers(self) -> list[Any]: ...
-    def manual_backward(self, loss: Any, **kwargs: Any) -> None: ...
+    def manual_backward(self, loss: Any, *args: Any, **kwargs: Any) -> None: ...
+    def clip_gradients(self, optimizer: Any, value: float | None, algorithm: str | None) -> None: ...
+    def all_gather(self, data: Any) -> Any: ...
 
 
-class TrainModule(nn.Module):
+class TrainModule(ModuleHooks):
     """Subclass it, define ``training_step`` and ``configure_optimizers``, and give it to :class:`engine.Fit`.
 
     The model's forward pass is called as ``self(x)`` or through any submodule; device placement, distributed wrapping, precision,
@@ -228,14 +235,16 @@ class TrainModule(nn.Module):
         found = [record.scheduler for record in self._attached("lr_schedulers()").schedulers]
         return found[0] if len(found) == 1 else found or None
 
-    def manual_backward(self, loss: Any, **kwargs: Any) -> None:
+    def manual_backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
         """Backward from ``loss`` (scaled under fp16); gradients are averaged over the ranks when an optimizer steps."""
-        self._attached("manual_backward()").manual_backward(loss, **kwargs)
+        self._attached("manual_backward()").manual_backward(loss, *args, **kwargs)
 
-    def clip_gradients(self, optimizer: Any, gradient_clip_val: float, gradient_clip_algorithm: str = "norm") -> None:
-        """Clip one optimizer's gradients before its ``step``: their 2-norm (``"norm"``) or each element (``"value"``); for manual optimization."""
-        self._attached("clip_gradients()")
-        optimizer.clip(gradient_clip_val, gradient_clip_algorithm)
+    def clip_gradients(self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None) -> None:
+        """Clip one optimizer's gradients before its ``step``: their 2-norm (``"norm"``) or each element (``"value"``).
+
+        For manual optimization and :meth:`configure_gradient_clipping`; what is not given is as ``Fit``'s setting says.
+        """
+        self._attached("clip_gradients()").clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Until :meth:`untoggle_optimizer`, only this optimizer's parameters receive gradients; for manual optimization."""
@@ -250,6 +259,36 @@ class TrainModule(nn.Module):
         for parameter in self._toggled:
             parameter.requires_grad_(True)
         self._toggled = []
+
+    @contextmanager
+    def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
+        """:meth:`toggle_optimizer` for a block."""
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
+
+    def freeze(self) -> Self:
+        """No parameter receives gradients; eval mode."""
+        return self.requires_grad_(False).eval()
+
+    def unfreeze(self) -> Self:
+        """All parameters receive gradients; training mode."""
+        return self.requires_grad_(True).train()
+
+    # -- the other ranks --------------------------------------------------------------------------------------------------------
+
+    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+        """The tensors of all ranks, stacked along a new dim 0 of ``world_size`` (on one process: as they are), without gradients."""
+        if sync_grads:
+            raise ValueError("all_gather(sync_grads=True) is not possible: use torch.distributed.nn.functional.all_gather")
+        return self._attached("all_gather()").all_gather(data)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print``, on rank 0 only."""
+        if self.global_rank == 0:
+            print(*args, **kwargs)
 
     # -- where am I -------------------------------------------------------------------------------------------------------------
 
@@ -281,6 +320,11 @@ class TrainModule(nn.Module):
         return self._context.rank if self._context else 0
 
     @property
+    def local_rank(self) -> int:
+        """The rank among those of this machine."""
+        return self._context.local_rank if self._context else 0
+
+    @property
     def world_size(self) -> int:
         return self._context.world_size if self._context else 1
 
@@ -306,65 +350,7 @@ class TrainModule(nn.Module):
         """What takes the values that are logged; called by the run."""
         self._log = record
 
-    # -- hooks: Lightning's, each optional; called in the order of engine/README.md ------------------------------------------------
 
-    def setup(self, stage: str) -> None:
-        """Before a run; ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
-
-    def teardown(self, stage: str) -> None:
-        """After a run, also after an error."""
-
-    def on_fit_start(self) -> None: ...
-    def on_fit_end(self) -> None: ...
-    def on_train_start(self) -> None: ...
-    def on_train_end(self) -> None: ...
-    def on_train_epoch_start(self) -> None: ...
-    def on_train_epoch_end(self) -> None: ...
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-        """Return -1 to skip the rest of the epoch."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
-    def on_before_backward(self, loss: Any) -> None: ...
-    def on_after_backward(self) -> None: ...
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        """Gradients are whole and unscaled, not yet clipped."""
-
-    def on_before_zero_grad(self, optimizer: Any) -> None: ...
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch, changed or not, before it goes to the device."""
-        return batch
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch, changed or not, on the device (augmentation on the GPU)."""
-        return batch
-
-    def on_validation_start(self) -> None: ...
-    def on_validation_end(self) -> None: ...
-    def on_validation_epoch_start(self) -> None: ...
-    def on_validation_epoch_end(self) -> None: ...
-    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
-    def on_test_start(self) -> None: ...
-    def on_test_end(self) -> None: ...
-    def on_test_epoch_start(self) -> None: ...
-    def on_test_epoch_end(self) -> None: ...
-    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
-    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
-    def on_predict_start(self) -> None: ...
-    def on_predict_end(self) -> None: ...
-    def on_predict_epoch_start(self) -> None: ...
-    def on_predict_epoch_end(self) -> None: ...
-    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
-    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add entries (trees of tensors and JSON values) to what is saved."""
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read them back."""
-
-    # -- loaders of the module's own, used when ``Fit`` is given none ---------------------------------------------------------------
-
-    def train_dataloader(self) -> Any: ...
-    def val_dataloader(self) -> Any: ...
-    def test_dataloader(self) -> Any: ...
-    def predict_dataloader(self) -> Any: ...
+def overrides(module: TrainModule, name: str) -> bool:
+    """Whether the module has a method of that name of its own."""
+    return overridden(module, name, TrainModule)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -14,6 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from engine.errors import nearest
 from engine.gradients import parameters_of
+
+
+def _step(scheduler: Any, metric: Any) -> None:
+    scheduler.step(metric)
 
 
 @dataclass(slots=True)
@@ -34,6 +38,8 @@ class Schedule:
     reduce_on_plateau: bool = False
     numbered: bool = field(default=False, init=False)
     """The scheduler is told how far the training is, as timm's are: ``step(epoch)``, ``step_update(num_updates)``."""
+    step: Callable[[Any, Any], None] | None = field(default=None, init=False, repr=False)
+    """The module's ``lr_scheduler_step``, if it has one: it makes each step of the scheduler."""
 
     def __post_init__(self) -> None:
         if self.interval not in ("epoch", "step"):
@@ -77,13 +83,15 @@ class Schedule:
         Raises:
             ValueError: the monitored metric is not there, with the names of those that are.
         """
-        if self.numbered:
+        if self.step is not None and not self.reduce_on_plateau:
+            self.step(self.scheduler, None)
+        elif self.numbered:
             metric = None if self.monitor is None else metrics.get(self.monitor)
             (self.scheduler.step if self.interval == "epoch" else self.scheduler.step_update)(number, metric)
         elif not self.reduce_on_plateau:
             self.scheduler.step()
         elif self.monitor is not None and self.monitor in metrics:
-            self.scheduler.step(metrics[self.monitor])
+            (self.step or _step)(self.scheduler, metrics[self.monitor])
         elif self.strict:
             raise ValueError(
                 f"ReduceLROnPlateau follows {self.monitor!r}, which was not logged{nearest(self.monitor, metrics)}; "

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from engine.automatic import Automatic, ByHand, InParts
+from engine.closure import OF_THE_STEP, ByClosure, needs_closure, refuse
 from engine.data.combined import CombinedLoader
 from engine.data.loader import PreparedLoader
 from engine.datamodule import DataModule
@@ -22,9 +23,11 @@ from engine.gradients import loss_in
 from engine.log import warn_once
 from engine.logged_metrics import joined
 from engine.manual import ManualOptimizer
-from engine.module import TrainModule
+from engine.module import TrainModule, overrides
 from engine.optimizers import configured
+from engine.prepared import PreparedOptimizer
 from engine.run import Run
+from engine.transfer import transfer_of
 
 SOURCES = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader", "predict": "predict_dataloader"}
 
@@ -64,8 +67,7 @@ def loaders_for(run: Run, kind: str, given: Any, datamodule: DataModule | None) 
     prepared = [run.engine.prepare_data_loader(loader) for loader in (given if several else [given])]
     run.loaders += prepared
     for index, loader in enumerate(prepared):
-        if run.hooks.transfers:
-            loader.hooks = (run.module.on_before_batch_transfer, run.module.on_after_batch_transfer, index)
+        loader.transfer = transfer_of(run.module, run.datamodule, index)
         if kind != "train":
             loader.window_size = 1
     return prepared
@@ -239,23 +241,40 @@ def optimizers(run: Run) -> None:
         raise TypeError(f"{type(module).__name__} must define configure_optimizers(self); return None to train nothing")
     found, schedules = configured(given)
     prepared = [engine.prepare_optimizer(o) for o in found]
-    # The loop steps whole windows with engine.step and needs no wrapper; a module that steps by itself does.
-    chosen: list[Any] = list(found) if module.automatic_optimization else [ManualOptimizer(o, run) for o in prepared]
     if module.automatic_optimization:
         engine.window.join()
     for schedule in schedules:
-        if module.automatic_optimization:
+        if overrides(module, "lr_scheduler_step"):
+            schedule.step = module.lr_scheduler_step
+        elif module.automatic_optimization:
             schedule.check()
         if schedule.interval == "step" and schedule.reduce_on_plateau and schedule.frequency == 1:
             warn_once("ReduceLROnPlateau with interval='step', frequency=1 looks at its metric after every step; it changes only when it is logged")
-    run.set_optimizers(chosen, schedules, module.automatic_optimization)
+    if module.automatic_optimization:
+        refuse(run, found)
+    run.optimization = optimization(run, prepared)
+    run.set_optimizers(run.optimization.optimizers, schedules, module.automatic_optimization)
     if run.modes.switched and engine.strategy.owns_step:
         raise ValueError(
             f"{type(run.modes.switched[0]).__name__} has train() and eval(), which put other weights in place, and {type(engine.strategy).__name__} "
             "keeps the weights itself: use another strategy, or another optimizer"
         )
-    kind = ByHand if not module.automatic_optimization else InParts if engine.strategy.pipelined else Automatic
-    run.optimization = kind(run)
+
+
+def optimization(run: Run, prepared: list[PreparedOptimizer]) -> Automatic:
+    """What becomes of micro-batches and windows, as the module, its optimizers and the strategy need it."""
+    module, engine = run.module, run.engine
+    if overrides(module, "backward"):
+        run.backward = lambda loss, *args, **kwargs: engine.backward_by(loss, lambda root: module.backward(root, *args, **kwargs))
+    if not module.automatic_optimization:
+        for name in (*OF_THE_STEP, "lr_scheduler_step"):
+            if overrides(module, name):
+                warn_once(f"{type(module).__name__}.{name} is not called with automatic_optimization=False: call it in training_step")
+        return ByHand(run, [ManualOptimizer(each, run) for each in prepared])
+    if any(overrides(module, name) for name in OF_THE_STEP) or any(needs_closure(each.optimizer) for each in prepared):
+        return ByClosure(run, prepared)
+    # The loop steps whole windows with engine.step and needs no wrapper; a module that steps by itself does.
+    return (InParts if engine.strategy.pipelined else Automatic)(run, [each.optimizer for each in prepared])
 
 
 def evaluation(run: Run, kind: str, given: Any, datamodule: DataModule | None, step: str) -> list[PreparedLoader]:

@@ -82,9 +82,7 @@ class PreparedOptimizer(Optimizer):
 
         def exact() -> Any:
             value = closure()
-            self._stepper.call_first()
-            self._stepper.prepare([self.optimizer])
-            self._stepper.forget([self.optimizer])
+            self._stepper.finish([self.optimizer], inside=True)
             group.used = True  # LBFGS calls the closure, and so zero_grad, several times in one step
             return value
 

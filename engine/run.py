@@ -22,14 +22,18 @@ from engine.datamodule import DataModule
 from engine.distributed.agreement import HURRY, STOP, TERMINATE, Agreement
 from engine.distributed.watchdog import collective_limit
 from engine.engine import Engine
+from engine.errors import nearest
 from engine.garbage import Collector
+from engine.gradients import parameters_of
 from engine.hooks import Hooked, Hooks
 from engine.log import logger
 from engine.metrics import Recorder
 from engine.module import TrainModule
 from engine.optimizers import Modes, Schedule
+from engine.preparing import raw
 from engine.result import Result, Times, TrainState
 from engine.saving import Saver
+from engine.tree import map_tensors
 
 
 class Run(Checkpoints):
@@ -140,6 +144,10 @@ class Run(Checkpoints):
     @property
     def rank(self) -> int:
         return self.engine.process_index
+
+    @property
+    def local_rank(self) -> int:
+        return self.engine.local_process_index
 
     @property
     def world_size(self) -> int:
@@ -286,13 +294,30 @@ class Run(Checkpoints):
 
     # -- manual optimization ----------------------------------------------------------------------------------------------------
 
-    def manual_backward(self, loss: Any, **kwargs: Any) -> None:
+    def manual_backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
         """``module.manual_backward`` ends here."""
         for hook in self.hooks.on_before_backward:
             hook(self, self.module, loss)
-        self.backward(loss, **kwargs)
+        self.backward(loss, *args, **kwargs)
         for hook in self.hooks.on_after_backward:
             hook(self, self.module)
+
+    def clip_gradients(self, optimizer: Any, value: float | None, algorithm: str | None) -> None:
+        """``module.clip_gradients`` ends here."""
+        value = self.settings.gradient_clip_val if value is None else value
+        algorithm = self.settings.gradient_clip_algorithm if algorithm is None else algorithm
+        if algorithm not in ("norm", "value"):
+            raise ValueError(f"gradient_clip_algorithm={algorithm!r} is unknown{nearest(algorithm, ('norm', 'value'))}; possible: 'norm', 'value'")
+        if not value:
+            return
+        if not self.module.automatic_optimization:
+            optimizer.readable()
+        clip = self.engine.clip_grad_norm_ if algorithm == "norm" else self.engine.clip_grad_value_
+        clip(parameters_of([raw(optimizer)]), value)
+
+    def all_gather(self, data: Any) -> Any:
+        """``module.all_gather`` ends here."""
+        return data if self.world_size == 1 else self.engine.gather(map_tensors(lambda tensor: tensor.detach()[None], data))
 
     def result(self) -> Result:
         """What ``Fit.run`` returns."""

@@ -20,6 +20,7 @@ from engine.distributed.agreement import HURRY, TERMINATE
 from engine.errors import CheckError, RankError
 from engine.log import logger
 from engine.loop import Preempted
+from engine.module import TrainModule, overrides
 from engine.prepare import deterministic
 from engine.run import Run
 from engine.seed import seed_everything
@@ -86,15 +87,13 @@ def _set_up(run: Run, datamodule: DataModule | None) -> None:
     stage, module, seed = run.stage, run.module, run.settings.seed
     if seed is not None:
         seed_everything(seed)
-    if datamodule is not None:
-        if run.world_size == 1:
-            datamodule.prepare_data()
-        else:
-            with run.engine.local_main_process_first():
-                if run.engine.is_local_main_process:
-                    datamodule.prepare_data()
-        datamodule.setup(stage)
     run.datamodule = datamodule
+    if datamodule is not None:
+        _prepare_data(run, datamodule)
+    if overrides(module, "prepare_data"):
+        _prepare_data(run, module)
+    if datamodule is not None:
+        datamodule.setup(stage)
     for hook in run.hooks.setup:
         hook(run, module, stage)
     if not module.built:
@@ -106,12 +105,26 @@ def _set_up(run: Run, datamodule: DataModule | None) -> None:
         seed_everything(mixed(run.engine.seed, stream) % 2**32)
 
 
+def _prepare_data(run: Run, owner: DataModule | TrainModule) -> None:
+    """On one process of each machine, or of all; the others wait for it."""
+    engine = run.engine
+    if run.world_size == 1:
+        owner.prepare_data()
+        return
+    with engine.local_main_process_first():
+        if engine.is_local_main_process if owner.prepare_data_per_node else engine.is_main_process:
+            owner.prepare_data()
+
+
 def _report(run: Run, error: BaseException) -> None:
-    for hook in run.hooks.on_exception:
+    hooks: list[Callable[[], Any]] = [partial(hook, run, run.module, error) for hook in run.hooks.on_exception]
+    if run.datamodule is not None:
+        hooks.append(partial(run.datamodule.on_exception, error))
+    for hook in hooks:
         try:
-            hook(run, run.module, error)
+            hook()
         except Exception:
-            logger.exception("on_exception of a callback failed while %s was handled", type(error).__name__)
+            logger.exception("on_exception failed while %s was handled", type(error).__name__)
 
 
 def _tear_down(run: Run, datamodule: DataModule | None) -> None:

@@ -136,6 +136,22 @@ class Stepper:
         found = self._finish(optimizers, divisor, max_norm, max_value)
         self._apply(optimizers, found, then)
 
+    def finish(self, optimizers: Sequence[Optimizer], *, max_norm: float | None = None, max_value: float | None = None, inside: bool = False) -> None:
+        """Divide, clip and check the gradients of ``optimizers`` as one; when one of them steps later, that is not done again.
+
+        Args:
+            inside: within an optimizer's step, after each evaluation of its closure: what is not finite is an error.
+        """
+        found = self._finish(optimizers, self._divided(optimizers), max_norm, max_value)
+        if not inside:
+            for group, optimizer in ((self.window.of(o), o) for o in optimizers):
+                group.ready[id(optimizer)], group.altered = found, True
+            return
+        self.call_first()
+        self.forget(optimizers)
+        if found is not None and bool(found):  # waits for the device, as such an optimizer does
+            self._fail()
+
     def call_first(self) -> None:
         """Call what waits for the next step; for whoever changes parameters by other means."""
         function, self.first = self.first, None
@@ -170,7 +186,7 @@ class Stepper:
             found, divisor = (torch.stack(flags).max() if flags else None), None
         grads = gradients.gradients(gradients.parameters_of(optimizers))
         parts = self.strategy.local(grads)
-        checks = self.on_nonfinite is not None and self.scaler is None
+        checks = self.on_nonfinite is not None and self.scaler is None and found is None
         if max_norm is not None or checks:
             norm = self.strategy.norm(grads)
             if max_norm is not None:

@@ -68,6 +68,13 @@ def move(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> A
     return map_tensors(to, tree)
 
 
+def cast(tree: Any, dtype: torch.dtype | None) -> Any:
+    """``tree`` with its floating point tensors in ``dtype``, on their devices; ``None``: as it is. Objects with their own ``to`` are left alone."""
+    if dtype is None or (not isinstance(tree, (Tensor, list, tuple, dict)) and callable(getattr(tree, "to", None))):
+        return tree
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
+
+
 def whole(tensor: Tensor) -> Tensor:
     """A tensor that is cut over ranks (``DTensor``) as the whole one on each of them, with its graph; a collective. Others as they are."""
     if type(tensor) is Tensor:

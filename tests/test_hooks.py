@@ -40,11 +40,3 @@ def test_a_hook_of_the_module_takes_neither_run_nor_module() -> None:
 
     (hook,) = table(module=Module()).on_before_backward
     assert hook("run", "module", 4) == 5
-
-
-def test_transfer_hooks_are_noticed() -> None:
-    class Module(Weight):
-        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            return batch
-
-    assert table(module=Module()).transfers

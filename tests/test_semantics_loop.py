@@ -368,7 +368,8 @@ def raises(error: BaseException) -> Any:
 
 
 OF_CALLBACK = [name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown", "state_dict", "load_state_dict")]
-OF_MODULE = [name for name in vars(TrainModule) if name.startswith(("on_", "configure_")) or name in ("setup", "teardown")] + [
+OF_STEP = ("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "prepare_data", "transfer_batch_to_device", "setup", "teardown")
+OF_MODULE = [name for name in dir(TrainModule) if (name.startswith(("on_", "configure_")) and name != "configure_callbacks") or name in OF_STEP] + [
     *("training_step", "validation_step", "test_step", "predict_step"),
     *("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
 ]

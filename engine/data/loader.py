@@ -30,8 +30,8 @@ class PreparedLoader:
         self._begun = self._over = False
         self._start, self._stream = 0, None
         self._origin, self._given, self._share, self._size = 0, 0, ALONE, 1
-        self.hooks: tuple[Callable[..., Any], Callable[..., Any], int] | None = None
-        """Called with (batch, loader's index) before and after a batch is moved."""
+        self.transfer: Callable[[Any, torch.device, torch.dtype | None], Any] | None = None
+        """What moves a batch in the place of :func:`engine.tree.move`: a run's, where hooks of the module or the data have a say in it."""
         self.window_size: int | None = None
         """Micro-batches in a window; by default the engine's. Evaluation sets 1."""
 
@@ -73,14 +73,14 @@ class PreparedLoader:
         self._begun, self._over = True, False
         window, device = self._window, self._group.device
         moves = self._place and (device.type != "cpu" or self._dtype is not None)
-        place = self._through_hooks if self.hooks else self._move
-        moves = moves or self.hooks is not None
+        place = self._by_transfer if self.transfer else self._move
+        moves = moves or self.transfer is not None
         start, stream, self._start, self._stream = self._start, self._stream, 0, None
         self._origin, self._given, self._share, self._size = start, 0, ALONE, self.window_size or window.size
         # Making a DataLoader's iterator takes a random number. In the middle of an epoch that has happened before.
         with torch.random.fork_rng(devices=()) if start else contextlib.nullcontext():
             micros = self._feed.micros(self._epoch, start, self._size, self.limit, stream)
-        if moves and device.type == "cuda" and not self.hooks:  # hooks may look at the model: they are called when their batch's turn comes
+        if moves and device.type == "cuda" and not self.transfer:  # hooks may look at the model: they are called when their batch's turn comes
             micros, moves = ahead(micros, SideStream(device, self._move), self._feed.reads_ahead), False
         outer = window.share
         try:
@@ -166,7 +166,7 @@ class PreparedLoader:
         seed, dtype = self._seed, self._dtype
         other = PreparedLoader(self.loader, group=self._group, window=self._window, seed=seed, dtype=dtype, place=self._place)
         other.reseed(seed, self.order)
-        other.limit, other.hooks, other.window_size = self.limit, self.hooks, self.window_size
+        other.limit, other.transfer, other.window_size = self.limit, self.transfer, self.window_size
         if self._begun:
             self._epoch, self._start = self._epoch + 1, 0
         other.resume(self._epoch, self._start + num_batches * self._feed.advance(1))
@@ -184,10 +184,9 @@ class PreparedLoader:
     def _move(self, batch: Any) -> Any:
         return move(batch, self._group.device, self._dtype)
 
-    def _through_hooks(self, batch: Any) -> Any:
-        assert self.hooks is not None
-        before, after, index = self.hooks
-        return after(self._move(before(batch, index)), index)
+    def _by_transfer(self, batch: Any) -> Any:
+        assert self.transfer is not None
+        return self.transfer(batch, self._group.device, self._dtype)
 
     @property
     def order(self) -> str | None:

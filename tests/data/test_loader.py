@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from engine import Engine
@@ -141,21 +140,12 @@ def test_placing() -> None:
     assert x.dtype == torch.float32
 
 
-def test_hooks_stand_around_the_move() -> None:
+def test_a_transfer_takes_the_place_of_the_move() -> None:
     engine = Engine(accelerator="cpu", precision="bf16-true")
     loader = engine.prepare_data_loader([torch.ones(1)])
-    seen: list[tuple[str, torch.dtype, int]] = []
-
-    def hook(name: str) -> Any:
-        def call(batch: Tensor, index: int) -> Tensor:
-            seen.append((name, batch.dtype, index))
-            return batch + 1
-
-        return call
-
-    loader.hooks = (hook("before"), hook("after"), 2)
-    assert read(loader) == [[3.0]]
-    assert seen == [("before", torch.float32, 2), ("after", torch.bfloat16, 2)]
+    loader.transfer = lambda batch, device, dtype: (batch + 1).to(device, dtype)
+    assert [(x.item(), x.dtype) for x in loader] == [(2.0, torch.bfloat16)]
+    assert loader.skipping(0).transfer is loader.transfer
 
 
 def test_evaluation_has_windows_of_its_own() -> None:

@@ -100,8 +100,7 @@ def test_the_prepared_loader_reads_ahead_on_a_device(monkeypatch: pytest.MonkeyP
         assert (notes.events.index("copy 5") < notes.events.index("compute device 4")) is across
     notes.events.clear()
     loader = engine.prepare_data_loader([torch.ones(1)])
-    loader.hooks = (lambda batch, index: batch, lambda batch, index: batch, 0)
-    monkeypatch.setattr(loader, "_move", lambda batch: batch)
+    loader.transfer = lambda batch, device, dtype: batch
     assert len(list(loader)) == 1
     assert notes.events == []
 
