@@ -259,7 +259,7 @@ class Checkpoints:
                 self._load_weights(loaded, strict)
 
     def _load_weights(self, loaded: Loaded, strict: bool) -> None:
-        report = self.engine.strategy.load_model(self.module, loaded.source, strict)
+        report = self.engine.strategy.load_model(self.module, loaded.source, strict and self.module.strict_loading)
         if report:
             logger.warning("%s fits in part: %s", loaded.path, report)
 
@@ -372,7 +372,10 @@ def _readable(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _key(callbacks: tuple[Hooked, ...], callback: Hooked) -> str:
-    """A callback's name in checkpoints: its class, numbered among those of the same class."""
+    """A callback's name in checkpoints: its ``state_key``, if it has one, or its class, numbered among those of the same class."""
+    own = getattr(callback, "state_key", None)
+    if own is not None:
+        return str(own)
     same = [c for c in callbacks if type(c) is type(callback)]
     name = type(callback).__qualname__
     return name if len(same) == 1 else f"{name}.{next(i for i, c in enumerate(same) if c is callback)}"

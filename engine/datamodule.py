@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from engine.hparams import HParams, init_arguments
+from engine.migration import DATA, missing
 from engine.tree import move
 
 
@@ -20,6 +21,9 @@ class DataModule:
 
     def __init__(self) -> None:
         self._hparams = HParams()
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing(self, DATA, name)
 
     prepare_data_per_node: bool = True
     """Whether :meth:`prepare_data` runs on one process of each machine, or on rank 0 alone."""

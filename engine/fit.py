@@ -24,6 +24,7 @@ from engine.engine import Engine
 from engine.hooks import Hooks
 from engine.loading import Resume
 from engine.loop import call_all, evaluate, predict, train, validate
+from engine.migration import refuse_replaced
 from engine.module import TrainModule
 from engine.precision import Precision
 from engine.result import Result
@@ -296,6 +297,7 @@ class Fit:
                 activation_checkpointing=settings.activation_checkpointing, compile=settings.compile,
             )
             origins, settings = _configured(engine.strategy, settings, self.origins)
+            refuse_replaced(module, *settings.callbacks)
             callbacks = tuple(c for c in _with_own(module, settings.callbacks) if not (settings.fast_dev_run and c.runs_last))
             config = possible.shown(settings, origins, engine.strategy, engine.precision) | described(self.sections, origins)
             yield Run(settings, engine, module, callbacks, Hooks(callbacks, module, Callback, TrainModule), stage, config)

@@ -18,6 +18,7 @@ from engine.gradients import Loss
 from engine.hooks import overridden
 from engine.hparams import HParams, argument_name, constructor_arguments, init_arguments
 from engine.log import logger, warn_once
+from engine.migration import MODULE, missing
 from engine.module_hooks import ModuleHooks
 from engine.strategies.deferred import reset
 
@@ -59,6 +60,8 @@ class TrainModule(ModuleHooks):
     """The constructor's argument that was saved as the dict of all hyperparameters, if one was."""
     _reached: tuple[int, int] = (0, 0)
     """Steps and epochs of the newest run."""
+    strict_loading: bool = True
+    """Set it to False for checkpoints that need not have all parameters, or may have more."""
     built: bool = False
     """:meth:`configure_model` was called already, and what it built has values that are to stay."""
 
@@ -70,6 +73,14 @@ class TrainModule(ModuleHooks):
         self._toggled: list[Tensor] = []
         self.sharded_root: list[nn.Module] = []
         """What a strategy that shards calls instead of the module; in a list, so that it is no submodule."""
+
+    def __getattr__(self, name: str) -> Any:
+        # In the place of nn.Module's, with no call more: parameters and submodules are looked up here in every forward pass.
+        found = self.__dict__
+        for kind in ("_modules", "_parameters", "_buffers"):
+            if kind in found and name in found[kind]:
+                return found[kind][name]
+        raise missing(self, MODULE, name)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle of the module belongs to no run.
@@ -218,7 +229,7 @@ class TrainModule(ModuleHooks):
             module.configure_model()
             module.built = True
             module.on_load_checkpoint(shared.get("user") or {})
-            report = Source(found).load_model(module, own_state(module), strict)
+            report = Source(found).load_model(module, own_state(module), strict and module.strict_loading)
             if report:
                 logger.warning("%s fits in part: %s", path, report)
         return module if map_location is None else module.to(torch.device(map_location))

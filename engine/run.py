@@ -53,7 +53,7 @@ class Run(Checkpoints):
     """A step was made: from now on ``timeout`` holds, no more ``start_timeout``."""
     optimization: Any = None
     """What becomes of each micro-batch and each window, an :class:`engine.automatic.Automatic`; in trainings only."""
-    backward: Callable[..., None]
+    backward: Callable[..., Any]
     """What runs a backward pass from a loss: the engine, or what the module has overridden ``backward`` with."""
 
     def __init__(

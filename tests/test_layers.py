@@ -41,6 +41,7 @@ LAYERS: dict[str, int] = {
     "engine.preparing": 4,
     "engine.states": 4,
     "engine.engine": 4,
+    "engine.migration": 3,
     "engine.module": 5,
     "engine.module_hooks": 4,
     "engine.datamodule": 4,

@@ -1,0 +1,86 @@
+"""Public names of Lightning's classes that ours do not have: what to use instead. ``tests/test_migration.py`` compares with Lightning itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_KEYS = "hyperparameters are part of every checkpoint (save_hyperparameters, load_from_checkpoint)"
+_TRAINER = (
+    "a module does not see its trainer: use self.global_step, self.current_epoch, self.global_rank, self.world_size, self.device, "
+    "self.optimizers(), self.log; a callback gets the run (run.step, run.epoch, run.settings, run.datamodule, run.engine, run.stop())"
+)
+
+MODULE = {
+    "CHECKPOINT_HYPER_PARAMS_KEY": _KEYS,
+    "CHECKPOINT_HYPER_PARAMS_NAME": _KEYS,
+    "CHECKPOINT_HYPER_PARAMS_TYPE": _KEYS,
+    "allow_zero_length_dataloader_with_multiple_devices": "a rank without data runs repeated batches that do not count",
+    "device_mesh": "strategy='mesh' or a MeshParallel object has the mesh",
+    "example_input_array": "define it yourself where you need it",
+    "fabric": "a loop of your own uses engine.Engine",
+    "hparams_initial": "use self.hparams",
+    "logger": "loggers are callbacks (callbacks.CSVLogger, ...): keep a reference, or use self.log",
+    "loggers": "loggers are callbacks (callbacks.CSVLogger, ...): keep references, or use self.log",
+    "on_gpu": "use self.device.type == 'cuda'",
+    "remove_ignored_hparams": "use save_hyperparameters(ignore=...)",
+    "to_onnx": "use torch.onnx.export(module, (sample,), path)",
+    "to_tensorrt": "use torch_tensorrt.compile(module)",
+    "to_torchscript": "use torch.jit.script(module), or torch.export",
+    "trainer": _TRAINER,
+}
+DATA = {
+    "CHECKPOINT_HYPER_PARAMS_KEY": _KEYS,
+    "CHECKPOINT_HYPER_PARAMS_NAME": _KEYS,
+    "CHECKPOINT_HYPER_PARAMS_TYPE": _KEYS,
+    "allow_zero_length_dataloader_with_multiple_devices": "a rank without data runs repeated batches that do not count",
+    "from_datasets": "give DataLoader(dataset, ...) objects to Fit.run",
+    "hparams_initial": "use self.hparams",
+    "load_from_checkpoint": "its state is put back by run(..., resume=...); hyperparameters are arguments of your class",
+    "name": "define it yourself where you need it",
+    "remove_ignored_hparams": "use save_hyperparameters(ignore=...)",
+    "trainer": "a data module does not see its trainer: setup(stage) gets the stage; engine.Engine and torch.distributed know the ranks",
+}
+REPLACED = {
+    "configure_sharded_model": "configure_model",
+    "on_batch_end": "on_train_batch_end",
+    "on_batch_start": "on_train_batch_start",
+    "on_epoch_end": "on_train_epoch_end, on_validation_epoch_end or on_test_epoch_end",
+    "on_epoch_start": "on_train_epoch_start, on_validation_epoch_start or on_test_epoch_start",
+    "on_init_end": "__init__",
+    "on_init_start": "__init__",
+    "on_keyboard_interrupt": "on_exception",
+    "on_post_move_to_device": "on_fit_start",
+    "on_predict_dataloader": "on_predict_start",
+    "on_pretrain_routine_end": "on_fit_start",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_test_dataloader": "on_test_start",
+    "on_train_dataloader": "on_train_start",
+    "on_val_dataloader": "on_validation_start",
+    "predict_epoch_end": "on_predict_epoch_end",
+    "tbptt_split_batch": "manual optimization (automatic_optimization = False) over the parts",
+    "test_epoch_end": "on_test_epoch_end, with what test_step kept in an attribute",
+    "test_step_end": "test_step",
+    "training_epoch_end": "on_train_epoch_end, with what training_step kept in an attribute",
+    "training_step_end": "training_step",
+    "validation_epoch_end": "on_validation_epoch_end, with what validation_step kept in an attribute",
+    "validation_step_end": "validation_step",
+}
+"""Hooks of earlier versions that nothing calls; a class that defines one is refused."""
+
+
+def refuse_replaced(*owners: Any) -> None:
+    """Look for hooks that are never called, in a module and callbacks.
+
+    Raises:
+        TypeError: an owner defines one; says what to define instead.
+    """
+    for owner in owners:
+        for name, instead in REPLACED.items():
+            if callable(getattr(type(owner), name, None)):
+                raise TypeError(f"{type(owner).__name__} defines {name}, which is not called: define {instead}")
+
+
+def missing(owner: Any, names: dict[str, str], name: str) -> AttributeError:
+    """The error for an attribute that ``owner`` does not have."""
+    hint = f": {names[name]}" if name in names else ""
+    return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=owner)
