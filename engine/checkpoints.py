@@ -308,7 +308,9 @@ class Checkpoints:
         load_metric_states(self.module, [row["metrics"] for row in rows])
         known = own or loaded.of_rank(0)
         if known is not None:  # a converted checkpoint has none
-            self.recorder.load_logged_metrics([row["logged"] for row in rows] or [named(known["logged"])])
+            # Under a pipeline only ranks of the last stage have logged metrics; the last rank is one of them.
+            last = loaded.of_rank(loaded.manifest["world_size"] - 1)
+            self.recorder.load_logged_metrics([row["logged"] for row in rows] or [named(last["logged"])])
             self._stream_state = known["stream"]
 
     def _place(self) -> list[int]:
