@@ -1,0 +1,11 @@
+"""Random trainings, each by the library and by a plain float64 loop over the whole global batch: they must agree.
+
+``python -m tests.parity.differential --help`` runs many of them. ``test_differential.py`` beside this folder runs a few in the suite.
+"""
+
+from .cases import Case, cases
+from .compare import differences
+from .pool import Pools
+from .runner import check, run_case
+
+__all__ = ["Case", "Pools", "cases", "check", "differences", "run_case"]

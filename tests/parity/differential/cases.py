@@ -1,0 +1,257 @@
+"""A case: one training, written down as plain values. :func:`cases` draws the combinations that the library promises to train exactly."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+from hypothesis import strategies as st
+
+
+class Ranks(NamedTuple):
+    """How many processes a strategy has here, and how many of them see different data."""
+
+    world: int
+    data: int
+
+
+STRATEGIES = {
+    "single": Ranks(1, 1),
+    "ddp2": Ranks(2, 2),
+    "ddp3": Ranks(3, 3),
+    "fsdp2": Ranks(2, 2),
+    "fsdp2x2": Ranks(4, 4),
+    "tp2": Ranks(2, 1),
+    "pp2": Ranks(2, 1),
+    "deepspeed1": Ranks(2, 2),
+    "deepspeed2": Ranks(2, 2),
+    "deepspeed3": Ranks(2, 2),
+}
+"""Every strategy that cases are drawn for."""
+REPLICATED = ("single", "ddp2", "ddp3")
+"""Each rank has the whole model."""
+
+SAMPLED = ("sequential", "shuffled", "front", "subset", "repeats", "drawn", "distributed")
+"""Data whose samples are dealt to micro-batches."""
+BATCHED = ("list", "ready", "batch_sampler", "stream")
+"""Data whose batches stay whole."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training. The defaults are the simplest one; a reproducer names what differs from them."""
+
+    strategy: str = "single"
+    door: str = "fit"
+    """``"fit"``: ``Fit.run``; ``"engine"``: a loop of its own with ``Engine``."""
+    precision: str = "64-true"
+    body: str = "mlp"
+    """The model: ``"mlp"``, ``"gru"``, ``"tied"`` (embeddings), ``"batchnorm"``, ``"complex"``."""
+    frozen: bool = False
+    """The first layer is not trained."""
+    shared: bool = False
+    """A layer is used twice."""
+    unused: bool = False
+    """There are parameters that the forward pass never uses."""
+    loss: str = "mean"
+    """``"mean"``, ``"dict"``, ``"weighted"`` (``Loss`` with tensor counts, some of them 0), ``"counted"`` (``Loss`` with float counts)."""
+    none: int = 0
+    """Micro-batches whose first sample's number divides by this return no loss (0: all return one)."""
+    data: str = "sequential"
+    """``"sequential"``, ``"shuffled"``; samplers: ``"front"`` (torch's sequential one over a part), ``"subset"``, ``"repeats"``, ``"drawn"`` (random, with replacement), ``"distributed"``
+    (torch's, given by the user); whole batches: ``"list"``, ``"ready"`` (``batch_size=None``), ``"batch_sampler"``, ``"stream"``."""
+    samples: int = 8
+    batch: int = 2
+    """Samples of a micro-batch."""
+    units: int = 1
+    """Micro-batches of one step, over all ranks."""
+    later: int = 0
+    """The same from the second epoch on (0: as before)."""
+    drop_last: bool = False
+    limit: int = 0
+    """At most so many micro-batches of each rank in an epoch (0: all)."""
+    epochs: int = 1
+    max_steps: int = 0
+    """0: no limit."""
+    clip: str = ""
+    """``"norm"``, ``"value"``."""
+    optimizer: str = "sgd"
+    """``"sgd"``, ``"momentum"``, ``"adam"``, ``"adamw"``, ``"two"`` (SGD and Adam, each with a part of the parameters)."""
+    schedule: str = ""
+    """``"step"``, ``"steps"`` (every second step), ``"epoch"``, ``"plateau"``."""
+    log_every: int = 1
+    val: str = ""
+    """When to validate: ``"epoch"``, ``"steps"`` (every second), ``"half"`` (of an epoch)."""
+    val_samples: int = 5
+    val_loaders: int = 1
+    sanity: bool = False
+    """Two validation batches before the training."""
+    poison: int = -1
+    """The sample whose gradient is not finite: steps with it are skipped."""
+    hook: bool = False
+    """There is an ``on_before_optimizer_step``."""
+    manual: str = ""
+    """Manual optimization: ``"each"``, ``"second"`` (a step every second batch), ``"drop"`` (some gradients are clipped and thrown away),
+    ``"both"`` (two optimizers, one after the other)."""
+    resume: int = 0
+    """Save after this step, and go on in a new run (0: one run)."""
+    killed: bool = False
+    """The first run ends right after the save."""
+    then: str = ""
+    """The strategy that goes on (empty: the same)."""
+    seed: int = 0
+
+    @property
+    def second(self) -> str:
+        """The strategy of the run that goes on."""
+        return self.then or self.strategy
+
+    def units_at(self, epoch: int) -> int:
+        """Micro-batches of one step in that epoch, over all ranks."""
+        return self.later if self.later and epoch else self.units
+
+    def window(self, strategy: str, epoch: int = 0) -> int:
+        """Micro-batches of one step on each rank."""
+        return self.units_at(epoch) // STRATEGIES[strategy].data
+
+    def changes(self) -> dict[str, Any]:
+        """What is not as in the simplest case."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+
+    def __str__(self) -> str:
+        return f"Case({', '.join(f'{name}={value!r}' for name, value in self.changes().items())})"
+
+
+def sharded(strategy: str) -> bool:
+    return strategy not in REPLICATED
+
+
+def model_parallel(strategy: str) -> bool:
+    return strategy in ("tp2", "pp2")
+
+
+def deepspeed(strategy: str) -> bool:
+    return strategy.startswith("deepspeed")
+
+
+@st.composite
+def cases(draw: Any, strategy: str) -> Case:
+    """A case under that strategy, possibly one that goes on under another."""
+
+    def some(*values: Any) -> Any:
+        return draw(st.sampled_from(values))
+
+    resume = some(0, 0, 0, 1, 2, 3)
+    then = draw(st.sampled_from(["", "", *STRATEGIES])) if resume else ""
+    both = (strategy, then or strategy)
+    step = math.lcm(*(STRATEGIES[name].data for name in both))
+    data = draw(st.sampled_from(SAMPLED + BATCHED))
+    case = Case(
+        strategy=strategy,
+        door=some("fit", "fit", "engine"),
+        precision=some("64-true", "64-true", "64-true", "32-true", "bf16-mixed", "16-mixed"),
+        body=some("mlp", "gru", "tied", "batchnorm", "complex"),
+        frozen=draw(st.booleans()),
+        shared=draw(st.booleans()),
+        unused=draw(st.booleans()),
+        loss=some("mean", "dict", "weighted", "counted"),
+        none=some(0, 0, 0, 2, 3),
+        data=data,
+        samples=draw(st.integers(1, 24)),
+        batch=draw(st.integers(1, 3)),
+        units=step * some(1, 2, 3),
+        later=step * some(0, 0, 1, 2),
+        drop_last=some(False, False, True),
+        limit=some(0, 0, 0, 2, 3),
+        epochs=some(1, 2, 3),
+        max_steps=some(0, 0, 3, 5),
+        clip=some("", "norm", "value"),
+        optimizer=some("sgd", "momentum", "adam", "adamw", "two"),
+        schedule=some("", "step", "steps", "epoch", "plateau"),
+        log_every=some(1, 1, 2, 3),
+        val=some("", "epoch", "steps", "half"),
+        val_samples=draw(st.integers(1, 7)),
+        val_loaders=some(1, 2),
+        sanity=draw(st.booleans()),
+        poison=some(-1, -1, -1, 3),
+        hook=draw(st.booleans()),
+        manual=some("", "", "", "", "each", "second", "drop", "both"),
+        resume=resume,
+        killed=draw(st.booleans()),
+        then=then,
+        seed=draw(st.integers(0, 99)),
+    )
+    return legal(case)
+
+
+def legal(case: Case) -> Case:
+    """The nearest case that the library takes, and whose result is defined; each rule says why."""
+    both = (case.strategy, case.second)
+    several = max(STRATEGIES[name].data for name in both) > 1
+    rules: list[tuple[bool, dict[str, Any]]] = [
+        # What strategies refuse, or leave to one of their own.
+        (any(map(deepspeed, both)), {"precision": "32-true", "clip": "norm" if case.clip else "", "optimizer": _elementwise(case.optimizer)}),
+        (any(map(deepspeed, both)), {"none": 0, "manual": "", "poison": -1, "unused": False, "door": "fit"}),
+        (any(map(sharded, both)), {"manual": ""}),
+        (any(map(model_parallel, both)), {"body": "mlp", "unused": False, "none": 0, "door": "fit"}),
+        ("pp2" in both, {"shared": False, "frozen": False, "poison": -1, "optimizer": _single(case.optimizer), "loss": _plain(case)}),
+        (any(map(sharded, both)) and case.body in ("complex", "batchnorm"), {"body": "mlp"}),
+        # Half precision: gradients are rounded, which Adam turns into steps of full size; and torch has no complex or GRU kernels for it.
+        (case.precision.endswith("mixed"), {"body": _half(case.body), "optimizer": "sgd" if case.optimizer != "momentum" else "momentum"}),
+        (any(map(sharded, both)) and case.precision.endswith("mixed"), {"precision": "64-true"}),
+    ]
+    case = _apply(case, rules)
+    rules = [
+        (bool(case.manual), {"door": "fit", "units": STRATEGIES[case.strategy].data, "later": 0, "none": 0, "loss": "mean", "poison": -1}),
+        (bool(case.manual), {"val": "epoch" if case.val else "", "resume": 0, "max_steps": 0, "log_every": 1, "schedule": ""}),
+        (case.manual == "both" and case.precision.endswith("mixed"), {"manual": "each"}),
+        (case.manual == "both" and not case.precision.endswith("mixed"), {"optimizer": "two"}),
+        (bool(case.manual) and case.manual != "both" and case.optimizer == "two", {"optimizer": "momentum"}),
+        (case.door == "engine", {"loss": "mean" if case.loss == "dict" else case.loss, "sanity": False, "hook": False, "log_every": 1}),
+        (case.door == "engine", {"val": "epoch" if case.val else "", "killed": False, "val_loaders": 1, "limit": 0, "max_steps": 0, "none": 0}),
+        (case.door == "engine", {"schedule": "" if case.schedule == "plateau" else case.schedule}),
+        # A None is one of one kind of loss; a micro-batch that is skipped for its gradient is one of a whole step.
+        (case.none > 0, {"poison": -1}),
+        (case.poison >= 0 and case.optimizer == "two", {"optimizer": "adam"}),
+        (case.poison >= 0, {"resume": 0, "max_steps": 0}),
+        (case.val == "half" and (case.none > 0 or case.poison >= 0), {"val": "epoch"}),
+        (case.body == "complex" and case.clip == "value", {"clip": "norm"}),  # complex numbers cannot be clamped
+        (not case.resume, {"killed": False, "then": ""}),
+        (bool(case.resume), {"max_steps": 0}),
+        (bool(case.then) and case.then != case.strategy, {"drop_last": False, "limit": 0, "none": 0}),
+        (case.data in BATCHED, {"drop_last": False}),
+        (case.data == "stream", {"val": "epoch" if case.val == "half" else case.val}),
+        # Each rank of a BatchNorm sees its own part, and what evaluation uses then is not one process's.
+        (case.body == "batchnorm" and several, {"val": "", "resume": 0, "then": "", "killed": False}),
+        (case.schedule == "plateau" and case.killed, {"killed": False}),
+        (case.val != "epoch" and case.sanity and not case.val, {"sanity": False}),
+    ]
+    case = _apply(case, rules)
+    ranks = max(STRATEGIES[name].data for name in both)
+    if case.drop_last and case.samples < case.batch * ranks:
+        case = replace(case, samples=case.samples + case.batch * ranks)
+    return case
+
+
+def _apply(case: Case, rules: list[tuple[bool, dict[str, Any]]]) -> Case:
+    for holds, changes in rules:
+        if holds:
+            case = replace(case, **changes)
+    return case
+
+
+def _single(optimizer: str) -> str:
+    return "adam" if optimizer == "two" else optimizer
+
+
+def _elementwise(optimizer: str) -> str:
+    return "adamw" if optimizer == "two" else optimizer
+
+
+def _plain(case: Case) -> str:
+    return case.loss
+
+
+def _half(body: str) -> str:
+    return body if body in ("mlp", "tied") else "mlp"

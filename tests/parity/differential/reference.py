@@ -1,0 +1,260 @@
+"""What a case must give: a plain float64 loop over the whole global batch. Nothing here comes from the library."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import models, plan
+from .cases import STRATEGIES, Case
+
+
+Logged = tuple[float, float, list[float]]
+"""Of one forward pass: the weighted sum of its losses, the weights' sum, every sample's loss."""
+
+
+@dataclass
+class Trained:
+    """A training, as both sides report it."""
+
+    steps: int = 0
+    weights: dict[int, list[float]] = field(default_factory=dict)
+    """All parameters after each step."""
+    final: list[float] = field(default_factory=list)
+    """Parameters and buffers at the end."""
+    lrs: dict[int, list[float]] = field(default_factory=dict)
+    """Of each parameter group, after each step."""
+    norms: dict[int, float] = field(default_factory=dict)
+    """Of each step's gradients before they were clipped."""
+    logs: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Everything that was logged, by step."""
+    seen: dict[str, list[int]] = field(default_factory=dict)
+    """The samples of each step, by ``"epoch:step of the epoch"``, sorted."""
+    initial: list[float] = field(default_factory=list)
+
+
+def flat(tensors: dict[str, Tensor]) -> list[float]:
+    """All values, by name."""
+    found: list[float] = []
+    for name in sorted(tensors):
+        value = tensors[name].detach()
+        value = torch.view_as_real(value) if value.is_complex() else value
+        found += value.double().flatten().tolist()
+    return found
+
+
+def weights(net: nn.Module) -> list[float]:
+    return flat(dict(net.named_parameters()))
+
+
+def _double(net: nn.Module) -> nn.Module:
+    for module in net.modules():
+        for holder in (module._parameters, module._buffers):
+            for value in holder.values():
+                if value is not None and (value.is_floating_point() or value.is_complex()):
+                    value.data = value.data.to(torch.complex128 if value.is_complex() else torch.float64)
+                    value.grad = None
+    return net
+
+
+def _batch(samples: models.Samples, numbers: list[int]) -> dict[str, Any]:
+    return {name: value.double() if value.is_floating_point() else value for name, value in samples.batch(numbers).items()}
+
+
+class Loop:
+    """The training under way."""
+
+    def __init__(self, case: Case, random: dict[int, list[int]]) -> None:
+        self.case, self.random = case, random
+        self.net = _double(models.Net(case))
+        self.train = models.training_data(case)
+        self.found = Trained(initial=weights(self.net))
+        self.ranks = STRATEGIES[case.strategy].data
+        self.optimizers = models.optimizers(case, self.net)
+        self.schedulers = models.schedulers(case, self.optimizers)
+        self.validated = -1
+        self.metrics: dict[str, float] = {}
+
+    def run(self) -> Trained:
+        case = self.case
+        for epoch in range(case.epochs):
+            self.values: list[Logged] = []
+            steps = list(plan.steps(case, epoch, self.random))
+            left = False
+            for index, step in enumerate(steps):
+                self.found.seen[f"{epoch}:{index}"] = sorted(i for each in step for part in each for i in part)
+                (self.manual_step if case.manual else self.step)(step, index)
+                self.after_step(index, len(steps))
+                left = bool(case.max_steps) and self.found.steps >= case.max_steps
+                if left:
+                    break
+            whole = not left or (index == len(steps) - 1 and case.data != "stream")  # nobody knows that a stream is at its end
+            if whole and case.val == "epoch":
+                self.validate()
+            self.end_epoch(whole)
+            if left:
+                break
+        self.found.final = flat(self.net.state_dict())
+        return self.found
+
+    # -- a step -----------------------------------------------------------------------------------------------------------------
+
+    def parts(self, step: plan.Step) -> list[list[int]]:
+        """What one forward pass gets: the micro-batches where it matters who is in one, else all at once."""
+        if self.case.none or self.case.body == "batchnorm":
+            return [part for each in step for part in each if part]
+        return [[i for each in step for part in each for i in part]]
+
+    def step(self, step: plan.Step, index: int) -> None:
+        case, total, weight, fed = self.case, torch.zeros((), dtype=torch.float64), 0.0, False
+        logged: list[Logged] = []
+        self.stepped = False
+        for numbers in self.parts(step):
+            batch = _batch(self.train, numbers)
+            out = self.net(batch["x"])
+            each = models.each(case, out, batch["y"])
+            counts = batch["c"] if case.loss in ("weighted", "counted") else torch.ones_like(each)
+            none = bool(case.none) and numbers[0] % case.none == 0
+            logged.append(((each * counts).sum().item(), counts.sum().item(), each.tolist()))
+            if none:
+                # Alone its samples do not count; among several ranks a mean's count with a zero gradient.
+                weight += counts.sum().item() if self.ranks > 1 and case.loss in ("mean", "dict") else 0.0
+                fed = fed or self.ranks > 1
+                continue
+            fed = True
+            total = total + (each * counts).sum()
+            weight += counts.sum().item()
+            bad = models.poisoned(case, out, batch["i"])
+            if bad is not None:
+                total = total + bad
+        self.log(logged)
+        if not fed:
+            return
+        if total.requires_grad:
+            (total / (weight or 1.0)).backward()
+        self.apply(self.optimizers)
+
+    def apply(self, chosen: list[torch.optim.Optimizer], clip: bool = True) -> None:
+        """Clip and step, unless a gradient is not finite."""
+        case = self.case
+        grads = [p for o in chosen for group in o.param_groups for p in group["params"] if p.grad is not None]
+        sound = all(bool(torch.view_as_real(p.grad).isfinite().all() if p.is_complex() else p.grad.isfinite().all()) for p in grads)  # type: ignore[arg-type]
+        if sound:
+            if case.clip == "norm" and clip:
+                norm = nn.utils.clip_grad_norm_(grads, models.clip(case)).item()
+                self.found.norms[self.found.steps + 1] = norm
+            elif case.clip == "value" and clip:
+                _clip_values(grads, models.clip(case))
+            for optimizer in chosen:
+                optimizer.step()
+            self.found.steps += 1
+            if case.schedule == "step" or (case.schedule == "steps" and self.found.steps % 2 == 0):
+                for scheduler in self.schedulers:
+                    scheduler.step()
+            self.stepped = True
+        else:
+            self.stepped = False
+        for optimizer in chosen:
+            optimizer.zero_grad()
+
+    def log(self, logged: list[Logged]) -> None:
+        self.values += logged
+        self.newest = logged
+
+    def manual_step(self, step: plan.Step, index: int) -> None:
+        """One batch, as the module of :mod:`library` treats it."""
+        case, (round_,) = self.case, step
+        numbers = [i for part in round_ for i in part]
+        batch = _batch(self.train, numbers)
+        self.stepped = False
+
+        def loss() -> Tensor:
+            parts = [_batch(self.train, part) for part in round_ if part] if case.body == "batchnorm" else [batch]
+            every = torch.cat([models.each(case, self.net(part["x"]), part["y"]) for part in parts])
+            return every.mean()
+
+        with torch.no_grad():
+            state = {name: value.clone() for name, value in self.net.state_dict().items()}
+            every = models.each(case, self.net(batch["x"]), batch["y"]).tolist()
+            self.net.load_state_dict(state)
+        self.log([(sum(every), float(len(numbers)), every)])
+        if case.manual == "both":
+            first, second = self.optimizers
+            loss().backward()
+            self.apply([first])
+            second.zero_grad()
+            loss().backward()
+            self.apply([second])
+            first.zero_grad()
+            return
+        (loss() / (2 if case.manual == "second" else 1)).backward()
+        if case.manual == "drop" and index % 3 == 1:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+        elif case.manual != "second" or index % 2:
+            self.apply(self.optimizers)
+
+    # -- what is due --------------------------------------------------------------------------------------------------------------
+
+    def after_step(self, index: int, count: int) -> None:
+        case, found = self.case, self.found
+        if self.stepped:
+            found.weights[found.steps] = weights(self.net)
+            found.lrs[found.steps] = [group["lr"] for o in self.optimizers for group in o.param_groups]
+            if found.steps % case.log_every == 0:
+                self.publish({"loss_step": _mean(self.newest)})
+            if case.val == "steps" and found.steps % 2 == 0:
+                self.validate()
+        if case.val == "half":
+            at = found.steps - self.epoch_start
+            if at and 2 * at // count > 2 * (at - 1) // count:
+                self.validate()
+
+    def validate(self) -> None:
+        if self.validated == self.found.steps:
+            return
+        self.validated = self.found.steps
+        self.net.eval()
+        for index in range(self.case.val_loaders):
+            samples = models.validation_data(self.case, index)
+            with torch.no_grad():
+                batch = _batch(samples, list(range(len(samples))))
+                every = models.each(self.case, self.net(batch["x"]), batch["y"])
+            ending = f"/dataloader_idx_{index}" if self.case.val_loaders > 1 else ""
+            self.publish({f"val{ending}": every.mean().item(), f"val_most{ending}": every.max().item(), f"val_squares{ending}": every.mean().item()})
+        self.net.train()
+
+    def end_epoch(self, whole: bool) -> None:
+        every = [x for *_, each in self.values for x in each]
+        self.publish({"loss_epoch": _mean(self.values), "most": max(every), "least": min(every), "total": sum(every), "squares": sum(every) / len(every)})
+        if whole and self.case.schedule in ("epoch", "plateau") and not self.case.manual:
+            for scheduler in self.schedulers:
+                scheduler.step(*([_mean(self.values)] if self.case.schedule == "plateau" else []))
+        self.epoch_start = self.found.steps
+
+    epoch_start = 0
+
+    def publish(self, values: dict[str, float]) -> None:
+        self.found.logs.setdefault(self.found.steps, {}).update(values)
+
+
+def _mean(values: list[Logged]) -> float:
+    total, weight = sum(v[0] for v in values), sum(v[1] for v in values)
+    return total / weight if weight else float("nan")
+
+
+def _clip_values(parameters: list[Tensor], limit: float) -> None:
+    for p in parameters:
+        assert p.grad is not None
+        p.grad.clamp_(-limit, limit)
+
+
+def expected(case: Case, random: dict[int, list[int]]) -> Trained:
+    """What the case must give."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a scheduler's, when the first step is skipped
+        return Loop(case, random).run()
