@@ -43,15 +43,16 @@ def main() -> int:
         searches = [Search(name, pools, given.shrink, deadline, without, report) for name in names]
         rounds, total = 0, given.cases or sys.maxsize
         while time.monotonic() < deadline and sum(s.ran for s in searches) < total:
-            for search in searches:
+            for index, search in enumerate(searches):
                 left = total - sum(s.ran for s in searches)
                 if left <= 0 or time.monotonic() > deadline:
                     break
-                search.run(min(CHUNK, left), given.seed * 1_000_003 + rounds)
+                search.run(min(CHUNK, left), given.seed * 1_000_003 + rounds * 101 + index)
                 if given.first and search.found:
                     break
             rounds += 1
-            report("after round %d: %s" % (rounds, ", ".join(f"{s.strategy} {s.ran}/{s.mismatches}" for s in searches)))
+            counts = ", ".join(f"{s.strategy} {s.ran}/{s.mismatches}" for s in searches)
+            report(f"after round {rounds} (cases/mismatches): {counts}")
             if given.first and any(s.found for s in searches):
                 break
     print(f"{'strategy':<12}{'cases':>8}{'mismatches':>12}")

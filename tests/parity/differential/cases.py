@@ -59,8 +59,9 @@ class Case:
     none: int = 0
     """Micro-batches whose first sample's number divides by this return no loss (0: all return one)."""
     data: str = "sequential"
-    """``"sequential"``, ``"shuffled"``; samplers: ``"front"`` (torch's sequential one over a part), ``"subset"``, ``"repeats"``, ``"drawn"`` (random, with replacement), ``"distributed"``
-    (torch's, given by the user); whole batches: ``"list"``, ``"ready"`` (``batch_size=None``), ``"batch_sampler"``, ``"stream"``."""
+    """``"sequential"``, ``"shuffled"``; samplers: ``"front"`` (torch's sequential one over a part), ``"subset"``, ``"repeats"``, ``"drawn"``
+    (random, with replacement), ``"distributed"`` (torch's, given by the user); whole batches: ``"list"``, ``"ready"`` (``batch_size=None``),
+    ``"batch_sampler"``, ``"stream"``."""
     samples: int = 8
     batch: int = 2
     """Samples of a micro-batch."""
@@ -136,14 +137,14 @@ def deepspeed(strategy: str) -> bool:
 
 
 @st.composite
-def cases(draw: Any, strategy: str) -> Case:
-    """A case under that strategy, possibly one that goes on under another."""
+def cases(draw: Any, strategy: str, others: tuple[str, ...] = tuple(STRATEGIES)) -> Case:
+    """A case under that strategy, possibly one that goes on under one of the others."""
 
     def some(*values: Any) -> Any:
         return draw(st.sampled_from(values))
 
     resume = some(0, 0, 0, 1, 2, 3)
-    then = draw(st.sampled_from(["", "", *STRATEGIES])) if resume else ""
+    then = draw(st.sampled_from(["", "", *others])) if resume else ""
     both = (strategy, then or strategy)
     step = math.lcm(*(STRATEGIES[name].data for name in both))
     data = draw(st.sampled_from(SAMPLED + BATCHED))
@@ -185,73 +186,87 @@ def cases(draw: Any, strategy: str) -> Case:
     return legal(case)
 
 
+class _Rules:
+    """Changes to a case, one after the other."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    def when(self, holds: object, **changes: Any) -> None:
+        if holds:
+            self.case = replace(self.case, **changes)
+
+
 def legal(case: Case) -> Case:
     """The nearest case that the library takes, and whose result is defined; each rule says why."""
+    rules = _Rules(case)
     both = (case.strategy, case.second)
-    several = max(STRATEGIES[name].data for name in both) > 1
-    rules: list[tuple[bool, dict[str, Any]]] = [
-        # What strategies refuse, or leave to one of their own.
-        (any(map(deepspeed, both)), {"precision": "32-true", "clip": "norm" if case.clip else "", "optimizer": _elementwise(case.optimizer)}),
-        (any(map(deepspeed, both)), {"none": 0, "manual": "", "poison": -1, "unused": False, "door": "fit"}),
-        (any(map(sharded, both)), {"manual": ""}),
-        (any(map(model_parallel, both)), {"body": "mlp", "unused": False, "none": 0, "door": "fit"}),
-        ("pp2" in both, {"shared": False, "frozen": False, "poison": -1, "optimizer": _single(case.optimizer), "loss": _plain(case)}),
-        (any(map(sharded, both)) and case.body in ("complex", "batchnorm"), {"body": "mlp"}),
-        # Half precision: gradients are rounded, which Adam turns into steps of full size; and torch has no complex or GRU kernels for it.
-        (case.precision.endswith("mixed"), {"body": _half(case.body), "optimizer": "sgd" if case.optimizer != "momentum" else "momentum"}),
-        (any(map(sharded, both)) and case.precision.endswith("mixed"), {"precision": "64-true"}),
-    ]
-    case = _apply(case, rules)
-    rules = [
-        (bool(case.manual), {"door": "fit", "units": STRATEGIES[case.strategy].data, "later": 0, "none": 0, "loss": "mean", "poison": -1}),
-        (bool(case.manual), {"val": "epoch" if case.val else "", "resume": 0, "max_steps": 0, "log_every": 1, "schedule": ""}),
-        (case.manual == "both" and case.precision.endswith("mixed"), {"manual": "each"}),
-        (case.manual == "both" and not case.precision.endswith("mixed"), {"optimizer": "two"}),
-        (bool(case.manual) and case.manual != "both" and case.optimizer == "two", {"optimizer": "momentum"}),
-        (case.door == "engine", {"loss": "mean" if case.loss == "dict" else case.loss, "sanity": False, "hook": False, "log_every": 1}),
-        (case.door == "engine", {"val": "epoch" if case.val else "", "killed": False, "val_loaders": 1, "limit": 0, "max_steps": 0, "none": 0}),
-        (case.door == "engine", {"schedule": "" if case.schedule == "plateau" else case.schedule}),
-        # A None is one of one kind of loss; a micro-batch that is skipped for its gradient is one of a whole step.
-        (case.none > 0, {"poison": -1}),
-        (case.poison >= 0 and case.optimizer == "two", {"optimizer": "adam"}),
-        (case.poison >= 0, {"resume": 0, "max_steps": 0}),
-        (case.val == "half" and (case.none > 0 or case.poison >= 0), {"val": "epoch"}),
-        (case.body == "complex" and case.clip == "value", {"clip": "norm"}),  # complex numbers cannot be clamped
-        (not case.resume, {"killed": False, "then": ""}),
-        (bool(case.resume), {"max_steps": 0}),
-        (bool(case.then) and case.then != case.strategy, {"drop_last": False, "limit": 0, "none": 0}),
-        (case.data in BATCHED, {"drop_last": False}),
-        (case.data == "stream", {"val": "epoch" if case.val == "half" else case.val}),
-        # Each rank of a BatchNorm sees its own part, and what evaluation uses then is not one process's.
-        (case.body == "batchnorm" and several, {"val": "", "resume": 0, "then": "", "killed": False}),
-        (case.schedule == "plateau" and case.killed, {"killed": False}),
-        (case.val != "epoch" and case.sanity and not case.val, {"sanity": False}),
-    ]
-    case = _apply(case, rules)
-    ranks = max(STRATEGIES[name].data for name in both)
-    if case.drop_last and case.samples < case.batch * ranks:
-        case = replace(case, samples=case.samples + case.batch * ranks)
-    return case
+    _by_strategy(rules, both)
+    _by_precision(rules, both)
+    _by_loop(rules)
+    _by_data(rules, both)
+    _by_resume(rules, both)
+    return rules.case
 
 
-def _apply(case: Case, rules: list[tuple[bool, dict[str, Any]]]) -> Case:
-    for holds, changes in rules:
-        if holds:
-            case = replace(case, **changes)
-    return case
+def _by_strategy(rules: _Rules, both: tuple[str, str]) -> None:
+    """What a strategy refuses, or leaves to one of its own."""
+    when, case = rules.when, rules.case
+    when(any(map(deepspeed, both)), none=0, poison=-1, unused=False, door="fit", precision="32-true", clip="norm" if case.clip else "")
+    when(any(map(deepspeed, both)) and case.optimizer == "two", optimizer="adamw")
+    when(any(map(sharded, both)), manual="", none=0)
+    when(any(map(sharded, both)) and case.body in ("complex", "batchnorm"), body="mlp")
+    when(any(map(model_parallel, both)), body="mlp", unused=False, none=0, door="fit")
+    when("pp2" in both, shared=False, frozen=False, poison=-1)
+    when("pp2" in both and case.optimizer == "two", optimizer="adam")
 
 
-def _single(optimizer: str) -> str:
-    return "adam" if optimizer == "two" else optimizer
+def _by_precision(rules: _Rules, both: tuple[str, str]) -> None:
+    """Half precision rounds gradients, which Adam makes steps of full size of; and torch has no complex or GRU kernels for it."""
+    rules.when(any(map(sharded, both)) and rules.case.precision.endswith("mixed"), precision="64-true")
+    if rules.case.precision.endswith("mixed"):
+        rules.when(rules.case.body not in ("mlp", "tied"), body="mlp")
+        rules.when(rules.case.optimizer not in ("sgd", "momentum"), optimizer="sgd")
+        rules.when(rules.case.manual == "both", manual="each")
 
 
-def _elementwise(optimizer: str) -> str:
-    return "adamw" if optimizer == "two" else optimizer
+def _by_loop(rules: _Rules) -> None:
+    """What belongs to one of the doors, or to manual optimization."""
+    case, when = rules.case, rules.when
+    if case.manual:
+        when(True, door="fit", units=STRATEGIES[case.strategy].data, later=0, none=0, loss="mean", poison=-1, resume=0, max_steps=0)
+        when(True, log_every=1, schedule="", val="epoch" if case.val else "")
+        when(case.manual == "both", optimizer="two")
+        when(case.manual != "both" and case.optimizer == "two", optimizer="momentum")
+    elif case.door == "engine":
+        when(True, sanity=False, hook=False, log_every=1, killed=False, val_loaders=1, limit=0, max_steps=0, none=0)
+        when(True, val="epoch" if case.val else "")
+        when(case.loss == "dict", loss="mean")
+        when(case.schedule == "plateau", schedule="epoch")
+    when(not rules.case.val, sanity=False, val_loaders=1, val_samples=5)
 
 
-def _plain(case: Case) -> str:
-    return case.loss
+def _by_data(rules: _Rules, both: tuple[str, str]) -> None:
+    when = rules.when
+    when(rules.case.data in BATCHED, drop_last=False)
+    when(rules.case.data == "stream" and rules.case.val == "half", val="epoch")  # half of what nobody knows
+    when(rules.case.none, poison=-1)
+    if rules.case.poison >= 0:
+        when(True, resume=0, max_steps=0)
+        when(rules.case.optimizer == "two", optimizer="adam")  # with Engine each is skipped by itself
+    when(rules.case.val == "half" and (rules.case.none or rules.case.poison >= 0), val="epoch")  # half of the steps that are left
+    when(rules.case.body == "complex" and rules.case.clip == "value", clip="norm")  # complex numbers cannot be clamped
+    # Each rank of a BatchNorm sees its own part, and what evaluation uses then is not one process's.
+    when(rules.case.body == "batchnorm" and max(STRATEGIES[name].data for name in both) > 1, val="", sanity=False, val_loaders=1, resume=0)
 
 
-def _half(body: str) -> str:
-    return body if body in ("mlp", "tied") else "mlp"
+def _by_resume(rules: _Rules, both: tuple[str, str]) -> None:
+    case, when = rules.case, rules.when
+    when(not case.resume, killed=False, then="")
+    when(case.resume, max_steps=0)
+    when(rules.case.then == case.strategy, then="")
+    when(rules.case.then, drop_last=False, limit=0, none=0)  # they count for each rank
+    if rules.case.drop_last:
+        least = case.batch * max(STRATEGIES[name].data for name in both)
+        when(case.data == "front", samples=max(case.samples, 2 * least))
+        when(case.samples < least, samples=case.samples + least)

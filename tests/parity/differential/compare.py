@@ -81,12 +81,19 @@ def _weights(case: Case, expected: Trained, runs: Sequence[Answers]) -> list[str
     for rank, answer in enumerate(runs[-1]):
         if answer["final"] or not rank:
             at_end = answer["final"]
-            found += _numbers(f"state at the end, rank {rank}:", {expected.steps: expected.final}, {expected.steps: at_end}, _bound(case), change)
+            found += _numbers(
+                f"state at the end, rank {rank}:", {expected.steps: expected.final}, {expected.steps: at_end}, _bound(case), change
+            )
     return found[:3]
 
 
 def _numbers(
-    what: str, expected: dict[int, list[float]], found: dict[int, list[float]], bound: float, scale: float | None = None, complete: bool = True
+    what: str,
+    expected: dict[int, list[float]],
+    found: dict[int, list[float]],
+    bound: float,
+    scale: float | None = None,
+    complete: bool = True,
 ) -> list[str]:
     """The first step at which values differ."""
     for step, values in sorted(expected.items()):

@@ -15,7 +15,7 @@ from engine import DDP, FSDP, Callback, DeepSpeed, Engine, Fit, Loss, MeshParall
 
 from . import models
 from .cases import REPLICATED, Case
-from .reference import Trained, flat, weights
+from .reference import Trained, state, weights
 
 
 class Squares(torchmetrics.Metric):
@@ -263,10 +263,11 @@ class Watch(Callback):
         if self.save_at and not self.killed:
             run.save_checkpoint("here")
         if self.name in REPLICATED:
-            self.found.final = flat(module.net.state_dict())
+            self.found.final = state(module.case, module.net.state_dict())
         else:
-            state = run.engine.strategy.model_state(module)
-            self.found.final = flat({name: value for name, value in state.items() if name.startswith("net.")}) if run.is_main_process else []
+            whole = run.engine.strategy.model_state(module)
+            own = {name.removeprefix("net."): value for name, value in whole.items() if name.startswith("net.")}
+            self.found.final = state(module.case, own) if run.is_main_process else []
 
 
 def fit(case: Case, name: str, root: Path, part: int, parts: int) -> Trained:

@@ -14,7 +14,7 @@ from engine import Engine, Loss
 from . import models
 from .cases import REPLICATED, Case
 from .library import loader, strategy
-from .reference import Trained, flat, weights
+from .reference import Trained, state, weights
 
 
 class Own:
@@ -64,8 +64,8 @@ class Own:
                 self.validate()
             self.epoch, self.index = self.epoch + 1, 0
         found.steps = self.steps
-        state = engine.get_state_dict(self.model)
-        found.final = flat(state) if engine.is_main_process or self.name in REPLICATED else []
+        whole = engine.get_state_dict(self.model)
+        found.final = state(case, whole) if engine.is_main_process or self.name in REPLICATED else []
         engine.release()
         return found
 

@@ -36,19 +36,19 @@ class Pool:
         self.processes: list[subprocess.Popen[str]] = []
         self.answers: list[int] = []
         self.rest: dict[int, bytes] = {}
-        self.errors = [tempfile.TemporaryFile("w+") for _ in range(world)]
+        self.errors = [tempfile.TemporaryFile("w+") for _ in range(world)]  # noqa: SIM115  (closed by close)
         for rank in range(world):
             read, write = os.pipe()
-            kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
-            variables = {
-                **kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self.store.port), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-            }  # fmt: skip
-            if world == 1:
-                variables = {name: value for name, value in variables.items() if not name.startswith(FOREIGN)}
+            variables = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+            variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+            if world > 1:
+                variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
+                variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
             command = [sys.executable, "-m", "tests.parity.differential.worker", str(write)]
             self.processes.append(
-                subprocess.Popen(command, cwd=root, env=variables, stdin=subprocess.PIPE, stderr=self.errors[rank], pass_fds=[write], text=True)
+                subprocess.Popen(
+                    command, cwd=root, env=variables, stdin=subprocess.PIPE, stderr=self.errors[rank], pass_fds=[write], text=True
+                )
             )
             os.close(write)
             self.answers.append(read)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from . import models, plan
 from .cases import STRATEGIES, Case
 
-
 Logged = tuple[float, float, list[float]]
 """Of one forward pass: the weighted sum of its losses, the weights' sum, every sample's loss."""
 
@@ -45,6 +44,15 @@ def flat(tensors: dict[str, Tensor]) -> list[float]:
         value = torch.view_as_real(value) if value.is_complex() else value
         found += value.double().flatten().tolist()
     return found
+
+
+def state(case: Case, tensors: dict[str, Tensor]) -> list[float]:
+    """Parameters and buffers; without those of a BatchNorm whose ranks see different samples."""
+    several = max(STRATEGIES[name].data for name in (case.strategy, case.second)) > 1
+    return flat({name: value for name, value in tensors.items() if not (several and name.rpartition(".")[2] in BATCHNORM)})
+
+
+BATCHNORM = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def weights(net: nn.Module) -> list[float]:
@@ -98,7 +106,7 @@ class Loop:
             self.end_epoch(whole)
             if left:
                 break
-        self.found.final = flat(self.net.state_dict())
+        self.found.final = state(case, self.net.state_dict())
         return self.found
 
     # -- a step -----------------------------------------------------------------------------------------------------------------
@@ -172,26 +180,22 @@ class Loop:
         batch = _batch(self.train, numbers)
         self.stepped = False
 
-        def loss() -> Tensor:
+        def losses() -> Tensor:
             parts = [_batch(self.train, part) for part in round_ if part] if case.body == "batchnorm" else [batch]
-            every = torch.cat([models.each(case, self.net(part["x"]), part["y"]) for part in parts])
-            return every.mean()
+            return torch.cat([models.each(case, self.net(part["x"]), part["y"]) for part in parts])
 
-        with torch.no_grad():
-            state = {name: value.clone() for name, value in self.net.state_dict().items()}
-            every = models.each(case, self.net(batch["x"]), batch["y"]).tolist()
-            self.net.load_state_dict(state)
-        self.log([(sum(every), float(len(numbers)), every)])
+        every = losses()
+        self.log([(every.sum().item(), float(len(numbers)), every.tolist())])
         if case.manual == "both":
             first, second = self.optimizers
-            loss().backward()
+            every.mean().backward()
             self.apply([first])
             second.zero_grad()
-            loss().backward()
+            losses().mean().backward()
             self.apply([second])
             first.zero_grad()
             return
-        (loss() / (2 if case.manual == "second" else 1)).backward()
+        (every.mean() / (2 if case.manual == "second" else 1)).backward()
         if case.manual == "drop" and index % 3 == 1:
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
@@ -225,12 +229,15 @@ class Loop:
                 batch = _batch(samples, list(range(len(samples))))
                 every = models.each(self.case, self.net(batch["x"]), batch["y"])
             ending = f"/dataloader_idx_{index}" if self.case.val_loaders > 1 else ""
-            self.publish({f"val{ending}": every.mean().item(), f"val_most{ending}": every.max().item(), f"val_squares{ending}": every.mean().item()})
+            self.publish(
+                {f"val{ending}": every.mean().item(), f"val_most{ending}": every.max().item(), f"val_squares{ending}": every.mean().item()}
+            )
         self.net.train()
 
     def end_epoch(self, whole: bool) -> None:
         every = [x for *_, each in self.values for x in each]
-        self.publish({"loss_epoch": _mean(self.values), "most": max(every), "least": min(every), "total": sum(every), "squares": sum(every) / len(every)})
+        whole_epoch = {"most": max(every), "least": min(every), "total": sum(every), "squares": sum(every) / len(every)}
+        self.publish({"loss_epoch": _mean(self.values), **whole_epoch})
         if whole and self.case.schedule in ("epoch", "plateau") and not self.case.manual:
             for scheduler in self.schedulers:
                 scheduler.step(*([_mean(self.values)] if self.case.schedule == "plateau" else []))

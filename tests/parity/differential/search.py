@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 
-from .cases import Case, cases
+from .cases import STRATEGIES, Case, cases
 from .pool import Pools
 from .runner import run_case
 
@@ -31,6 +31,10 @@ class Search:
     without: Sequence[tuple[str, str]] = ()
     """Names and values of fields: cases with one of them are not run."""
     report: Callable[[str], None] = lambda line: None
+    then: Sequence[str] = ("", *STRATEGIES)
+    """Under which strategies resumed runs go on (empty: their own)."""
+    fixed: bool = False
+    """The same cases each time."""
     ran: int = 0
     mismatches: int = 0
     found: list[Verdict] = field(default_factory=list)
@@ -56,12 +60,11 @@ class Search:
                 self.report(f"{case}\n  {known[case][0]}")
             return known[case]
 
-        @seed(start)
         @settings(
-            max_examples=count, database=None, deadline=None, derandomize=False, report_multiple_bugs=False, print_blob=False,
+            max_examples=count, database=None, deadline=None, derandomize=self.fixed, report_multiple_bugs=False, print_blob=False,
             phases=(Phase.generate, Phase.shrink), suppress_health_check=list(HealthCheck),
         )  # fmt: skip
-        @given(cases(self.strategy))
+        @given(cases(self.strategy, tuple(self.then)))
         def trains_as_the_plain_loop(case: Case) -> None:
             assume(not any(str(getattr(case, name)) == value for name, value in self.without))
             problems = verdict(case)
@@ -69,7 +72,7 @@ class Search:
                 raise Mismatch
 
         try:
-            trains_as_the_plain_loop()
+            (trains_as_the_plain_loop if self.fixed else seed(start)(trains_as_the_plain_loop))()
         except Mismatch:
             failing = [(case, problems) for case, problems in known.items() if problems]
             self.found.append(min(failing, key=lambda item: (len(item[0].changes()), item[0].samples)))

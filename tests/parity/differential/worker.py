@@ -53,6 +53,5 @@ def main(out: int) -> None:
             answers.flush()
 
 
-
 if __name__ == "__main__":
     main(int(sys.argv[1]))

@@ -1,0 +1,126 @@
+"""``python -m tests.parity.differential.faults``: does the search find what it is for? One fault each in copies of the library."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from .pool import ROOT, Pools
+from .search import Search, Verdict, reproducer
+
+
+class Fault(NamedTuple):
+    """A line of the library, made wrong."""
+
+    what: str
+    file: str
+    right: str
+    wrong: str
+    strategies: tuple[str, ...] = ("single", "ddp2")
+
+
+FAULTS = {
+    "gradients": Fault(
+        "each micro-batch weighs the same", "engine/data/sampler.py",
+        "divisor=total / (micro[rank] * world_size) if micro[rank] else 1.0", "divisor=float(len(sizes))",
+    ),
+    "window": Fault(
+        "the first epoch's window holds in all", "engine/loop.py",
+        "run.engine.accumulate_grad_batches = run.window_at(state.epoch)", "run.engine.accumulate_grad_batches = run.window_at(0)",
+    ),
+    "sampler": Fault(
+        "a short window is cut at wrong places", "engine/data/sampler.py",
+        "edges = [base + r * part + min(r, larger) for r", "edges = [base + r * part + (larger if r else 0) for r",
+        ("ddp3", "ddp2"),
+    ),
+    "metrics": Fault(
+        "all values of a mean weigh as the first", "engine/metrics.py",
+        "and len(set(weights)) == 1:", "and weights:",
+    ),
+    "scheduler": Fault(
+        "schedules count steps that were skipped", "engine/run.py",
+        "        if happened:\n            self.state.step += 1\n", "        self.state.step += happened\n        if self.state.step:\n",
+    ),
+    "clipping": Fault(
+        "the norm is that of the sum", "engine/gradients.py",
+        "    if divisor is not None:\n        norm = norm / divisor\n", "",
+    ),
+    "scaler": Fault(
+        "the window's weight is forgotten where the scale is undone", "engine/precision.py",
+        "            inverse = inverse / divisor\n", "            pass\n",
+    ),
+    "ddp sync": Fault(
+        "after a micro-batch that is not reduced none is", "engine/strategies/ddp.py",
+        "                model.require_backward_grad_sync = enabled\n", "                model.require_backward_grad_sync = False\n",
+        ("ddp2",),
+    ),
+    "resume": Fault(
+        "what was logged in the epoch before the save is lost", "engine/checkpoints.py",
+        "self.recorder.load_state_dicts(row[\"recorder\"] for row in rows)", "self.recorder.load_state_dicts([])",
+    ),
+    "manual optimization": Fault(
+        "gradients that were averaged once count as averaged", "engine/manual.py",
+        "        self._averaged = False\n        run.engine.step", "        run.engine.step",
+        ("ddp2",),
+    ),
+}  # fmt: skip
+"""One for each part of what a step is."""
+
+
+def copied(fault: Fault, place: Path) -> Path:
+    """A copy of the tree with the fault.
+
+    Raises:
+        ValueError: the line is not in the library any more.
+    """
+    for name in ("engine", "callbacks", "tests/parity/differential"):
+        shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
+    path = place / fault.file
+    text = path.read_text()
+    if text.count(fault.right) != 1:
+        raise ValueError(f"{fault.file} has {text.count(fault.right)} times what the fault replaces:\n{fault.right}")
+    path.write_text(text.replace(fault.right, fault.wrong))
+    return place
+
+
+def find(fault: Fault, most: int, without: tuple[tuple[str, str], ...] = (), shrink: float = 30) -> tuple[int, Verdict | None]:
+    """How many cases it took to find the fault (at most about ``most``), and the smallest one."""
+    with tempfile.TemporaryDirectory(prefix="fault-") as place, Pools(copied(fault, Path(place)), timeout=30) as pools:
+        searches = [Search(name, pools, shrink, without=without, then=fault.strategies) for name in fault.strategies]
+        start = 0
+        while sum(search.ran for search in searches) < most:
+            for search in searches:
+                search.run(20, 5000 + start)
+                start += 1
+                if search.found:
+                    return sum(search.ran for search in searches), search.found[0]
+        return sum(search.ran for search in searches), None
+
+
+def main() -> int:
+    """The exit status: 1 when a fault was not found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.parity.differential.faults", description=__doc__)
+    parser.add_argument("names", nargs="*", default=list(FAULTS), help=f"of {', '.join(FAULTS)}; all by default")
+    parser.add_argument("--cases", type=int, default=400, help="give a fault up after so many")
+    parser.add_argument("--without", default="", help="leave out cases with such values: data=stream,body=complex")
+    given = parser.parse_args()
+    without = tuple((name, value) for name, _, value in (text.partition("=") for text in given.without.split(",") if text))
+    missed = 0
+    for name in given.names:
+        began = time.monotonic()
+        ran, verdict = find(FAULTS[name], given.cases, without)
+        missed += verdict is None
+        outcome = f"found after {ran} case(s)" if verdict else f"NOT found in {ran} cases"
+        print(f"{name}: {FAULTS[name].what}: {outcome}, {time.monotonic() - began:.0f} s", flush=True)
+        if verdict:
+            print("    " + reproducer(verdict).replace("\n", "\n    "), flush=True)
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
