@@ -243,6 +243,7 @@ def _by_loop(rules: _Rules) -> None:
         when(True, val="epoch" if case.val else "")
         when(case.loss == "dict", loss="mean")
         when(case.schedule == "plateau", schedule="epoch")
+    when(rules.case.schedule == "plateau" and case.loss in ("weighted", "counted"), schedule="epoch")  # the mean over nothing is not logged
     when(not rules.case.val, sanity=False, val_loaders=1, val_samples=5)
 
 

@@ -6,10 +6,12 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[3]
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "SLURM_", "FIT_", "PYTEST_", "OMPI_", "PMI", "PET_")
+START = 900.0
+"""Seconds for a process to import torch and the library, on a machine that does much else."""
 
 
 class Failed(Exception):
@@ -27,130 +31,146 @@ class Failed(Exception):
     """All ranks raised the same error: they go on."""
 
 
+class Nursery:
+    """The process that has imported everything and forks ranks."""
+
+    def __init__(self, root: Path) -> None:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+        variables = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+        command = [sys.executable, "-m", "tests.parity.differential.worker"]
+        self.process = subprocess.Popen(command, cwd=root, env=variables, stdin=subprocess.PIPE, text=True)
+
+    def fork(self, request: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdin is not None:
+            with suppress(BrokenPipeError):
+                self.process.stdin.close()
+
+
 class Pool:
     """The ranks of one job."""
 
-    def __init__(self, world: int, root: Path = ROOT) -> None:
+    def __init__(self, world: int, nursery: Nursery) -> None:
         self.world = world
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-        self.processes: list[subprocess.Popen[str]] = []
-        self.answers: list[int] = []
-        self.rest: dict[int, bytes] = {}
-        self.errors = [tempfile.TemporaryFile("w+") for _ in range(world)]  # noqa: SIM115  (closed by close)
-        for rank in range(world):
-            read, write = os.pipe()
-            variables = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
-            variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-            if world > 1:
-                variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
-                variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-            command = [sys.executable, "-m", "tests.parity.differential.worker", str(write)]
-            self.processes.append(
-                subprocess.Popen(
-                    command, cwd=root, env=variables, stdin=subprocess.PIPE, stderr=self.errors[rank], pass_fds=[write], text=True
-                )
-            )
-            os.close(write)
-            self.answers.append(read)
-            self.rest[read] = b""
-        self._read(120)
+        self.place = tempfile.TemporaryDirectory(prefix="ranks-")
+        self.errors = [Path(self.place.name) / f"{rank}.err" for rank in range(world)]
+        self.ranks: dict[int, socket.socket] = {}
+        self.pids: dict[int, int] = {}
+        self.rest: dict[int, bytes] = dict.fromkeys(range(world), b"")
+        address = str(Path(self.place.name) / "socket")
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(address)
+            server.listen(world)
+            server.settimeout(START)
+            shared = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
+            sizes = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+            variables = [{**shared, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {} for rank in range(world)]
+            nursery.fork({"address": address, "variables": variables, "errors": list(map(str, self.errors))})
+            for _ in range(world):
+                connection = server.accept()[0]
+                hello = json.loads(connection.makefile().readline())
+                self.ranks[hello["rank"]], self.pids[hello["rank"]] = connection, hello["pid"]
 
     def run(self, job: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
         """What each rank answers.
 
         Raises:
-            Failed: some rank did not end well; the pool is of no more use.
+            Failed: some rank did not end well.
         """
-        line = json.dumps(job) + "\n"
-        try:
-            for process in self.processes:
-                assert process.stdin is not None
-                process.stdin.write(line)
-                process.stdin.flush()
-        except BrokenPipeError:
-            raise Failed(f"a rank has died\n{self._written()}") from None
-        return [answer["found"] for answer in self._read(timeout)]
+        for connection in self.ranks.values():
+            with suppress(BrokenPipeError):
+                connection.sendall(json.dumps(job).encode() + b"\n")
+        answers = self._read(timeout)
+        errors = {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}
+        if errors:
+            failed = Failed(f"rank {min(errors)}: {errors[min(errors)][-3000:]}")
+            failed.alike = len(errors) == self.world and len({text.splitlines()[-1] for text in errors.values()}) == 1
+            raise failed
+        return [answers[rank]["found"] for rank in range(self.world)]
 
-    def _read(self, timeout: float) -> list[dict[str, Any]]:
+    def _read(self, timeout: float) -> dict[int, dict[str, Any]]:
+        """The answers; of some ranks only, when others raised and these wait for them."""
         deadline = time.monotonic() + timeout
         found: dict[int, dict[str, Any]] = {}
         while len(found) < self.world:
-            missing = [fd for fd in self.answers if fd not in found]
-            ready, _, _ = select.select(missing, [], [], max(0.0, deadline - time.monotonic()))
+            missing = {self.ranks[rank]: rank for rank in self.ranks if rank not in found}
+            ready, _, _ = select.select(list(missing), [], [], max(0.0, deadline - time.monotonic()))
             if not ready and any("error" in answer for answer in found.values()):
                 break
             if not ready:
-                ranks = [self.answers.index(fd) for fd in missing]
-                for process in self.processes:
-                    process.send_signal(signal.SIGUSR1)
-                time.sleep(1.0)  # to write where they stand
-                raise Failed(f"hangs: no answer of rank(s) {ranks} after {timeout:g} s\n{self._written()}")
-            for fd in ready:
-                piece = os.read(fd, 1 << 20)
-                self.rest[fd] += piece
+                for pid in self.pids.values():
+                    os.kill(pid, signal.SIGUSR1)
+                time.sleep(2.0)  # for them to write where they stand
+                raise Failed(f"hangs: no answer of rank(s) {sorted(missing.values())} after {timeout:g} s\n{self._written()}")
+            for connection in ready:
+                rank, piece = missing[connection], connection.recv(1 << 20)
+                self.rest[rank] += piece
                 if not piece:
-                    raise Failed(f"rank {self.answers.index(fd)} has died\n{self._written()}")
-                if self.rest[fd].endswith(b"\n"):
-                    found[fd], self.rest[fd] = json.loads(self.rest[fd]), b""
-                    if "error" in found[fd]:
-                        deadline = min(deadline, time.monotonic() + 5)  # the others may wait for this rank
-        errors = [(self.answers.index(fd), answer["error"]) for fd, answer in found.items() if "error" in answer]
-        if errors:
-            rank, text = min(errors)
-            failed = Failed(f"rank {rank}: {text[-3000:]}")
-            failed.alike = len(errors) == self.world and len({text.splitlines()[-1] for _, text in errors}) == 1
-            raise failed
-        return [found[fd] for fd in self.answers]
+                    raise Failed(f"rank {rank} has died\n{self._written()}")
+                if self.rest[rank].endswith(b"\n"):
+                    found[rank], self.rest[rank] = json.loads(self.rest[rank]), b""
+                    if "error" in found[rank]:
+                        deadline = min(deadline, time.monotonic() + 10)
+        return found
 
     def _written(self) -> str:
-        texts = []
-        for rank, file in enumerate(self.errors):
-            file.flush()
-            file.seek(0)
-            texts.append(f"--- rank {rank}: {file.read()[-1500:]}")
-        return "\n".join(texts)
+        return "\n".join(f"--- rank {rank}: {path.read_text(errors='replace')[-2500:]}" for rank, path in enumerate(self.errors))
 
     def close(self) -> None:
         """End the ranks."""
-        for process in self.processes:
-            process.kill()
-            process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
-        for fd in self.answers:
-            os.close(fd)
-        for file in self.errors:
-            file.close()
+        for pid in self.pids.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for connection in self.ranks.values():
+            connection.close()
+        self.place.cleanup()
 
 
 class Pools:
-    """One pool for each world size, started when it is first needed and again after a failure."""
+    """One pool for each world size, started when it is first needed and again after a failure.
+
+    Args:
+        root: the tree whose library trains.
+        timeout: seconds after which a run hangs.
+    """
 
     def __init__(self, root: Path = ROOT, timeout: float = 60.0) -> None:
         self.root, self.timeout = root, timeout
+        self.nursery: Nursery | None = None
         self.pools: dict[int, Pool] = {}
         self.warm: set[tuple[int, str]] = set()
-        """What each pool has run before: the first time imports much."""
+        """What each pool has run before: the first time imports and builds much."""
 
     def run(self, world: int, job: dict[str, Any]) -> list[dict[str, Any]]:
         """As :meth:`Pool.run`."""
         if world not in self.pools:
-            self.pools[world] = Pool(world, self.root)
+            self.nursery = self.nursery or Nursery(self.root)
+            self.pools[world] = Pool(world, self.nursery)
             self.warm = {pair for pair in self.warm if pair[0] != world}
-        names = str(job["case"]["strategy"]) + str(job["case"]["then"])
+        names = job["case"]["strategy"] + job["case"]["then"]
         kind = (world, "deepspeed" if "deepspeed" in names else "")
         try:
-            answers = self.pools[world].run(job, self.timeout + (0 if kind in self.warm else 300))
-            self.warm.add(kind)
-            return answers
+            answers = self.pools[world].run(job, self.timeout if kind in self.warm else max(self.timeout, START / 3))
         except Failed as error:
             if not error.alike:
                 self.pools.pop(world).close()
             raise
+        self.warm.add(kind)
+        return answers
 
     def close(self) -> None:
         while self.pools:
             self.pools.popitem()[1].close()
+        if self.nursery is not None:
+            self.nursery.close()
+            self.nursery = None
 
     def __enter__(self) -> Pools:
         return self
