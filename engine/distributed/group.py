@@ -7,9 +7,10 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,8 +35,10 @@ class _Shared:
     pid: int
     debug: bool  # its groups compare each collective's shapes
     failed: bool = False
+    made: dict[Hashable, object] = field(default_factory=dict)  # by Group.once
 
 
+Made = TypeVar("Made")
 _shared: _Shared | None = None
 _stores: dict[tuple[str, int], dist.Store] = {}  # the port that rank 0 serves stays bound for the life of the process
 
@@ -88,16 +91,33 @@ class Group:
 
     def part(self, parts: Sequence[Sequence[int]]) -> Group:
         """The one of ``parts`` that this rank is in, as a group whose ranks count from 0. A collective; every rank is in just one part."""
-        found: Group | None = None
+        cpu, wide = self.once(("part", *map(tuple, parts)), lambda: self._groups(parts))
+        ranks = next(part for part in parts if self.rank in part)
+        found = Group(self.environment, self.device, self._shared)
+        found.rank, found.world_size = ranks.index(self.rank), len(ranks)
+        found.is_main, found.cpu, found.wide = found.rank == 0, cpu, wide
+        return found
+
+    def _groups(self, parts: Sequence[Sequence[int]]) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        """Of the part that this rank is in: the one for the CPU's tensors and the one for the device's."""
+        found: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None)
         for ranks in parts:
             cpu = dist.new_group(ranks, backend="gloo") if len(ranks) > 1 else None
             wide = cpu if self.device.type == "cpu" or cpu is None else dist.new_group(ranks)
-            if self.rank in ranks:
-                found = Group(self.environment, self.device, self._shared)
-                found.rank, found.world_size = ranks.index(self.rank), len(ranks)
-                found.is_main, found.cpu, found.wide = found.rank == 0, cpu, wide
-        assert found is not None
+            found = (cpu, wide) if self.rank in ranks else found
         return found
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What ``make`` gives at the first call with this key, for the life of the job: meshes and process groups.
+
+        Each process group has threads and sockets of its own, and a module that was sharded uses its mesh after the run as well: so runs
+        share them, rather than leave theirs behind.
+        """
+        if self._shared is None:
+            return make()
+        if key not in self._shared.made:
+            self._shared.made[key] = make()
+        return self._shared.made[key]  # type: ignore[return-value]
 
     def barrier(self) -> None:
         """Wait until every rank is here. On the CPU: it does not wait for work queued on a device."""

@@ -37,8 +37,9 @@ def degrees(given: Mapping[str, int], world_size: int, who: str) -> dict[str, in
 
 
 def make_mesh(group: Group, sizes: Mapping[str, int]) -> DeviceMesh:
-    """The grid of all ranks, rank 0 first, the last axis fastest. A collective."""
-    return init_device_mesh(group.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    """The grid of all ranks, rank 0 first, the last axis fastest. A collective; a job has one of these sizes."""
+    kind, names, shape = group.device.type, tuple(sizes), tuple(sizes.values())
+    return group.once(("mesh", kind, names, shape), lambda: init_device_mesh(kind, shape, mesh_dim_names=names))
 
 
 def data_group(group: Group, sizes: Mapping[str, int]) -> Group:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,6 +172,6 @@ def _column(group: Group, stages: int, ranks: list[int]) -> Any:
     """The process group of those ranks of the pipeline axis that share this one's other coordinates; ``None`` for other ranks. A collective."""
     found = None
     for members in torch.arange(group.world_size).reshape(stages, -1)[ranks].t().tolist():
-        made = dist.new_group(members)
+        made = group.once(("column", *members), partial(dist.new_group, members))
         found = made if group.rank in members else found
     return found

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torchmetrics
 from processes import run_ranks
 from ranked import on_ranks
@@ -202,6 +203,16 @@ def rank_loss_parallel() -> Any:
     return [module.kind, result.metrics["loss"], result.metrics["val"]]
 
 
+def rank_process_groups() -> Any:
+    """How many process groups there are after one run under each strategy, and after another."""
+    found = []
+    for _ in range(2):
+        for strategy in (FSDP(), MeshParallel(tp=2), MeshParallel(pp=2)):
+            fit(Net(), strategy, limit_val_batches=0)
+        found.append(len(dist.distributed_c10d._world.pg_map))
+    return found
+
+
 def rank_fp16() -> Any:
     """A gradient that overflows where the loss is, and nowhere else, skips the step on both stages."""
 
@@ -350,6 +361,11 @@ def test_loss_parallel(found: Any) -> None:
         assert kind == "DTensor"
         assert loss == pytest.approx(result.metrics["loss"], rel=1e-5)
         assert val == pytest.approx(result.metrics["val"], rel=1e-5)
+
+
+def test_runs_share_their_process_groups(found: Any) -> None:
+    for first, second in found["process_groups"]:
+        assert first == second > 2
 
 
 def test_an_overflow_at_the_loss_is_skipped_by_all_stages(found: Any) -> None:
