@@ -13,7 +13,7 @@ from .reference import Trained
 Answers = list[dict[str, Any]]
 """What each rank reports: a :class:`Trained` as JSON."""
 
-BOUNDS = {"64-true": 1e-6, "32-true": 2e-4, "16-mixed": 0.05, "bf16-mixed": 0.15}
+BOUNDS = {"64-true": 1e-9, "32-true": 2e-4, "16-mixed": 0.05, "bf16-mixed": 0.15}
 """Of an error, relative to the largest value of a quantity (of weights: to the largest change by the training)."""
 
 

@@ -35,11 +35,11 @@ FAULTS = {
     ),
     "sampler": Fault(
         "a short window is cut at wrong places", "engine/data/sampler.py",
-        "edges = [base + r * part + min(r, larger) for r", "edges = [base + r * part + (larger if r else 0) for r",
+        "edges = [last + r * part + min(r, larger) for r", "edges = [last + r * part + (larger if r else 0) for r",
         ("ddp3", "ddp2"),
     ),
     "metrics": Fault(
-        "all values of a mean weigh as the first", "engine/metrics.py",
+        "all values of a mean weigh as the first", "engine/reductions.py",
         "and len(set(weights)) == 1:", "and weights:",
     ),
     "scheduler": Fault(
@@ -64,8 +64,10 @@ FAULTS = {
         "self.recorder.load_state_dicts(row[\"recorder\"] for row in rows)", "self.recorder.load_state_dicts([])",
     ),
     "manual optimization": Fault(
-        "gradients that were averaged once count as averaged", "engine/manual.py",
-        "        self._averaged = False\n        run.engine.step", "        run.engine.step",
+        "gradients are averaged for clipping only",
+        "engine/manual.py",
+        "        else:\n            self._average()\n        run.engine.step",
+        "        run.engine.step",
         ("ddp2",),
     ),
 }  # fmt: skip

@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[3]
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "SLURM_", "FIT_", "PYTEST_", "OMPI_", "PMI", "PET_")
 START = 900.0
 """Seconds for a process to import torch and the library, on a machine that does much else."""
+LIFE = 100
+"""Runs after which ranks are replaced, so that nothing piles up in them: new ones cost milliseconds."""
 
 
 class Failed(Exception):
@@ -57,7 +59,7 @@ class Pool:
     """The ranks of one job."""
 
     def __init__(self, world: int, nursery: Nursery) -> None:
-        self.world = world
+        self.world, self.ran = world, 0
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         self.place = tempfile.TemporaryDirectory(prefix="ranks-")
         self.errors = [Path(self.place.name) / f"{rank}.err" for rank in range(world)]
@@ -163,6 +165,9 @@ class Pools:
                 self.pools.pop(world).close()
             raise
         self.warm.add(kind)
+        self.pools[world].ran += 1
+        if self.pools[world].ran >= LIFE:
+            self.pools.pop(world).close()
         return answers
 
     def close(self) -> None:
