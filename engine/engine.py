@@ -24,6 +24,7 @@ from engine.preparing import raw
 from engine.states import States
 from engine.stepper import OwnedStepper, Stepper, Then
 from engine.strategies.base import Strategy
+from engine.transforms import batch_norm
 from engine.transforms.float8 import FP8, Layers
 from engine.transforms.order import Transforms
 from engine.tree import batch_size, map_tensors
@@ -56,6 +57,7 @@ class Engine(States):
         on_nonfinite: ``"raise"`` or ``"skip"`` a step whose gradient norm is not finite; ``None``: not checked (fp16 always skips).
         activation_checkpointing: ``"full"``, ``"selective"`` or n (every n-th block): compute the repeated blocks again in the backward pass.
         compile: ``True``, ``"blocks"`` (each repeated block) or a dict of ``torch.compile``'s options.
+        sync_batchnorm: batch norms compute their statistics over the samples of all ranks, as one process would over the whole micro-batch.
         seed: of the data order; by default torch's initial seed on rank 0.
         timeout: for meeting the other processes and for each collective.
         debug: compare the ranks' operations, shapes and dtypes before each collective, and raise where they differ.
@@ -77,6 +79,7 @@ class Engine(States):
         on_nonfinite: str | None = None,
         activation_checkpointing: str | int | None = None,
         compile: bool | str | dict[str, Any] = False,
+        sync_batchnorm: bool = False,
         seed: int | None = None,
         timeout: timedelta = timedelta(minutes=30),
         debug: bool = False,
@@ -109,6 +112,7 @@ class Engine(States):
         self.scaler = self.strategy.scaler()
         self.seed: int = collectives.gather_json(group, torch.initial_seed() if seed is None else seed)[0]
         self._low = Layers(self.precision.fp8, group.device)
+        self._norms = batch_norm.Layers(check("sync_batchnorm", sync_batchnorm), self.data_group, lambda: self.window.share.size > 0)
         self._stepper = (OwnedStepper if self.strategy.owns_step else Stepper)(self.window, self.strategy, self.scaler, on_nonfinite)
         self._stepper.describe = self._describe_gradients
         self._models: list[nn.Module] = []
@@ -240,6 +244,7 @@ class Engine(States):
 
     def backward_nothing(self) -> None:
         """This micro-batch has no loss. Alone, its samples do not count; among several ranks they count with a zero gradient."""
+        self._norms.refuse_none()
         window = self.window
         window.drop(self.data_group.world_size, self.scaler is not None)
         if self.group.world_size > 1 and (self.sync_gradients or self.strategy.matched_forward or self.strategy.matched_backward):

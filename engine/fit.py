@@ -63,6 +63,7 @@ class Fit:
         callbacks: called in this order.
         activation_checkpointing: ``"full"``, ``"selective"`` or n (every n-th block): compute the repeated blocks again in the backward pass.
         compile: ``True``, ``"blocks"`` (each repeated block) or a dict of ``torch.compile``'s options.
+        sync_batchnorm: batch norms compute their statistics over the samples of all ranks.
         deterministic: ``True`` or ``"warn"``.
         seed: of python, numpy, torch and the data order.
         on_nonfinite: ``"raise"`` or ``"skip"`` steps whose gradient norm is not finite.
@@ -100,6 +101,7 @@ class Fit:
         callbacks: Callback | Sequence[Callback] | None = UNSET,
         activation_checkpointing: str | int | None = UNSET,
         compile: bool | str | dict[str, Any] = UNSET,
+        sync_batchnorm: bool = UNSET,
         deterministic: bool | str = UNSET,
         seed: int | None = UNSET,
         on_nonfinite: str | None = UNSET,
@@ -285,6 +287,11 @@ class Fit:
     def _start(self, module: TrainModule, stage: str) -> Iterator[Run]:
         """Meet the other processes and make the run."""
         if not isinstance(module, TrainModule):
+            if isinstance(getattr(module, "_orig_mod", getattr(module, "module", None)), TrainModule):
+                raise TypeError(
+                    f"Fit takes a TrainModule, got one that {type(module).__name__} has wrapped: give the module itself; Fit(compile=True) compiles "
+                    "it, and strategies wrap it"
+                )
             raise TypeError(
                 f"Fit takes a TrainModule, got {type(module).__name__}: subclass engine.TrainModule, or keep your loop with engine.Engine"
             )
@@ -295,7 +302,7 @@ class Fit:
         with crew(settings) as group:
             engine = Engine(
                 strategy=settings.strategy, precision=settings.precision, on_nonfinite=settings.on_nonfinite, seed=settings.seed, group=group,
-                activation_checkpointing=settings.activation_checkpointing, compile=settings.compile,
+                activation_checkpointing=settings.activation_checkpointing, compile=settings.compile, sync_batchnorm=settings.sync_batchnorm,
             )
             origins, settings = _configured(engine.strategy, settings, self.origins)
             callbacks = tuple(c for c in settings.callbacks if not (settings.fast_dev_run and c.runs_last))

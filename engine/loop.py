@@ -231,6 +231,7 @@ def evaluate(
         run.record_to(common)
         call_all(run, getattr(hooks, f"on_{name}_start"))
         call_all(run, getattr(hooks, f"on_{name}_epoch_start"))
+        run.engine.share_buffers(module)  # the values belong to the weights that are saved
         try:
             for index, (loader, recorder) in enumerate(zip(loaders, recorders, strict=True)):
                 run.record_to(recorder)
@@ -264,6 +265,7 @@ def predict(run: Run, loaders: Sequence[PreparedLoader]) -> list[list[Any]]:
     with evaluating(run.module):
         call_all(run, run.hooks.on_predict_start)
         call_all(run, run.hooks.on_predict_epoch_start)
+        run.engine.share_buffers(run.module)
         for index, loader in enumerate(loaders):
             several = index if len(loaders) > 1 else None
             own = [map_tensors(lambda t: whole(t).cpu(), out) for out in batches(run, loader, "predict", run.method("predict_step"), several, None)]

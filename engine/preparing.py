@@ -20,6 +20,8 @@ from engine.prepared import AutocastForward, PreparedOptimizer, PreparedSchedule
 from engine.processes import Processes
 from engine.stepper import Stepper
 from engine.strategies.base import Strategy
+from engine.strategies.wrappers import check_plain
+from engine.transforms import batch_norm
 from engine.transforms.float8 import Layers
 
 
@@ -34,6 +36,7 @@ class Preparing(Processes):
     _schedulers: list[PreparedScheduler]
     _loaders: list[PreparedLoader]
     _low: Layers
+    _norms: batch_norm.Layers
 
     def prepare(self, *objects: Any) -> Any:
         """Models, optimizers, loaders and schedulers, ready for this job's processes; in the order given, one alone not in a tuple.
@@ -65,7 +68,8 @@ class Preparing(Processes):
         """
         if any(model is known or model is self.unwrap_model(known) for known in self._models):
             return next(known for known in self._models if model is known or model is self.unwrap_model(known))
-        self.strategy.place(self._low.convert(model))
+        check_plain(model)
+        self.strategy.place(self._low.convert(self._norms.convert(model)))
         if autocast and self.precision.autocast is not None:
             AutocastForward(self.precision, self.device).attach(model)
         prepared = self.strategy.setup(model)
@@ -77,10 +81,19 @@ class Preparing(Processes):
 
     def place_model(self, model: nn.Module) -> nn.Module:
         """The model on its device and in its dtype, the same on every rank, but not wrapped: for evaluation and manual optimization."""
-        self.precision.convert(self._low.convert(model))
+        check_plain(model)
+        self.precision.convert(self._low.convert(self._norms.convert(model)))
         model.to(self.device)
         self.strategy.share_parameters(model)
         return model
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Give every rank the buffers of rank 0, which are those that a checkpoint holds; all ranks call this.
+
+        Each rank's running statistics (of batch norms) are of its own batches. Before an evaluation in a loop of one's own, so that its result
+        belongs to the checkpoint; :class:`engine.Fit` does it by itself.
+        """
+        self.strategy.share_buffers(self.unwrap_model(model))
 
     def prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         """An optimizer that steps with exact gradients at the end of each window."""
@@ -143,6 +156,7 @@ class Preparing(Processes):
         """Forget every prepared model and optimizer."""
         self.strategy.release()
         self._low.restore()
+        self._norms.restore()
         self._stepper.leave()
         for known in (self._models, self._schedulers, self._loaders):
             known.clear()

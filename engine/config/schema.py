@@ -77,6 +77,8 @@ class Settings:
     of matrix products and attention are kept), an int n (every n-th block only), or ``None``."""
     compile: bool | str | dict[str, Any] = False
     """``torch.compile``: ``True`` for the whole model, ``"blocks"`` for each repeated block, or a dict of its options (with ``"blocks": True``)."""
+    sync_batchnorm: bool = False
+    """Batch norms compute their statistics over the samples of all ranks, as one process would over the whole micro-batch."""
     deterministic: bool | str = False
     """``True``: only deterministic algorithms, others raise; ``"warn"``: they warn."""
     seed: int | None = None
@@ -347,6 +349,7 @@ _CHECKS: dict[str, _Check] = {
     "callbacks": _callbacks,
     "activation_checkpointing": recompute_setting,
     "compile": compile_setting,
+    "sync_batchnorm": _bool(),
     "deterministic": _bool("warn"),
     "seed": _int(0, none="no seeding", most=2**32 - 1),
     "on_nonfinite": _choice("raise", "skip", none="no check"),

@@ -159,6 +159,11 @@ class Strategy:
     def share_parameters(self, model: nn.Module) -> None:
         """Give every rank rank 0's parameters and buffers, for a model that is trained without ``setup`` (manual optimization)."""
 
+    @torch.no_grad()
+    def share_buffers(self, module: nn.Module) -> None:
+        """Give every rank the buffers of the first one that holds the same part of the model, which are those that a checkpoint holds."""
+        spread(self.data_group, [b for b in module.buffers() if not b.is_meta and not hasattr(b, "placements")])
+
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Average gradients over the ranks at once, for loops that step when they like (manual optimization)."""
 
@@ -270,7 +275,7 @@ def spread(group: Group, tensors: Iterable[Tensor]) -> None:
     """Give every rank rank 0's values, in place."""
     if group.world_size > 1:
         for tensor in tensors:
-            dist.broadcast(tensor, src=0)
+            dist.broadcast(tensor, group=group.cpu if tensor.device.type == "cpu" else group.wide, group_src=0)
 
 
 def sum_over_ranks(group: Group, value: Tensor | float, speaks: bool = True) -> Tensor | float:

@@ -135,6 +135,30 @@ def rank_setup() -> Any:
     ]
 
 
+def rank_wrapped() -> Any:
+    """What is wrapped already is refused before anything is done with it."""
+    engine, found = Engine(accelerator="cpu"), []
+    wrapped = DistributedDataParallel(Net())
+    half = Half(lambda module, out, i, batch: out.mean())
+    half.inner = DistributedDataParallel(Net())
+    manual = Half(lambda module, out, i, batch: out.mean())
+    manual.inner, manual.automatic_optimization = DistributedDataParallel(Net()), False
+    for call in (
+        lambda: engine.prepare(wrapped),
+        lambda: engine.prepare(nn.Sequential(nn.Linear(3, 3), wrapped)),
+        lambda: engine.prepare(torch.compile(wrapped)),
+        lambda: Engine(accelerator="cpu").prepare(engine.prepare(Net())),
+        lambda: fit(half, [torch.ones(2, 1)] * 2),
+        lambda: fit(manual, [torch.ones(2, 1)] * 2),
+    ):
+        try:
+            call()
+            found.append("no error")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
 def rank_average() -> Any:
     """Manual optimization: a gradient that one rank lacks counts as zero, one that all lack stays away."""
     engine = Engine(accelerator="cpu")
@@ -251,6 +275,16 @@ def test_setup_makes_ranks_equal(found: Any) -> None:
     assert found["setup"] == [[True] * 5] * 2
 
 
+def test_a_model_that_is_wrapped_already_is_refused(found: Any) -> None:
+    for alone, member, compiled, ours_before, in_fit, in_manual in found["wrapped"]:
+        assert "it is wrapped in DistributedDataParallel already: give the plain module (module)" in alone
+        assert "its part '1' is wrapped in DistributedDataParallel already" in member
+        assert "its part '_orig_mod' is wrapped" in compiled
+        assert "it is wrapped in DistributedDataParallel already" in ours_before
+        assert "its part 'module.inner' is wrapped" in in_fit
+        assert "its part 'inner' is wrapped" in in_manual
+
+
 def test_average_gradients(found: Any) -> None:
     assert found["average"] == [[[0.5, 0.5], [1.5, 1.5], None]] * 2
 
@@ -286,6 +320,13 @@ def test_a_strategy_object_can_be_used_again(found: Any) -> None:
 def test_wrong_settings(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         DDP(**settings)
+
+
+def test_data_parallel_and_compiled_modules_are_refused_alone_too() -> None:
+    with pytest.raises(ValueError, match=r"wrapped in DataParallel already.*strategy='ddp' with a process for each device"):
+        Engine(accelerator="cpu").prepare(nn.DataParallel(Net()))
+    with pytest.raises(TypeError, match=r"OptimizedModule has wrapped: give the module itself; Fit\(compile=True\) compiles"):
+        Fit(accelerator="cpu").run(torch.compile(Half(lambda module, out, i, batch: out.mean())), [torch.ones(2, 1)])
 
 
 def test_alone_nothing_is_wrapped() -> None:

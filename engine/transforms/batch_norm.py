@@ -1,0 +1,181 @@
+"""Batch norm over the samples of all ranks (``sync_batchnorm=True``): a micro-batch on N ranks is normalised as on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from engine.distributed.group import Group
+
+
+class Ranks:
+    """Who computes the statistics of a layer together.
+
+    Args:
+        group: the ranks that see different data.
+        counts: whether this rank's current samples count; a repeated micro-batch only keeps the ranks matched.
+    """
+
+    def __init__(self, group: Group, counts: Callable[[], bool]) -> None:
+        self.group, self.counts = group, counts
+
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        return self  # a copy of the model (an average of weights, say) is of the same job
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a pickle is of none
+
+
+class Synchronised(_BatchNorm):
+    """A batch norm whose statistics in training are those of all ranks' samples; in evaluation it is the plain one."""
+
+    ranks: Ranks | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or self.ranks is None:
+            return super().forward(input)
+        self._check_input_dim(input)
+        output, mean, var, total = _normalise(input, self.weight, self.bias, self.eps, self.ranks)
+        if self.track_running_stats and self.running_mean is not None:
+            with torch.no_grad():
+                self._track(mean, var, total)
+        return output
+
+    def _track(self, mean: Tensor, var: Tensor, total: Tensor) -> None:
+        assert self.num_batches_tracked is not None
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        self.num_batches_tracked.add_(1)
+        momentum: Any = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked
+        unbiased = var * (total / (total - 1.0).clamp(min=1.0))
+        for kept, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+            kept.copy_((1.0 - momentum) * kept + momentum * new)
+
+
+class Layers:
+    """The batch norms of one engine that compute over all ranks. Switched off, or on one process, every method does nothing."""
+
+    def __init__(self, enabled: bool, group: Group, counts: Callable[[], bool]) -> None:
+        self._ranks = Ranks(group, counts) if enabled and group.world_size > 1 else None
+        self._changed: list[tuple[nn.Module, type[nn.Module]]] = []
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """``model``, whose batch norms compute over all ranks from now on. In place: names, parameters, hooks and references stay.
+
+        Raises:
+            ValueError: a batch norm with a forward pass of its own.
+        """
+        for name, module in model.named_modules() if self._ranks is not None else ():
+            if not isinstance(module, _BatchNorm) or isinstance(module, nn.SyncBatchNorm):
+                continue
+            own: type[nn.Module] = type(module)
+            if not isinstance(module, Synchronised):
+                if own.forward is not _BatchNorm.forward or "forward" in vars(module):
+                    raise ValueError(
+                        f"sync_batchnorm=True: {name or 'the model'} ({own.__name__}) is a batch norm with a forward pass of its own, which would "
+                        "not be synchronised: use nn.BatchNorm1d, 2d or 3d there, or synchronise it yourself and leave the setting out"
+                    )
+                module.__class__ = _synchronised(own)  # type: ignore[assignment]
+                self._changed.append((module, own))
+            module.ranks = self._ranks  # type: ignore[assignment]
+        return model
+
+    def refuse_none(self) -> None:
+        """Called when a rank has no loss.
+
+        Raises:
+            ValueError: the other ranks' backward passes wait for this one.
+        """
+        if self._changed and self._ranks is not None:
+            raise ValueError(
+                f"training_step returned None on rank {self._ranks.group.rank} with sync_batchnorm=True, under which all ranks run backward "
+                "passes together: return Loss(out.sum() * 0, 0) to leave this micro-batch out"
+            )
+
+    def restore(self) -> None:
+        """Make the layers plain again, but for those whose class was changed once more (by sharding)."""
+        for module, own in self._changed:
+            if isinstance(module, Synchronised):
+                module.ranks = None
+                if type(module) is _synchronised(own):
+                    module.__class__ = own  # type: ignore[assignment]
+                    del module.ranks
+        self._changed.clear()
+
+
+_made: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _synchronised(own: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of both, so that ``isinstance`` and the check of the input's dims stay."""
+    if own not in _made:
+        _made[own] = type(own.__name__, (Synchronised, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
+    return _made[own]
+
+
+class _Normalise(torch.autograd.Function):
+    """``[N, C, ...]`` normalised by the mean and variance of all ranks' samples, with these (``[C]``) and their number (``[]``).
+
+    One collective in each direction, and nothing that waits for a device. Statistics of halves are computed in fp32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, ranks: Ranks) -> Any:
+        channels, wide = x.shape[1], _wide(x)
+        number = x.numel() // channels if ranks.counts() else 0
+        if number:
+            # The mean and the squared distance from it, not the sum of squares, which loses digits.
+            var, mean = torch.var_mean(wide, _dims(x), correction=0)
+        else:
+            var = mean = wide.new_zeros(channels)
+        own = torch.cat([mean, var, wide.new_full((1,), number)])
+        rows = [torch.empty_like(own) for _ in range(ranks.group.world_size)]
+        dist.all_gather(rows, own, group=ranks.group.wide)
+        every = torch.stack(rows)
+        means, variances, numbers = every[:, :channels], every[:, channels:-1], every[:, -1:]
+        total = numbers.sum().clamp(min=1.0)
+        mean = (means * numbers).sum(0) / total
+        var = ((variances + (means - mean).square()) * numbers).sum(0) / total
+        gain, shift = (None if p is None else p.to(mean.dtype) for p in (weight, bias))
+        y = F.batch_norm(x, mean, var, gain, shift, False, 0.0, eps)
+        ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt(), total)
+        ctx.group, ctx.bias = ranks.group, None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(mean, var, total)
+        return y, mean, var, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+        x, weight, mean, scale, total = ctx.saved_tensors
+        dims, shape = _dims(x), [1, -1, *(1 for _ in x.shape[2:])]
+        wide, centred = _wide(grad), _wide(x) - mean.view(shape)
+        sums = torch.cat([wide.sum(dims), (wide * centred).sum(dims)])
+        channels = x.shape[1]
+        grad_weight = None if weight is None else (sums[channels:] * scale).to(weight.dtype)
+        grad_bias = None if ctx.bias is None else sums[:channels].to(ctx.bias)
+        sums = sums.clone()
+        dist.all_reduce(sums, group=ctx.group.wide)
+        sums /= total
+        gain = scale if weight is None else scale * weight.to(scale.dtype)
+        own = wide - sums[:channels].view(shape) - centred * (scale.square() * sums[channels:]).view(shape)
+        return (own * gain.view(shape)).to(x.dtype), grad_weight, grad_bias, None, None
+
+
+@torch._disable_dynamo
+def _normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, ranks: Ranks) -> Any:
+    return _Normalise.apply(x, weight, bias, eps, ranks)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _dims(x: Tensor) -> list[int]:
+    return [0, *range(2, x.ndim)]
