@@ -75,6 +75,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "fast_dev_run": _FLAG,
     "activation_checkpointing": ("full", "selective", "null"),
     "compile": (*_FLAG, "blocks"),
+    "sync_batchnorm": _FLAG,
     "deterministic": (*_FLAG, "warn"),
     "check": _FLAG,
     "debug": _FLAG,

@@ -94,6 +94,7 @@ def test_a_single_callback_is_a_list_of_one() -> None:
         ("callbacks", "csv", TypeError, "Callback objects"),
         ("callbacks", [dict], TypeError, "class dict"),
         ("compile", "yes", ValueError, "True or False"),
+        ("sync_batchnorm", "yes", ValueError, "True or False"),
         ("deterministic", "wran", ValueError, "did you mean 'warn'"),
         ("seed", 2**32, ValueError, "4294967295"),
         ("seed", "1", TypeError, "str"),

@@ -146,7 +146,7 @@ def rank_wrapped() -> Any:
     for call in (
         lambda: engine.prepare(wrapped),
         lambda: engine.prepare(nn.Sequential(nn.Linear(3, 3), wrapped)),
-        lambda: engine.prepare(torch.compile(wrapped)),
+        lambda: engine.prepare(torch.compile(wrapped, backend="eager")),
         lambda: Engine(accelerator="cpu").prepare(engine.prepare(Net())),
         lambda: fit(half, [torch.ones(2, 1)] * 2),
         lambda: fit(manual, [torch.ones(2, 1)] * 2),
@@ -326,7 +326,7 @@ def test_data_parallel_and_compiled_modules_are_refused_alone_too() -> None:
     with pytest.raises(ValueError, match=r"wrapped in DataParallel already.*strategy='ddp' with a process for each device"):
         Engine(accelerator="cpu").prepare(nn.DataParallel(Net()))
     with pytest.raises(TypeError, match=r"OptimizedModule has wrapped: give the module itself; Fit\(compile=True\) compiles"):
-        Fit(accelerator="cpu").run(torch.compile(Half(lambda module, out, i, batch: out.mean())), [torch.ones(2, 1)])
+        Fit(accelerator="cpu").run(torch.compile(Half(lambda module, out, i, batch: out.mean()), backend="eager"), [torch.ones(2, 1)])
 
 
 def test_alone_nothing_is_wrapped() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run_ranks
 from ranked import on_ranks
 from torch import Tensor, nn
 
@@ -428,3 +429,31 @@ def test_models_that_are_frozen_in_turns_keep_their_reducer(found: Any) -> None:
 def test_fit_follows_what_callbacks_and_training_steps_unfreeze(found: Any) -> None:
     for rank in found["fit"]:
         assert {name: value for name, value in rank.items() if value > 1e-12} == {}
+
+
+ALONE = """
+import os, torch
+from torch import nn
+from engine import Engine
+
+engine = Engine(accelerator="cpu")
+plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+plain[0].requires_grad_(False)
+model = engine.prepare(plain)
+engine.backward(model(torch.ones(2, 2)).mean())
+engine.group.barrier()
+if engine.process_index:
+    os._exit(0)
+plain[0].requires_grad_(True)
+try:
+    model(torch.ones(2, 2))
+except RuntimeError as error:
+    report(str(error))
+os._exit(0)
+"""
+
+
+def test_a_change_of_one_rank_alone_is_named_when_the_wait_for_the_others_ends() -> None:
+    alone, _ = run_ranks(ALONE, 2)
+    assert "waiting for the other ranks to make the same change of the model, which now trains these parameters on this rank" in alone.value
+    assert "0.weight, 0.bias" in alone.value
