@@ -112,7 +112,7 @@ class Engine(States):
         self.scaler = self.strategy.scaler()
         self.seed: int = collectives.gather_json(group, torch.initial_seed() if seed is None else seed)[0]
         self._low = Layers(self.precision.fp8, group.device)
-        self._norms = batch_norm.Layers(check("sync_batchnorm", sync_batchnorm), self.data_group, lambda: self.window.share.size > 0)
+        self._norms = batch_norm.Layers(check("sync_batchnorm", sync_batchnorm), self.data_group, lambda: self.window.share.size != 0)
         self._stepper = (OwnedStepper if self.strategy.owns_step else Stepper)(self.window, self.strategy, self.scaler, on_nonfinite)
         self._stepper.describe = self._describe_gradients
         self._models: list[nn.Module] = []

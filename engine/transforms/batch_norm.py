@@ -53,7 +53,7 @@ class Synchronised(_BatchNorm):
         assert self.running_mean is not None
         assert self.running_var is not None
         self.num_batches_tracked.add_(1)
-        momentum: Any = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked
+        momentum: Any = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked.to(mean.dtype)
         unbiased = var * (total / (total - 1.0).clamp(min=1.0))
         for kept, new in ((self.running_mean, mean), (self.running_var, unbiased)):
             kept.copy_((1.0 - momentum) * kept + momentum * new)
@@ -146,7 +146,7 @@ class _Normalise(torch.autograd.Function):
         gain, shift = (None if p is None else p.to(mean.dtype) for p in (weight, bias))
         y = F.batch_norm(x, mean, var, gain, shift, False, 0.0, eps)
         ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt(), total)
-        ctx.group, ctx.bias = ranks.group, None if bias is None else bias.dtype
+        ctx.number, ctx.group, ctx.bias = number, ranks.group, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(mean, var, total)
         return y, mean, var, total
 
@@ -164,6 +164,8 @@ class _Normalise(torch.autograd.Function):
         dist.all_reduce(sums, group=ctx.group.wide)
         sums /= total
         gain = scale if weight is None else scale * weight.to(scale.dtype)
+        if not ctx.number:  # the statistics do not depend on these samples
+            return (wide * gain.view(shape)).to(x.dtype), grad_weight, grad_bias, None, None
         own = wide - sums[:channels].view(shape) - centred * (scale.square() * sums[channels:]).view(shape)
         return (own * gain.view(shape)).to(x.dtype), grad_weight, grad_bias, None, None
 
