@@ -124,11 +124,13 @@ class Replica(DistributedDataParallel):
 
     def _post_forward(self, output: Any) -> Any:
         if not self.require_backward_grad_sync:
-            self._open = self._open or torch.is_grad_enabled()
+            if not self._open and torch.is_grad_enabled():  # to set an attribute of a module takes 14 calls
+                self._open = True
             return super()._post_forward(output)
         same = self._composition.holds()
         if (same and not self._idle and not self._trial) or not torch.is_grad_enabled():
-            self._open = self._open and not torch.is_grad_enabled()
+            if self._open and torch.is_grad_enabled():
+                self._open = False
             return super()._post_forward(output)
         assert self._ranks is not None
         if not same:
