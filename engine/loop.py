@@ -34,6 +34,7 @@ def train(run: Run) -> None:
             validate when due; on_train_epoch_end; log; epoch schedulers
     """
     state = run.state
+    locate(run)
     run.begin()
     if state.epoch_done:
         next_epoch(run)
@@ -138,14 +139,19 @@ def reached_limit(run: Run) -> bool:
     return bool(run.stop_reason)
 
 
+def locate(run: Run) -> None:
+    """Set the window, and where the epoch is in micro-batches: from its position, which another world size may have saved."""
+    assert run.train_loader is not None
+    window = run.engine.accumulate_grad_batches = run.window_at(run.state.epoch)
+    run.stride = run.train_loader.stride
+    run.state.batch_idx = run.state.position // (run.stride // window)
+
+
 def begin_epoch(run: Run) -> Iterator[Any]:
     """Set the window and the loader to where the epoch is."""
     state, loader = run.state, run.train_loader
     assert loader is not None
-    run.engine.accumulate_grad_batches = run.window_at(state.epoch)
-    run.stride = loader.stride
-    # From the position: another world size may have saved it.
-    state.batch_idx = state.position // (run.stride // run.engine.accumulate_grad_batches)
+    locate(run)
     loader.resume(state.epoch, state.position, run.take_stream())
     run.plan_next()
     run.saver.hold()

@@ -22,6 +22,8 @@ OPEN: tuple[tuple[str, str], ...] = ()
 FOUND = [
     # The epoch's end is resumed by ranks of which the first had not logged a metric.
     Case(strategy="pp2", data="list", samples=9, batch=3, units=4, epochs=2, resume=1, killed=True, then="single"),
+    # Half an epoch was counted in the micro-batches of the ranks that had saved.
+    Case(samples=9, batch=1, units=4, later=8, epochs=2, val="half", resume=2, then="ddp2"),
 ]
 """Cases that were wrong once."""
 
