@@ -71,7 +71,17 @@ def loss_in(outputs: Any, who: str) -> Any:
 
 
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    return [p.grad for p in parameters if p.grad is not None]
+    """The gradients, to be read and changed in place; of a sparse one its elements, each row once, in a dense tensor that shares their memory."""
+    found = []
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is not None:
+            if grad.is_sparse:
+                if not grad.is_coalesced():
+                    parameter.grad = grad = grad.coalesce()
+                grad = grad._values()
+            found.append(grad)
+    return found
 
 
 def listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
@@ -107,12 +117,7 @@ def scale(grads: list[Tensor], factor: Tensor | float) -> None:
     for grad in grads:
         groups.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, dtype), group in groups.items():
-        by = factor.to(device, dtype, non_blocking=True) if isinstance(factor, Tensor) else factor
-        if any(g.is_sparse for g in group):
-            for g in group:
-                g.mul_(by)
-        else:
-            torch._foreach_mul_(group, by)
+        torch._foreach_mul_(group, factor.to(device, dtype, non_blocking=True) if isinstance(factor, Tensor) else factor)
 
 
 @torch.no_grad()
@@ -136,7 +141,7 @@ def where_nonfinite(
     named_parameters: Iterable[tuple[str, Tensor]], local: Callable[[list[Tensor]], list[Tensor]] = lambda grads: grads
 ) -> list[str]:
     """Names of the parameters whose gradient, or the part of it that ``local`` gives, has a NaN or an infinity. Waits for the device."""
-    return [name for name, p in named_parameters if p.grad is not None and not bool(local([p.grad])[0].isfinite().all())]
+    return [name for name, p in named_parameters if p.grad is not None and not bool(local(gradients([p]))[0].isfinite().all())]
 
 
 def joins(parameters: Iterable[Tensor]) -> Tensor:
