@@ -160,6 +160,8 @@ class Stepper:
 
     def _divisor(self, group: Gathered) -> Tensor | float | None:
         """What a group's gradients are still to be divided by; ``None``, the usual case: all weights were known before the backward passes."""
+        if self.window.share.repeats and not group.closed:
+            self.strategy.drop_repeated(gradients.parameters_of(group.optimizers))
         if group.count is None and not group.dropped and (self._alone or group.kind == SCALAR):
             group.closed = True
             return None

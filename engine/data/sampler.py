@@ -26,6 +26,8 @@ class Share(NamedTuple):
     """The same for a loop without accumulation: as if this micro-batch were its own window."""
     last: bool
     """Whether it closes its window."""
+    repeats: bool = False
+    """Whether some rank repeats a micro-batch in this window."""
 
 
 Window = tuple[list[range], list[list[range]]]
@@ -39,13 +41,14 @@ ALONE = Share(size=-1, divisor=1.0, alone=1.0, last=True)
 def shares(sizes: tuple[tuple[int, ...], ...], rank: int) -> tuple[Share, ...]:
     """The shares of one window on ``rank``. ``sizes[j][r]`` is the number of samples in micro-batch ``j`` of rank ``r``."""
     world_size = len(sizes[0])
-    total = sum(map(sum, sizes))
+    total, repeats = sum(map(sum, sizes)), any(0 in micro for micro in sizes)
     return tuple(
         Share(
             size=micro[rank],
             divisor=total / (micro[rank] * world_size) if micro[rank] else 1.0,
             alone=sum(micro) / (micro[rank] * world_size) if micro[rank] else 1.0,
             last=j == len(sizes) - 1,
+            repeats=repeats,
         )
         for j, micro in enumerate(sizes)
     )

@@ -156,6 +156,9 @@ class Strategy:
     def discard(self, models: Sequence[nn.Module]) -> None:
         """Forget what backward passes have left outside of the parameters' ``grad``: their window ends without a step."""
 
+    def drop_repeated(self, parameters: Sequence[Tensor]) -> None:
+        """At the end of a window in which some rank repeats a micro-batch: what only such ones reach has no gradient. All ranks call this."""
+
     def share_parameters(self, model: nn.Module) -> None:
         """Give every rank rank 0's parameters and buffers, for a model that is trained without ``setup`` (manual optimization)."""
 

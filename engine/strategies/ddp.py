@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from engine.errors import nearest
 from engine.strategies.base import Strategy, class_name, spread, sum_over_ranks, trained
+from engine.strategies.repeated import Reached
 from engine.strategies.replica import Replica, average
 from engine.transforms.blocks import user_module
 
@@ -43,6 +44,7 @@ class DDP(Strategy):
     _begun: set[int] = field(default_factory=set, init=False, repr=False)
     _optimizers: list[Optimizer] = field(default_factory=list, init=False, repr=False)
     _watches: list[RemovableHandle] = field(default_factory=list, init=False, repr=False)
+    _reached: Reached = field(default_factory=Reached, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.comm_hook is not None and self.comm_hook not in HOOKS:
@@ -78,6 +80,8 @@ class DDP(Strategy):
             **({} if self.broadcast_buffers else {"broadcast_buffers": False}),
         )
         self._register_hook(wrapped)
+        if self.find_unused_parameters:  # without, every micro-batch reaches all parameters
+            self._watches.append(wrapped.register_forward_pre_hook(self._watch))
         return wrapped
 
     def _register_hook(self, model: DistributedDataParallel) -> None:
@@ -107,6 +111,7 @@ class DDP(Strategy):
             watch.remove()
         for known in (self._watches, self._optimizers, self._begun):
             known.clear()
+        self._reached.forget()
 
     def sync(self, models: Sequence[nn.Module], enabled: bool) -> None:
         for model in models:
@@ -122,6 +127,18 @@ class DDP(Strategy):
             if isinstance(model, Replica) and model.searching:
                 # The search for unused parameters ran when forward returned nothing, and took all of them for unused.
                 model.reducer.prepare_for_backward([root])
+
+    def _watch(self, model: nn.Module, inputs: Any) -> None:
+        share = self.window.share
+        if share.repeats and torch.is_grad_enabled():
+            self._reached.watch(model.parameters(), repeated=not share.size)
+
+    def drop_repeated(self, parameters: Sequence[Tensor]) -> None:
+        if self.find_unused_parameters and self.group.world_size > 1:
+            self._reached.settle(self.group, parameters)
+
+    def discard(self, models: Sequence[nn.Module]) -> None:
+        self._reached.forget()
 
     def share_parameters(self, model: nn.Module) -> None:
         spread(self.group, [t.detach() for t in (*model.parameters(), *model.buffers())])

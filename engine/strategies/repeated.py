@@ -1,0 +1,59 @@
+"""Micro-batches that some rank repeats at weight 0, so that all ranks take part in the same collectives: their gradients are none, not zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from engine.distributed.group import Group
+
+
+class Reached:
+    """Which parameters the samples of a window have reached on this rank, those of a repeated micro-batch left out."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        self.forget()
+
+    def forget(self) -> None:
+        """The window ends without a step."""
+        self._remove()
+        self._without: set[int] | None = None
+        """Parameters (by id) that had no gradient when the window began; ``None``: it has not begun."""
+        self._found: set[int] = set()
+        self._over = False
+
+    def watch(self, parameters: Iterable[Tensor], repeated: bool) -> None:
+        """A forward pass begins, of a ``repeated`` micro-batch or of samples that count."""
+        if self._over:
+            self.forget()
+        if self._without is None:
+            chosen = [p for p in parameters if p.requires_grad and p.grad is None]
+            self._without = {id(p) for p in chosen}
+            self._handles = [p.register_post_accumulate_grad_hook(self._note) for p in chosen]
+        if repeated:
+            self._remove()
+
+    @torch.no_grad()
+    def settle(self, ranks: Group, parameters: Sequence[Tensor]) -> None:
+        """Take the gradients away from parameters that no sample of any rank has reached. A collective."""
+        self._remove()
+        self._over, without = True, self._without
+        known = [id(p) in self._found or (without is not None and id(p) not in without) for p in parameters]
+        anywhere = torch.tensor(known, dtype=torch.uint8, device=ranks.device)
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+        for parameter, reached in zip(parameters, anywhere.tolist(), strict=True):
+            if not reached:
+                parameter.grad = None
+
+    def _note(self, parameter: Tensor) -> None:
+        self._found.add(id(parameter))
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
