@@ -199,7 +199,7 @@ class FSDP(Strategy):
             ValueError: some are and others are not, or they differ in type otherwise.
         """
         own = {name: p for name, p in module.named_parameters() if p.requires_grad and p not in ignored and not shards.is_sharded(p)}
-        types = {p.dtype for p in own.values()}
+        types = dict.fromkeys(p.dtype for p in own.values())  # a set has another order in each process
         if len(types) > 1:
             most = max(types, key=lambda dtype: sum(p.dtype == dtype for p in own.values()))
             names = [name for name, p in own.items() if p.dtype != most]
