@@ -31,7 +31,7 @@ FAULTS = {
     ),
     "window": Fault(
         "the first epoch's window holds in all", "engine/loop.py",
-        "run.engine.accumulate_grad_batches = run.window_at(state.epoch)", "run.engine.accumulate_grad_batches = run.window_at(0)",
+        "run.engine.accumulate_grad_batches = run.window_at(run.state.epoch)", "run.engine.accumulate_grad_batches = run.window_at(0)",
     ),
     "sampler": Fault(
         "a short window is cut at wrong places", "engine/data/sampler.py",
