@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.collectives import gather, gather_json, gather_object
+from engine.checkpoint.state import pack, unpack
+from engine.distributed.collectives import gather, gather_json
 from engine.distributed.group import Group
 from engine.metric_states import Entry, add, can_add, copied, entry, fresh, install, is_metric, merged, repeated
-from engine.tree import map_tensors
 
 Seen = list[list[Entry]]
 """What a metric has seen: for each of its parts the entries that make up its state."""
@@ -224,60 +224,31 @@ def exchange(group: Group, mine: Mapping[str, Seen]) -> dict[str, Seen]:
 
     States travel by dtype and device in one tensor each, on the channel of their device; a rank that has none sends an empty one.
     """
-    tensors: list[Tensor] = []
-
-    def taken(tensor: Tensor) -> _Place:
-        tensors.append(tensor)
-        return _Place(tensor.dtype, tensor.device.type, tuple(tensor.shape))
-
-    every: list[dict[str, Seen]] = gather_object(group, {name: map_tensors(taken, seen) for name, seen in mine.items()})
-    places: list[dict[tuple[str, str], list[_Place]]] = [{} for _ in every]
-    for rank, seen in enumerate(every):
-        _walk(seen, partial(_note, places[rank]))
-    keys = sorted({key for found in places for key in found})
+    tree, tensors = pack(dict(mine))
+    forms = {name: [str(t.dtype).removeprefix("torch."), t.device.type, list(t.shape)] for name, t in tensors.items()}
+    every = gather_json(group, [tree, forms])
+    kinds = sorted({(dtype, device) for _, found in every for dtype, device, _ in found.values()})
     flat = []
-    for key in keys:
-        own = [t.detach().reshape(-1) for t in tensors if (str(t.dtype), t.device.type) == key]
-        flat.append(torch.cat(own) if own else _empty(key, places, group))
-    columns = [iter(()) for _ in keys]
-    for index, column in enumerate(gather(group, flat)):
-        sizes = [place.size for found in places for place in found.get(keys[index], ())]
-        columns[index] = iter(column.split(sizes))
-    by_key = dict(zip(keys, columns, strict=True))
+    for kind in kinds:
+        own = [tensors[name].reshape(-1) for name, (dtype, device, _) in forms.items() if (dtype, device) == kind]
+        flat.append(torch.cat(own) if own else torch.empty(0, dtype=getattr(torch, kind[0]), device=_device(kind[1], group)))
+    rest = dict(zip(kinds, gather(group, flat), strict=True))
     result: dict[str, Seen] = {}
-    for seen in every:
-        filled = _walk(seen, lambda place: next(by_key[place.key]).view(place.shape))
-        for name, lists in filled.items():
+    for packed, found in every:
+        filled = {}
+        for name, (dtype, device, shape) in found.items():
+            column = rest[dtype, device]
+            size = math.prod(shape)
+            filled[name], rest[dtype, device] = column[:size].view(shape), column[size:]
+        for name, lists in unpack(packed, filled).items():
             into = result.setdefault(name, [[] for _ in lists])
             for part, entries in zip(into, lists, strict=True):
                 part += entries
     return result
 
 
-class _Place:
-    """Where a tensor was."""
-
-    def __init__(self, dtype: torch.dtype, device: str, shape: Sequence[int]) -> None:
-        self.dtype, self.device, self.shape = dtype, device, tuple(shape)
-        self.key, self.size = (str(dtype), device), torch.Size(shape).numel()
-
-
-def _note(found: dict[tuple[str, str], list[_Place]], place: _Place) -> None:
-    found.setdefault(place.key, []).append(place)
-
-
-def _empty(key: tuple[str, str], places: list[dict[tuple[str, str], list[_Place]]], group: Group) -> Tensor:
-    dtype = next(found[key][0].dtype for found in places if key in found)
-    return torch.empty(0, dtype=dtype, device=group.device if key[1] == group.device.type else key[1])
-
-
-def _walk(tree: Any, fn: Callable[[_Place], Any]) -> Any:
-    """``tree`` with ``fn`` applied to each place."""
-    if isinstance(tree, _Place):
-        return fn(tree)
-    if isinstance(tree, dict):
-        return {key: _walk(item, fn) for key, item in tree.items()}
-    return type(tree)(_walk(item, fn) for item in tree) if isinstance(tree, (list, tuple)) else tree
+def _device(kind: str, group: Group) -> torch.device:
+    return group.device if kind == group.device.type else torch.device(kind)
 
 
 def _never() -> bool:
