@@ -206,7 +206,8 @@ def _gather_rows(group: Group, tensor: Tensor, lengths: list[int]) -> Tensor:
 
 def _exchange_specs(group: Group, tensors: Iterable[Tensor], verb: str) -> list[list[_Spec]]:
     """Each rank's (dtype, shape) of each tensor; the same error on all ranks unless number, dtypes and numbers of dims agree."""
-    specs: list[list[_Spec]] = gather_object(group, [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors])
+    told = gather_json(group, [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors])
+    specs: list[list[_Spec]] = [[(getattr(torch, dtype), tuple(shape)) for dtype, shape in theirs] for theirs in told]
     for rank, theirs in enumerate(specs):
         if len(theirs) != len(specs[0]):
             raise ValueError(f"{verb}: rank 0 gave {len(specs[0])} tensors, rank {rank} gave {len(theirs)}; all must give the same number")

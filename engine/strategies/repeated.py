@@ -43,7 +43,8 @@ class Reached:
         """Take the gradients away from parameters that no sample of any rank has reached. A collective."""
         self._remove()
         self._over, without = True, self._without
-        known = [id(p) in self._found or (without is not None and id(p) not in without) for p in parameters]
+        # A model that this rank has not called in the window, as in manual optimization, keeps what it has.
+        known = [without is None or id(p) in self._found or id(p) not in without for p in parameters]
         anywhere = torch.tensor(known, dtype=torch.uint8, device=ranks.device)
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
         for parameter, reached in zip(parameters, anywhere.tolist(), strict=True):

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import clean_environment, run_script
+from processes import PATIENCE_S, clean_environment, run_script
 
 from engine.distributed import relaunch
 
@@ -198,7 +198,7 @@ def launched(tmp_path):
         command = [sys.executable, str(script), case, str(tmp_path)]
         process = subprocess.Popen(command, env=clean_environment(), start_new_session=True, stderr=subprocess.PIPE, text=True)
         processes.append(process)
-        assert until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(3)), 40)
+        assert until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(3)), PATIENCE_S)
         return process
 
     processes: list[subprocess.Popen[str]] = []

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from differential.cases import STRATEGIES, Case
+from differential.cases import Case
 from differential.faults import FAULTS, find
 from differential.pool import Pools
 from differential.runner import run_case
@@ -24,6 +24,8 @@ FOUND = [
     Case(strategy="pp2", data="list", samples=9, batch=3, units=4, epochs=2, resume=1, killed=True, then="single"),
     # Half an epoch was counted in the micro-batches of the ranks that had saved.
     Case(samples=9, batch=1, units=4, later=8, epochs=2, val="half", resume=2, then="ddp2"),
+    # A repeated micro-batch took the gradients away, where the module steps when it likes.
+    Case(strategy="ddp2", frozen=True, unused=True, samples=9, units=2, limit=3, epochs=3, clip="norm", hook=True, manual="each", seed=28),
 ]
 """Cases that were wrong once."""
 
@@ -45,14 +47,6 @@ def test_trains_as_the_plain_loop(pools: Pools, strategy: str) -> None:
 @pytest.mark.parametrize("case", FOUND, ids=str)
 def test_what_was_wrong_once(pools: Pools, case: Case) -> None:
     assert run_case(case, pools) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", list(STRATEGIES))
-def test_many_train_as_the_plain_loop(pools: Pools, strategy: str) -> None:
-    search = Search(strategy, pools, deadline=time.monotonic() + 50, without=OPEN)
-    search.run(1000, 1)
-    assert not search.found, reproducer(search.found[0])
 
 
 @pytest.mark.slow
