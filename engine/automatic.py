@@ -38,7 +38,7 @@ class Automatic:
         return outputs
 
     def step(self) -> None:
-        """The window is over: finish its gradients and step. One in which no micro-batch had a loss is no step."""
+        """The window is over: finish its gradients and step. One in which no micro-batch had a loss is not stepped."""
         run = self.run
         engine, module, hooks = run.engine, run.module, run.hooks
         if not engine.window.fed and not engine.window_has_loss():

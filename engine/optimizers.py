@@ -37,7 +37,7 @@ class Schedule:
     """How learning rate loggers call it."""
     reduce_on_plateau: bool = False
     numbered: bool = field(default=False, init=False)
-    """The scheduler is told how far the training is, as timm's are: ``step(epoch)``, ``step_update(num_updates)``."""
+    """The scheduler takes the number of the epoch or step, as those of timm do: ``step(epoch)``, ``step_update(num_updates)``."""
     step: Callable[[Any, Any], None] | None = field(default=None, init=False, repr=False)
     """The module's ``lr_scheduler_step``, if it has one: it makes each step of the scheduler."""
 
@@ -161,7 +161,7 @@ class Modes:
 
 
 def counters(optimizer: Any) -> set[str]:
-    """What a group's entries of that name say is no hyperparameter: the optimizer counts there, because its constructor does not take it."""
+    """Whether a group's entry of that name is a counter of the optimizer's own rather than a hyperparameter: its constructor does not take it."""
     return set(optimizer.defaults) - set(inspect.signature(type(optimizer)).parameters)
 
 

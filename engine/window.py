@@ -122,7 +122,7 @@ class Window:
         return not self.share.last if self.accumulating else group.held
 
     def ended(self, group: Gathered) -> bool:
-        """Whether a window's gradients are whole, or there is no window: what is there may be cleared without a step."""
+        """Whether the gradients may be cleared without a step: the window is whole, or there is none."""
         if not self.accumulating:
             return not group.held
         if not self.share.last or not self.complete:

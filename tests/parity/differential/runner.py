@@ -39,7 +39,7 @@ def _check_orders(case: Case, random: dict[int, list[int]]) -> None:
         return
     for epoch, order in random.items():
         if sorted(order) != list(range(case.samples)):
-            raise Failed(f"the order of epoch {epoch} is no permutation of {case.samples} samples: {order}")
+            raise Failed(f"the order of epoch {epoch} is not a permutation of {case.samples} samples: {order}")
     if case.samples > 11 and len({tuple(order) for order in random.values()}) < len(random):
         raise Failed(f"epochs have the same order: {random}")
 
