@@ -200,6 +200,7 @@ class Checkpoints:
             "order": None if self.train_loader is None else self.train_loader.order,
             "schedulers": [s.scheduler.state_dict() for s in self.schedulers],
             "scaler": self.engine.scaler.state_dict() if self.engine.scaler is not None else None,
+            "window": self.engine.window.state_dict(),
             "metrics": dict(self.metrics),
             "elapsed_s": self.clock(),
             "val_every": self.val_every.state_dict(),
@@ -274,6 +275,8 @@ class Checkpoints:
         self.state.batch_idx = self.state.whole_batches
         if self.engine.scaler is not None and shared["scaler"]:
             self.engine.scaler.load_state_dict(shared["scaler"])
+        if "window" in shared:
+            self.engine.window.load_state_dict(shared["window"])
         self.metrics.update(shared["metrics"])
         self._elapsed_before = shared["elapsed_s"]
         self.val_every.load_state_dict(shared["val_every"])

@@ -273,8 +273,8 @@ class Engine(States):
         self._norms.refuse_none()
         window = self.window
         window.drop(self.data_group.world_size, self.scaler is not None)
-        if self.group.world_size > 1 and (self.sync_gradients or self.strategy.matched_forward or self.strategy.matched_backward):
-            self.strategy.backward_nothing(self._models)
+        if self.group.world_size > 1:
+            self.strategy.backward_nothing(self._models, self.sync_gradients)
 
     def window_has_loss(self) -> bool:
         """Whether some rank had a loss in the window that ends here. For ranks that had none (``window.fed``): others need not ask."""

@@ -17,6 +17,7 @@ from engine.prepared import PreparedScheduler
 from engine.preparing import Preparing
 from engine.saving import Content, Saver, stepped
 from engine.seed import capture, restore
+from engine.window import Window
 
 
 class States(Preparing):
@@ -27,6 +28,7 @@ class States(Preparing):
     _schedulers: list[PreparedScheduler]
     _saver: Saver | None = None
     scaler: Any
+    window: Window
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load these objects as well, with checkpoints of :class:`engine.Fit` too. In their order, the same in every run.
@@ -132,6 +134,8 @@ class States(Preparing):
                 loader.load_state_dict({**state, "stream": streams[index]})
             if self.scaler is not None and shared["scaler"]:
                 self.scaler.load_state_dict(shared["scaler"])
+            if "window" in shared:
+                self.window.load_state_dict(shared["window"])
             self.load_registered_states(shared["registered"])
             if own is not None:
                 restore(own["rng"])
@@ -166,6 +170,7 @@ class States(Preparing):
             shared={
                 "schedulers": [s.scheduler.state_dict() for s in self._schedulers],
                 "scaler": None if self.scaler is None else self.scaler.state_dict(),
+                "window": self.window.state_dict(),
                 "loaders": [{name: value for name, value in state.items() if name != "stream"} for state in loaders],
                 "registered": self.registered_states(),
                 "seed": self.seed,

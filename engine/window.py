@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ class Window:
         self.complete = False
         """Whether the newest backward pass was of a window's last micro-batch."""
         self.scalars = False
-        """Whether there ever was a scalar loss."""
+        """Whether there ever was a scalar loss: on this rank, and on any since the ranks last agreed on it."""
         self.watching = False
         """Whether :meth:`attribute` is to be called after the backward pass."""
         self._newest = self.groups[0]  # with several groups: what the newest loss is, until it is known whom it reaches
@@ -341,9 +341,19 @@ class Window:
         """
         mine = (group.scalars, group.count is not None, self.scalars)
         scalars, weighted, any_scalar = self.agree([float(flag) for flag in mine])
+        self.scalars = bool(any_scalar)
         if scalars and weighted:
             raise TypeError("a scalar loss on one rank and Loss(sum, count) on another in one window: return one kind")
         group.kind = WEIGHTED if weighted else SCALAR if any_scalar else 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What later windows depend on; the same on all ranks between two windows."""
+        return {"scalars": self.scalars, "reference": self.reference}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+        self.scalars, self.reference = state["scalars"], state["reference"]
+        self._met = self.reference is not None
 
     def discard(self) -> None:
         """The window ends without a step; its gradients are gone."""

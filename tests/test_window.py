@@ -12,6 +12,7 @@ import torch
 from models import Weight, fit, on_ranks, ones
 from torch import Tensor, nn
 
+from callbacks import ModelCheckpoint
 from engine import Engine, Loss
 from engine.window import packed
 
@@ -352,6 +353,7 @@ CASES = [
     (2, {(0, 0), (0, 3)}, "either"),
     (1, {(0, 1), (1, 1)}, "weighted"),
     (1, {(1, 0)}, "scalar"),
+    (1, {(0, 0), (1, 0), (0, 2), (1, 2)}, "scalar"),
 ]
 
 
@@ -395,25 +397,43 @@ def ranks_engine() -> Any:
     return [engine.unwrap_model(a).weight.item(), engine.unwrap_model(b).weight.item()]
 
 
-def ranks_all() -> Any:
-    return {"none": ranks_without_loss(), "zero": ranks_zero(), "engine": ranks_engine()}
+def ranks_go_on(root: str) -> Any:
+    """No rank has a loss in the second step, which a resumed run begins with; the others have."""
+    found = []
+    for scalar in (True, False):
+
+        def module(scalar: bool = scalar) -> Pattern:
+            return Pattern({(0, 1), (1, 1)}, "scalar" if scalar else "weighted")
+
+        folder = Path(root) / str(scalar)
+        saver = ModelCheckpoint("1 steps", save_top_k=-1, dirpath=folder, filename="{step}")
+        settings = {"devices": "auto", "max_epochs": 1, "strategy": "ddp"}
+        fit(root, **settings, callbacks=[saver]).run(module(), batches_of())
+        again = fit(root, **settings).run(module(), batches_of(), resume=folder / "1")
+        found.append(again.step)
+    return found
+
+
+def ranks_all(root: str) -> Any:
+    return {"none": ranks_without_loss(), "zero": ranks_zero(), "engine": ranks_engine(), "again": ranks_go_on(root)}
 
 
 @pytest.fixture(scope="module")
-def found() -> list[Any]:
-    return on_ranks(ranks_all, 2)
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return on_ranks(ranks_all, 2, tmp_path_factory.mktemp("ranks"))
 
 
 def expected_without_loss(window: int, pairs: set[tuple[int, int]], kind: str) -> list[float]:
-    """In float64 on one process. A scalar's samples count with a zero gradient, those of ``Loss`` do not."""
-    w, steps, batches = 0.0, 0, [b.double() for b in batches_of()]
+    """In float64 on one process. Once there was a scalar loss, samples without one count with a zero gradient; with ``Loss`` they do not."""
+    w, steps, batches, scalars = 0.0, 0, [b.double() for b in batches_of()], False
     for low in range(0, 4, window):
         here = [(rank, i, batches[2 * i + rank]) for i in range(low, low + window) for rank in range(2)]
         kept = [batch for rank, i, batch in here if (rank, i) not in pairs]
         if kept:
             count = sum(len(b) for b in kept) if kind != "scalar" else sum(len(b) for _, _, b in here)
             w -= 0.5 * sum(float((w - b).sum()) for b in kept) / count
-            steps += 1
+            scalars = scalars or kind == "scalar"
+        steps += bool(kept) or scalars
     return [w, steps]
 
 
@@ -424,6 +444,10 @@ def test_a_rank_without_a_loss_takes_part(found: list[Any], number: int) -> None
     for rank in found:
         assert rank["none"][number] == [pytest.approx(weight, abs=tolerance), steps]
     assert found[0]["none"][number] == found[1]["none"][number]
+
+
+def test_whether_a_window_without_a_loss_is_a_step_is_the_same_after_a_resume(found: list[Any]) -> None:
+    assert [rank["again"] for rank in found] == [[4, 3]] * 2
 
 
 def test_ranks_that_zero_without_a_step_stay_equal(found: list[Any]) -> None:

@@ -130,8 +130,10 @@ class Strategy:
     def expect(self, models: Sequence[nn.Module], root: Tensor) -> None:
         """The coming backward pass starts at ``root``, which no forward pass has returned."""
 
-    def backward_nothing(self, models: Sequence[nn.Module]) -> None:
-        """Take part in the other ranks' gradient reduction without a loss of one's own."""
+    def backward_nothing(self, models: Sequence[nn.Module], last: bool) -> None:
+        """A micro-batch has no loss: take part in the other ranks' gradient reduction, where it is the window's ``last``."""
+        if not last:
+            return
         root = joins(p for model in models for p in model.parameters())
         self.expect(models, root)
         root.backward()

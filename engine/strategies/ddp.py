@@ -124,7 +124,7 @@ class DDP(Strategy):
 
     def expect(self, models: Sequence[nn.Module], root: Tensor) -> None:
         for model in models:
-            if isinstance(model, Replica) and model.searching:
+            if isinstance(model, Replica) and model.searching and model.require_backward_grad_sync:
                 # The search for unused parameters ran when forward returned nothing, and took all of them for unused.
                 model.reducer.prepare_for_backward([root])
 
@@ -136,6 +136,10 @@ class DDP(Strategy):
     def drop_repeated(self, parameters: Sequence[Tensor]) -> None:
         if self.find_unused_parameters and self.group.world_size > 1:
             self._reached.settle(self.group, parameters)
+
+    def backward_nothing(self, models: Sequence[nn.Module], last: bool) -> None:
+        # Later passes may reach fewer parameters, and the gradient of zero is that of all of them.
+        super().backward_nothing(models, last or self.find_unused_parameters)
 
     def discard(self, models: Sequence[nn.Module]) -> None:
         self._reached.forget()

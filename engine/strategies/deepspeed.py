@@ -322,7 +322,7 @@ class DeepSpeed(Strategy):
 
     # -- gradients --------------------------------------------------------------------------------------------------------------
 
-    def backward_nothing(self, models: Sequence[nn.Module]) -> None:
+    def backward_nothing(self, models: Sequence[nn.Module], last: bool) -> None:
         if self.zero_stage:
             raise ValueError(
                 f"training_step returned None on rank {self.group.rank} under DeepSpeed, whose backward passes all ranks run together: "

@@ -291,7 +291,7 @@ class FSDP(Strategy):
             dist.all_reduce(parameter.grad, group=self.data_group.wide)
             parameter.grad.div_(self.data_group.world_size)
 
-    def backward_nothing(self, models: Sequence[nn.Module]) -> None:
+    def backward_nothing(self, models: Sequence[nn.Module], last: bool) -> None:
         raise ValueError(
             f"training_step returned None on rank {self.group.rank} under {type(self).__name__}, whose backward passes all ranks run "
             "together: return Loss(out.sum() * 0, 0) to leave this micro-batch out"

@@ -85,7 +85,8 @@ class Loop:
         self.optimizers = models.optimizers(case, self.net)
         self.schedulers = models.schedulers(case, self.optimizers)
         self.validated = -1
-        self.metrics: dict[str, float] = {}
+        self.scalars = False
+        """Whether there was a scalar loss."""
 
     def run(self) -> Trained:
         case = self.case
@@ -118,7 +119,7 @@ class Loop:
         return [[i for each in step for part in each for i in part]]
 
     def step(self, step: plan.Step, index: int) -> None:
-        case, total, weight, fed = self.case, torch.zeros((), dtype=torch.float64), 0.0, False
+        case, total, weight, fed, zero = self.case, torch.zeros((), dtype=torch.float64), 0.0, False, False
         logged: list[Logged] = []
         self.stepped = False
         for numbers in self.parts(step):
@@ -131,19 +132,21 @@ class Loop:
             if none:
                 # Alone its samples do not count; among several ranks a mean's count with a zero gradient.
                 weight += counts.sum().item() if self.ranks > 1 and case.loss in ("mean", "dict") else 0.0
-                fed = fed or self.ranks > 1
+                zero = self.ranks > 1  # a gradient, of every trained parameter
                 continue
-            fed = True
+            fed, self.scalars = True, case.loss in ("mean", "dict")
             total = total + (each * counts).sum()
             weight += counts.sum().item()
             bad = models.poisoned(case, out, batch["i"])
             if bad is not None:
                 total = total + bad
         self.log(logged)
-        if not fed:
+        if not fed and not (self.ranks > 1 and self.scalars):  # among several ranks none is left out that a scalar loss came before
             return
         if total.requires_grad:
             (total / (weight or 1.0)).backward()
+        for p in self.net.parameters() if zero else ():
+            p.grad = torch.zeros_like(p) if p.requires_grad and p.grad is None else p.grad
         self.apply(self.optimizers)
 
     def apply(self, chosen: list[torch.optim.Optimizer], clip: bool = True) -> None:
