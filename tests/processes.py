@@ -8,14 +8,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from nursery import Forked, Nursery
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,6 +29,8 @@ _FOREIGN = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "MASTER_", "TORCHELASTIC_", "SLURM_", "FIT_", "PYTEST_"),
     *("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "MV2_", "PET_", "KUBERNETES_", "RAY_ADDRESS", "NODE_RANK"),
 )
+
+Process = subprocess.Popen[bytes] | Forked
 
 _REPORT = """
 def report(value):
@@ -67,13 +71,13 @@ def run_ranks(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
     with tempfile.TemporaryDirectory() as directory:
         variables = [rank_variables(rank, world_size, store.port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"} for rank in range(world_size)]
-        return _run(script, args, variables, Path(directory), timeout, check, env or {})
+        return _run(script, args, variables, Path(directory), timeout, check, env or {}, _fork if env is None else _start)
 
 
 def run_script(script: str | Path, *args: object, timeout: float = PATIENCE_S, check: bool = True, env: Mapping[str, str] | None = None) -> Ran:
     """Run ``script`` as a plain ``python script.py``, without a launcher's variables."""
     with tempfile.TemporaryDirectory() as directory:
-        return _run(script, args, [{}], Path(directory), timeout, check, env or {})[0]
+        return _run(script, args, [{}], Path(directory), timeout, check, env or {}, _start)[0]
 
 
 def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -113,15 +117,15 @@ def _run(
     timeout: float,
     check: bool,
     env: Mapping[str, str],
+    start: Callable[[Sequence[str], Mapping[str, str], Path, Path], Process],
 ) -> list[Ran]:
     with _script_file(script, directory) as path:
         begun = time.monotonic()
-        processes, seconds = [], [0.0] * len(variables)
+        processes: list[Process] = []
+        seconds = [0.0] * len(variables)
         for rank, own in enumerate(variables):
-            with (directory / f"{rank}.out").open("w") as out, (directory / f"{rank}.err").open("w") as err:
-                own = clean_environment(**own, TEST_REPORT=str(directory / f"{rank}.json")) | dict(env)
-                command = [sys.executable, str(path), *map(str, args)]
-                processes.append(subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, stdout=out, stderr=err))
+            own = clean_environment(**own, TEST_REPORT=str(directory / f"{rank}.json")) | dict(env)
+            processes.append(start([str(path), *map(str, args)], own, directory / f"{rank}.out", directory / f"{rank}.err"))
         try:
             problem = _await_all(processes, seconds, begun, timeout, check)
         finally:
@@ -135,7 +139,24 @@ def _run(
     return ran
 
 
-def _await_all(processes: list[subprocess.Popen[bytes]], seconds: list[float], begun: float, timeout: float, check: bool) -> str:
+def _start(command: Sequence[str], environment: Mapping[str, str], out: Path, err: Path) -> Process:
+    """A new interpreter."""
+    with out.open("w") as first, err.open("w") as second:
+        return subprocess.Popen([sys.executable, *command], env=environment, stdin=subprocess.DEVNULL, stdout=first, stderr=second)
+
+
+def _fork(command: Sequence[str], environment: Mapping[str, str], out: Path, err: Path) -> Process:
+    """One that has torch imported."""
+    return nursery().fork(command, environment, out, err)
+
+
+@cache
+def nursery() -> Nursery:
+    """This test process's."""
+    return Nursery(clean_environment())
+
+
+def _await_all(processes: Sequence[Process], seconds: list[float], begun: float, timeout: float, check: bool) -> str:
     """Wait for all; what went wrong, if anything."""
     grace = begun + timeout
     problem = ""

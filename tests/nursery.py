@@ -1,0 +1,154 @@
+"""A process that has imported torch and the library, and forks itself into the ranks that tests ask for: one starts in milliseconds.
+
+Beside that a rank is what ``python script.py`` is: its own environment, arguments, output and ``__main__``, and the interpreter's usual end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+IMPORTED = (
+    *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint"),
+    *("torch.distributed.checkpoint.hf_storage", "torchmetrics", "engine.fit", "engine.engine", "engine.strategies.fsdp"),
+    *("engine.strategies.ddp", "engine.strategies.mesh_parallel", "callbacks"),
+)
+
+
+class Forked:
+    """A process of the nursery, with what is used of ``subprocess.Popen``."""
+
+    def __init__(self, nursery: Nursery, number: int) -> None:
+        self._nursery, self._number = nursery, number
+
+    @property
+    def returncode(self) -> int | None:
+        return self._nursery.codes.get(self._number)
+
+    def poll(self) -> int | None:
+        """Its exit status (-n: signal n) once it has ended."""
+        if self.returncode is None:
+            self._nursery.hear(0.0)
+        return self.returncode
+
+    def wait(self) -> int:
+        while (code := self.poll()) is None:
+            self._nursery.hear(1.0)
+        return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            self._nursery.say({"kill": self._number})
+
+
+class Nursery:
+    """The process, as the tests see it."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        command = [sys.executable, str(Path(__file__)), *IMPORTED]
+        self.process = subprocess.Popen(command, env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.codes: dict[int, int] = {}
+        self._count, self._rest = 0, b""
+        atexit.register(self.process.kill)
+
+    def fork(self, command: Sequence[str], environment: Mapping[str, str], out: Path, err: Path) -> Forked:
+        """Start ``python *command``."""
+        self._count += 1
+        files = [str(out), str(err)]
+        self.say({"number": self._count, "command": list(command), "environment": dict(environment), "directory": os.getcwd(), "files": files})
+        return Forked(self, self._count)
+
+    def say(self, request: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def hear(self, seconds: float) -> None:
+        """Take in who has ended, waiting so long for it at most."""
+        assert self.process.stdout is not None
+        file = self.process.stdout.fileno()
+        while select.select([file], [], [], seconds)[0]:
+            piece = os.read(file, 65536)
+            if not piece:
+                raise RuntimeError(f"the nursery of ranks has ended with {self.process.wait()}")
+            *lines, self._rest = (self._rest + piece).split(b"\n")
+            for line in lines:
+                number, code = json.loads(line)
+                self.codes[number] = code
+            seconds = 0.0
+
+
+def _serve() -> dict[str, Any] | None:
+    """Fork what lines on stdin ask for, and tell who has ended. Returns in a forked process, with what it is to be."""
+    awake, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    numbers: dict[int, int] = {}
+    rest = b""
+    while True:
+        if awake in select.select([0, awake], [], [])[0]:
+            os.read(awake, 4096)
+            while numbers and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                os.write(1, json.dumps([numbers.pop(ended[0]), os.waitstatus_to_exitcode(ended[1])]).encode() + b"\n")
+            continue
+        piece = os.read(0, 1 << 20)
+        if not piece:
+            return None
+        *lines, rest = (rest + piece).split(b"\n")
+        for request in map(json.loads, lines):
+            if "kill" in request:
+                for pid in [pid for pid, number in numbers.items() if number == request["kill"]]:
+                    os.kill(pid, signal.SIGKILL)
+                continue
+            pid = os.fork()
+            if not pid:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                os.close(awake)
+                os.close(wake)
+                return dict(request)
+            numbers[pid] = request["number"]
+
+
+def _become(request: dict[str, Any]) -> types.ModuleType:
+    """Take over the environment, the arguments and the files; the module that the script is to be."""
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["directory"])
+    for number, path in enumerate((os.devnull, *request["files"])):
+        file = os.open(path, os.O_RDWR | os.O_CREAT)
+        os.dup2(file, number)
+        os.close(file)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
+    sys.argv, sys.orig_argv = request["command"], [sys.executable, *request["command"]]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    module.__file__ = sys.argv[0]
+    return module
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
+    gc.freeze()  # what was imported is not walked at each process's end: that takes a second
+    asked = _serve()
+    if asked is not None:
+        main = _become(asked)
+        exec(compile(Path(sys.argv[0]).read_bytes(), sys.argv[0], "exec"), main.__dict__)
