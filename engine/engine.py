@@ -154,7 +154,7 @@ class Engine(States):
         finally:
             window = self.window
             window.accumulating = False
-            window.hold({id(p) for model in models for p in model.parameters()} if models and len(window.groups) > 1 else None)
+            window.hold({id(p) for model in models for p in model.parameters()} if models and window.only is None else None)
             if window.share.alone < 0:
                 window.share = ALONE
 

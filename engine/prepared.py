@@ -69,7 +69,7 @@ class PreparedOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step with the window's gradients; the value of ``closure`` when one is given (it computes them itself, as LBFGS asks)."""
-        group = self._window.of(self.optimizer)
+        group = self._window.only or self._window.of(self.optimizer)
         if self._window.waits(group):
             return None
         group.used = True
@@ -90,7 +90,7 @@ class PreparedOptimizer(Optimizer):
         return self.optimizer.step(exact)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        group = self._window.of(self.optimizer)
+        group = self._window.only or self._window.of(self.optimizer)
         if group.used or group.ready or self._window.ended(group):
             self.optimizer.zero_grad(set_to_none=set_to_none)
             group.cleared()

@@ -53,7 +53,7 @@ class Preparing(Processes):
             return self.prepare_model(item)
         if isinstance(item, Optimizer):
             return self.prepare_optimizer(item)
-        if isinstance(item, LRScheduler):
+        if isinstance(item, LRScheduler) or _schedules(item):
             return self.prepare_scheduler(item)
         if isinstance(item, (DataLoader, CombinedLoader)):
             return self.prepare_data_loader(item)
@@ -174,3 +174,9 @@ class Preparing(Processes):
 def raw(optimizer: Any) -> Any:
     """The user's own optimizer."""
     return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
+
+
+def _schedules(item: Any) -> bool:
+    """Whether it is a scheduler of another class than torch's, such as timm's."""
+    schedules = hasattr(item, "optimizer") and not hasattr(item, "zero_grad")
+    return schedules and all(callable(getattr(item, name, None)) for name in ("step", "state_dict", "load_state_dict"))

@@ -122,8 +122,8 @@ class Stepper:
             self.settle()
         if self.first is not None:
             self.call_first()
-        groups = self.window.groups
-        divisor = self._divisor(groups[0]) if len(groups) == 1 else self._divided(optimizers)
+        groups, only = self.window.groups, self.window.only
+        divisor = self._divisor(only) if only is not None else self._divided(optimizers)
         if self.scaler is None and max_norm is None and max_value is None and self.on_nonfinite is None and divisor is None:
             for optimizer in optimizers:
                 optimizer.step()

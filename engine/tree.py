@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -89,7 +89,7 @@ def batch_size(tree: Any) -> int | None:
         return tree[0].size(0)  # the usual case first: this may be asked in every step
     if isinstance(tree, Tensor):
         return tree.shape[0] if tree.ndim else None
-    if isinstance(tree, dict):
+    if isinstance(tree, Mapping):
         tree = list(tree.values())
     if isinstance(tree, (list, tuple)):
         for item in tree:

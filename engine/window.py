@@ -42,6 +42,7 @@ class Window:
         "groups",
         "held",
         "lockstep",
+        "only",
         "reference",
         "scalars",
         "share",
@@ -61,6 +62,8 @@ class Window:
         """The newest ``accumulate`` block did not close its window, and no backward pass came after it."""
         self.groups = [Gathered()]
         """One for each optimizer that steps by itself."""
+        self.only: Gathered | None = self.groups[0]
+        """The one of them; ``None`` when there are several."""
         self.agree: Agree = list
         """Set by the engine."""
         self.traces: Callable[[Sequence[Optimizer]], list[Any]] = traces
@@ -94,25 +97,27 @@ class Window:
             self.groups[0].optimizers.append(optimizer)
             return
         self.groups.append(Gathered([optimizer]))
+        self.only = None
         self._newest = Gathered()
         self._newest.closed = True
 
     def join(self) -> None:
         """All optimizers step together on one loss."""
-        self.groups = [Gathered([optimizer for group in self.groups for optimizer in group.optimizers])]
-        self._newest = self.groups[0]
+        self._together([optimizer for group in self.groups for optimizer in group.optimizers])
 
     def leave(self) -> None:
         """No optimizer any more."""
-        self.groups = [Gathered()]
-        self._newest = self.groups[0]
+        self._together([])
+
+    def _together(self, optimizers: list[Optimizer]) -> None:
+        self._newest = self.only = Gathered(optimizers)
+        self.groups = [self._newest]
 
     def of(self, optimizer: Optimizer) -> Gathered:
         """What stands for this optimizer's gradients."""
-        groups = self.groups
-        if len(groups) == 1:
-            return groups[0]
-        for group in groups:
+        if self.only is not None:
+            return self.only
+        for group in self.groups:
             if any(optimizer is own for own in group.optimizers):
                 return group
         raise RuntimeError(f"this {type(optimizer).__name__} was not prepared, but others were: call engine.prepare(optimizer) before backward")
@@ -127,17 +132,20 @@ class Window:
             return not group.held
         if not self.share.last or not self.complete:
             return False
-        return len(self.groups) == 1 or self.groups.index(group) in self.reached(self._entered)
+        return self.only is not None or self.groups.index(group) in self.reached(self._entered)
 
     def enter(self) -> None:
         """A micro-batch of an accumulating loop begins."""
         self.accumulating, self.complete = True, False
-        if len(self.groups) > 1 and self.share.last:
+        if self.only is None and self.share.last:
             self._entered = [self.traces(group.optimizers) for group in self.groups]
 
     def hold(self, parameters: set[int] | None) -> None:
         """An ``accumulate`` block ends. ``parameters``: ids of those that it was about; ``None``: all."""
         self.held = held = not self.share.last
+        if self.only is not None and parameters is None:
+            self.only.held = held
+            return
         for group in self.groups:
             if parameters is None or any(id(p) in parameters for o in group.optimizers for g in o.param_groups for p in g["params"]):
                 group.held = held
@@ -167,7 +175,7 @@ class Window:
 
     def _open(self) -> None:
         """Begin another window after a finished one."""
-        newest, several = self._newest, len(self.groups) > 1
+        newest, several = self._newest, self.only is None
         self.fed = False
         self._rare = several or newest.altered
         if not self._rare and newest.count is None and not newest.dropped and not newest.ready:  # the usual window
@@ -200,11 +208,11 @@ class Window:
         root, count = scalar(loss.sum), loss.count
         if isinstance(count, Tensor):
             count = whole(count.detach())
-        if len(self.groups) > 1:
+        if self.only is None:
             self._watch(True)
         elif newest.count is not None and not self.accumulating and self._empty(newest):
             newest.open()
-        if all(group.count is None for group in self.groups):
+        if newest.count is None and (self.only is not None or all(group.count is None for group in self.groups)):
             # The whole window in one micro-batch: divide the loss, not the gradients, as a bare loop does.
             alone = world_size == 1 and (share.last or not self.accumulating)
             self._unit, self._exact = (nonzero(count), count) if alone else (None, None)
@@ -278,7 +286,7 @@ class Window:
             TypeError: both kinds of losses are in one optimizer's gradients.
             RuntimeError: it added to gradients that are divided, unscaled or clipped for a step that has not come.
         """
-        newest, several = self._newest, len(self.groups) > 1
+        newest, several = self._newest, self.only is None
         before, self.watching, self._released, self._watched = self._watched, False, False, []
         for i in self.reached(before):
             group = self.groups[i]
@@ -301,9 +309,9 @@ class Window:
 
     def release(self) -> None:
         """A backward pass outside of ``accumulate`` begins: whom it reaches steps."""
-        self.held, self._released = False, len(self.groups) > 1
-        if not self._released:
-            self.groups[0].held = False
+        self.held, self._released = False, self.only is None
+        if self.only is not None:
+            self.only.held = False
 
     # -- the end of a window ----------------------------------------------------------------------------------------------------
 

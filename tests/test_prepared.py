@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,6 +126,43 @@ def test_a_scheduler_may_be_made_on_the_prepared_optimizer() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5
     one_step(engine, model, optimizer, scheduler)
     assert optimizer.param_groups[0]["lr"] == 0.75
+
+
+class Numbered:
+    """A scheduler of another library: it is given the epoch."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.epochs = optimizer, [0]
+
+    def step(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+        self.optimizer.param_groups[0]["lr"] = 1.0 / (1 + epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epochs = state["epochs"]
+
+
+def test_a_scheduler_of_another_library_is_prepared_and_saved(tmp_path: Path) -> None:
+    def prepared() -> Any:
+        engine = Engine(accelerator="cpu")
+        model = nn.Linear(2, 1)
+        plain = torch.optim.SGD(model.parameters(), lr=1.0)
+        return engine, *engine.prepare(model, plain, Numbered(plain))
+
+    engine, model, optimizer, scheduler = prepared()
+    assert isinstance(scheduler, PreparedScheduler)
+    for epoch in (1, 2):
+        engine.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        scheduler.step(epoch)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1 / 3)
+    engine.save_state(tmp_path / "state")
+    engine, _, _, other = prepared()
+    engine.load_state(tmp_path / "state")
+    assert other.epochs == [0, 1, 2]
 
 
 def test_plateau_takes_its_metric() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -91,6 +91,7 @@ def test_move_lets_objects_move_themselves() -> None:
         (torch.zeros(5, 2), 5),
         ([torch.zeros(3, 2), torch.zeros(7)], 3),
         ({"id": "x", "y": torch.zeros(4)}, 4),
+        (UserDict({"input_ids": torch.zeros(4, 9)}), 4),
         ((1, "a", [torch.tensor(1.0), torch.zeros(6)]), 6),
         (Item("i", torch.zeros(2, 9)), 2),
         (Pair(torch.zeros(8), "n"), 8),
