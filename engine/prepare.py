@@ -209,7 +209,7 @@ def distribute(run: Run) -> None:
     wrapped = run.engine.prepare_model(step, autocast=False)
     if run.engine.strategy.pipelined:
         run.call = partial(pipelined, run)
-    elif type(wrapped) is not TrainingStep:
+    elif matched or type(wrapped) is not TrainingStep:
         run.call = wrapped
     if matched:
         module.sharded_root = [wrapped]

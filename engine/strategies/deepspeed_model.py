@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine import gradients
+from engine.strategies.additions import Divided
 from engine.strategies.deepspeed_state import Spread
 from engine.tree import map_tensors
 
@@ -57,6 +58,8 @@ class Driven(nn.Module):
         self._fed = self._inside = False
         self.backwards = 0
         """How many backward passes have reached the model."""
+        self._divided: Divided | None = None
+        self._frozen: list[tuple[str, Tensor]] = []
         self._tree: Any = None
         self._hooks: list[Any] = []
         if made[0] == 3:  # before DeepSpeed's own hooks
@@ -71,14 +74,26 @@ class Driven(nn.Module):
         """Train (or only run, without ``optimizer``) by this engine."""
         self._engine, self.optimizer, self.spread, self._fed = [engine], optimizer, spread, False
         if optimizer is not None:
+            self._divided = Divided(self.module, "DeepSpeed")
+            self._frozen = [(name, p) for name, p in self.module.named_parameters() if not p.requires_grad]
             # The optimizer has flat parts now; their gradients are buffers of DeepSpeed's that must stay.
             optimizer.zero_grad = self._zero_grad
         if self.made[0] and "16" in self.made[2] and engine.device.type == "cpu":
             norms = [m for m in self.module.modules() if isinstance(m, _NORMS)]
             self._hooks = [m.register_forward_pre_hook(_as_parameters) for m in norms]
 
+    def _check_frozen(self) -> None:
+        """Raise if a parameter is trained that was frozen when DeepSpeed began."""
+        unfrozen = [name for name, p in self._frozen if p.requires_grad]
+        if unfrozen:
+            raise ValueError(
+                f"{', '.join(unfrozen[:6])}: frozen when DeepSpeed divided the model, and to be trained now, which DeepSpeed would not do: "
+                "unfreeze before the run and resume with Resume(path, optimizer=False), or use strategy='fsdp'"
+            )
+
     def release(self) -> None:
         """Let go of the optimizer; the model can still be run."""
+        self._divided = None
         if self.optimizer is not None:
             vars(self.optimizer).pop("zero_grad", None)
         self.optimizer = self.spread = None
@@ -98,6 +113,9 @@ class Driven(nn.Module):
         stage = self.made[0]
         if not self._engine and stage == 3:
             self._start(self)
+        if self._divided is not None and torch.is_grad_enabled():
+            self._divided.check()
+            self._check_frozen()
         self._inside = True
         try:
             out = self.module(*args, **kwargs)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from engine.checkpoint.source import Source, own_state
@@ -26,6 +27,7 @@ from engine.distributed.mesh import degrees, make_mesh
 from engine.gradients import parameters_of
 from engine.log import warn_once
 from engine.strategies import deferred, shards
+from engine.strategies.additions import Divided
 from engine.strategies.base import Strategy, class_name, spread, sum_over_ranks
 from engine.strategies.flat import SHARDED
 from engine.transforms import blocks, float8
@@ -76,6 +78,8 @@ class FSDP(Strategy):
     _sizes: dict[str, int] = field(default_factory=dict, init=False, repr=False)
     _mesh: DeviceMesh | None = field(default=None, init=False, repr=False)
     _replaced: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False, repr=False)
+    _divided: list[Divided] = field(default_factory=list, init=False, repr=False)
+    _watches: list[RemovableHandle] = field(default_factory=list, init=False, repr=False)
     _settled: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -137,11 +141,21 @@ class FSDP(Strategy):
                     f"{class_name(model)} was sharded with {before}, now {made} is asked for: load a checkpoint into a new module"
                 )
             self.sync([model], True)
-            return model
-        self._check(model)
-        self._shard(model)
-        model._sharded_as = made  # type: ignore[assignment]
+        else:
+            self._check(model)
+            self._shard(model)
+            model._sharded_as = made  # type: ignore[assignment]
+        divided: Divided = vars(model).get("_divided") or Divided(model, type(self).__name__)
+        divided.check()
+        self._watches.append(divided.watch())
+        self._divided.append(divided)
+        model._divided = divided  # type: ignore[assignment]
         return model
+
+    def release(self) -> None:
+        self._divided.clear()
+        while self._watches:
+            self._watches.pop().remove()
 
     def _check(self, model: nn.Module) -> None:
         if any(shards.is_sharded(p) for p in model.parameters()):

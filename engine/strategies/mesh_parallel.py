@@ -163,6 +163,7 @@ class MeshParallel(FSDP):
                         module._parameters[key] = self._now(parameter)  # type: ignore[assignment]
 
     def release(self) -> None:
+        super().release()
         self._holds = False
         if self._losses is not None:
             self._losses.__exit__(None, None, None)
@@ -193,6 +194,8 @@ class MeshParallel(FSDP):
 
     def run_pipeline(self, step: Step, root: Callable[[Any, float], Tensor], batch: Any, last: bool) -> Any:
         assert self._depth is not None, "run_pipeline before setup"
+        for model in self._divided:  # the schedule calls its parts
+            model.check()
         return self._depth.train(step, root, batch, last)
 
     def repoint(self, optimizer: Optimizer) -> None:
