@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from differential.cases import Case
+from differential.cases import STRATEGIES, Case
 from differential.faults import FAULTS, find
 from differential.pool import Pools
 from differential.runner import run_case
@@ -24,6 +24,11 @@ FOUND = [
     Case(strategy="pp2", data="list", samples=9, batch=3, units=4, epochs=2, resume=1, killed=True, then="single"),
     # Half an epoch was counted in the micro-batches of the ranks that had saved.
     Case(samples=9, batch=1, units=4, later=8, epochs=2, val="half", resume=2, then="ddp2"),
+    # Whether a window in which no rank had a loss was a step depended on what a resumed run had forgotten.
+    Case(strategy="ddp2", body="batchnorm", none=2, data="stream", samples=6, units=2, later=4, limit=2, epochs=2, optimizer="adam", seed=38),
+    Case(strategy="ddp2", loss="dict", none=3, samples=9, batch=3, units=2, optimizer="adam", resume=1, killed=True, epochs=3, seed=99),
+    # What no loss reaches got a gradient of zero only from a None in the window's last micro-batch.
+    Case(strategy="ddp2", frozen=True, unused=True, none=3, samples=23, units=6, epochs=2, clip="norm", optimizer="adamw"),
     # A repeated micro-batch took the gradients away, where the module steps when it likes.
     Case(strategy="ddp2", frozen=True, unused=True, samples=9, units=2, limit=3, epochs=3, clip="norm", hook=True, manual="each", seed=28),
 ]
@@ -47,6 +52,15 @@ def test_trains_as_the_plain_loop(pools: Pools, strategy: str) -> None:
 @pytest.mark.parametrize("case", FOUND, ids=str)
 def test_what_was_wrong_once(pools: Pools, case: Case) -> None:
     assert run_case(case, pools) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_many_train_as_the_plain_loop(pools: Pools, strategy: str) -> None:
+    search = Search(strategy, pools, shrink_seconds=60, deadline=time.monotonic() + 30, without=OPEN, fixed=True)
+    search.run(200, 0)
+    assert not search.found, reproducer(search.found[0])
+    assert search.ran
 
 
 @pytest.mark.slow

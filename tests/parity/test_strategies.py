@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,17 @@ def train(strategy: Any, ranks: int, weighted: bool = False, root: str = "", res
 CHECKPOINT = "checkpoints/step=00000003"
 
 
+def wanted(*names: str) -> list[str]:
+    """Those of the names that run now: all, or without the slow ones."""
+    return [name for name in names if os.environ["PARITY_ALL"] == "1" or name not in SLOW]
+
+
+def both(chosen: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """With scalar losses and with weighted ones."""
+    names = [f"{name} {weighted}" for name in chosen for weighted in (False, True)]
+    return {name: train(chosen[name.rpartition(" ")[0]], ranks, name.endswith("True")) for name in wanted(*names)}
+
+
 # -- what runs on each of two, and of four ranks --------------------------------------------------------------------------------------
 
 
@@ -217,7 +229,7 @@ def two_runs() -> Any:
 def two_bf16() -> Any:
     chosen: dict[str, Any] = {"ddp": ("ddp", 2), "fsdp": ("fsdp", 2), "tp": (MeshParallel(tp=2), 1), "pp": (MeshParallel(pp=2), 1)}
     chosen |= {name: (DeepSpeed(stage=int(name[-1])), 2) for name in STAGES}
-    return {name: train(*chosen[name], weighted=True, precision="bf16-mixed") for name in chosen}
+    return {name: train(*chosen[name], weighted=True, precision="bf16-mixed") for name in chosen if wanted(f"{name} bf16")}
 
 
 def two_settings() -> Any:
@@ -256,7 +268,7 @@ def two_meshes() -> Any:
         "zero_bubble": MeshParallel(pp=2, schedule="zero_bubble", num_microbatches=4),
     }
     chosen |= {name: MeshParallel(pp=2, schedule=name, num_microbatches=4) for name in IN_A_V}
-    found = {f"{name} {weighted}": train(chosen[name], 1, weighted) for name in chosen for weighted in (False, True)}
+    found = both(chosen, 1)
     train(chosen["pp"], 1, root="pp", max_steps=3)
     train(chosen["tp"], 1, root="tp", max_steps=3)
     found["fsdp to tp"] = train(chosen["tp"], 1, resume="fsdp")
@@ -272,24 +284,38 @@ BY_DEEPSPEED = (
 ) if STAGES else []  # fmt: skip
 
 
+_MESHES = ("tp, sequence", "gpipe", "interleaved", "zero_bubble", *IN_A_V, "tp x fsdp", "tp x ddp", "pp x ddp", "pp x fsdp", "pp x tp")
+SLOW = {
+    *(f"{name} False" for name in (*_MESHES, "deepspeed 0", "deepspeed 1", "deepspeed 2")),
+    *(f"{name} bf16" for name in ("ddp", "hybrid", "tp x fsdp", "pp x ddp", "deepspeed 0", "deepspeed 1", "deepspeed 3")),
+    *("hybrid, each time", "deepspeed_stage_3 to ddp", "deepspeed_stage_3 to fsdp", "ddp to deepspeed_stage_1", "ddp to deepspeed_stage_3"),
+}
+"""What is much like something else."""
+
+
+def marked(cases: Iterable[str]) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.slow) if case.removeprefix("four ") in SLOW else case for case in cases]
+
+
 def two_deepspeed() -> Any:
     # Without a threshold every parameter here is too small to be sharded at stage 3.
     def stage(name: str) -> Any:
         return DeepSpeed(stage=int(name[-1]), param_persistence_threshold=0 if name[-1] == "3" else None)
 
-    return {f"{name} {weighted}": train(stage(name), 2, weighted) for name in STAGES for weighted in (False, True)}
+    return both({name: stage(name) for name in STAGES}, 2)
 
 
 def two_deepspeed_resumed() -> Any:  # after two_resumed, whose checkpoint of ddp it reads
-    for there in ("deepspeed_stage_2", "deepspeed_stage_3") if STAGES else ():
+    pairs = [pair.split(" to ") for pair in wanted(*BY_DEEPSPEED)]
+    for there in sorted({there for there, _ in pairs} - {"ddp"}):
         train(there, 2, root=there, max_steps=3)
-    pairs = [pair.split(" to ") for pair in BY_DEEPSPEED]
     return {f"{there} to {here}": train(here, 2, resume=there) for there, here in pairs}
 
 
 def four_runs() -> Any:
     found = {f"hybrid {weighted}": train(FSDP(dp_replicate=2, dp_shard=2), 4, weighted) for weighted in (False, True)}
-    found["hybrid, each time"] = train(FSDP(dp_replicate=2, reduce_each_micro_batch=True), 4)
+    for name in wanted("hybrid, each time"):
+        found[name] = train(FSDP(dp_replicate=2, reduce_each_micro_batch=True), 4)
     found["from two"] = train(FSDP(dp_replicate=2), 4, resume="fsdp")
     return found
 
@@ -300,7 +326,7 @@ def four_bf16() -> Any:
         "tp x fsdp": (MeshParallel(tp=2), 2),
         "pp x ddp": (MeshParallel(pp=2, dp_replicate=2, dp_shard=1), 2),
     }
-    return {name: train(*chosen[name], weighted=True, precision="bf16-mixed") for name in chosen}
+    return {name: train(*chosen[name], weighted=True, precision="bf16-mixed") for name in chosen if wanted(f"{name} bf16")}
 
 
 def four_meshes() -> Any:
@@ -311,7 +337,8 @@ def four_meshes() -> Any:
         "pp x fsdp": (MeshParallel(pp=2, num_microbatches=2), 2),
         "pp x tp": (MeshParallel(pp=2, tp=2), 1),
     }
-    found = {f"{name} {weighted}": train(*chosen[name], weighted) for name in chosen for weighted in (False, True)}
+    names = [f"{name} {weighted}" for name in chosen for weighted in (False, True)]
+    found = {name: train(*chosen[name.rpartition(" ")[0]], name.endswith("True")) for name in wanted(*names)}
     train(*chosen["tp x fsdp"], root="tp x fsdp", max_steps=3)
     found["fsdp to tp x fsdp"] = train(*chosen["tp x fsdp"], resume="fsdp")
     found["tp x fsdp to pp x fsdp"] = train(*chosen["pp x fsdp"], resume="tp x fsdp")
@@ -319,8 +346,9 @@ def four_meshes() -> Any:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def found(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Any:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARITY_ALL", str(int(pytestconfig.option.markexpr != "not slow")))
         patch.setenv("PARITY_ROOT", str(tmp_path_factory.mktemp("parity")))
         train("single", 1, root="single", max_steps=3)
         two = on_ranks(__file__, 2, "two_")
@@ -360,18 +388,17 @@ def test_the_bare_loop_clips_and_learns() -> None:
     assert loop["losses"][-1] < 0.95 * loop["losses"][0]
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "ddp", "fsdp", "four hybrid", "tp", "tp, sequence", "four tp x fsdp", "four tp x ddp", "pp", "gpipe", "interleaved", "zero_bubble",
-        *IN_A_V, "four pp x ddp", "four pp x fsdp", "four pp x tp", *STAGES,
-    ],
-)  # fmt: skip
-def test_a_strategy_trains_as_one_process(found: Any, name: str, weighted: bool) -> None:
+NAMES = [
+    "ddp", "fsdp", "four hybrid", "tp", "tp, sequence", "four tp x fsdp", "four tp x ddp", "pp", "gpipe", "interleaved", "zero_bubble",
+    *IN_A_V, "four pp x ddp", "four pp x fsdp", "four pp x tp", *STAGES,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", marked(f"{name} {weighted}" for name in NAMES for weighted in (False, True)))
+def test_a_strategy_trains_as_one_process(found: Any, case: str) -> None:
     for rank in found["runs"]:
-        close(rank[f"{name} {weighted}"], bare(weighted))
-    assert found["runs"][0][f"{name} {weighted}"]["weights"]
+        close(rank[case], bare(case.endswith("True")))
+    assert found["runs"][0][case]["weights"]
 
 
 @pytest.mark.parametrize(
@@ -411,27 +438,31 @@ def test_the_bound_of_bf16_finds_a_forgotten_micro_batch(bounds: dict[str, float
         assert all(apart(wrong, exact, quantity) > 4 * bounds[quantity] for quantity in ("losses", "norms"))
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "tp", "pp", "four hybrid", "four tp x fsdp", "four pp x ddp", *STAGES])
-def test_a_strategy_trains_in_bf16_as_one_process(found: Any, bounds: dict[str, float], name: str) -> None:
+BF16 = ["ddp", "fsdp", "tp", "pp", "four hybrid", "four tp x fsdp", "four pp x ddp", *STAGES]
+
+
+@pytest.mark.parametrize("case", marked(f"{name} bf16" for name in BF16))
+def test_a_strategy_trains_in_bf16_as_one_process(found: Any, bounds: dict[str, float], case: str) -> None:
     exact = bare(True)
     for rank in found["bf16"]:
-        run = rank[name]
+        run = rank[case.removesuffix(" bf16")]
         assert run["step"] == STEPS
         for quantity in QUANTITIES if run["weights"] else QUANTITIES[:2]:
             assert apart(run, exact, quantity) < bounds[quantity]
 
 
+@pytest.mark.slow
 def test_hybrid_reducing_each_time(found: Any) -> None:
     close(found["runs"][0]["four hybrid, each time"], bare(False))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "fsdp to ddp", "ddp to fsdp", "single to fsdp", "fsdp to single", "fsdp of 2 to hybrid of 4", "fsdp to tp", "tp to pp", "pp to ddp",
-        "fsdp to tp x fsdp", "tp x fsdp to pp x fsdp", *BY_DEEPSPEED,
-    ],
-)  # fmt: skip
+RESUMED = [
+    "fsdp to ddp", "ddp to fsdp", "single to fsdp", "fsdp to single", "fsdp of 2 to hybrid of 4", "fsdp to tp", "tp to pp", "pp to ddp",
+    "fsdp to tp x fsdp", "tp x fsdp to pp x fsdp", *BY_DEEPSPEED,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", marked(RESUMED))
 def test_resuming_under_another_strategy(found: Any, name: str) -> None:
     close(found["resumed"][name], bare(False), last=STEPS - 3)
 
