@@ -150,6 +150,6 @@ def joins(parameters: Iterable[Tensor]) -> Tensor:
         "training_step returned None with several ranks: the micro-batch counts with a zero gradient. "
         "To leave samples out exactly, return Loss(sum, count) with the count that is left."
     )
-    total = sum(p.flatten()[0] * 0.0 for p in parameters if p.requires_grad)
+    total = sum((p.flatten()[0] * 0.0).real for p in parameters if p.requires_grad)
     assert isinstance(total, Tensor)
     return total

@@ -1,7 +1,7 @@
 """Which samples each step of a case has: written from the documented contract, with plain lists.
 
-Global batch ``i`` of an epoch is ``order[i * G:(i + 1) * G]``. Each rank takes its part of it in full micro-batches; a short one is
-dealt out as evenly as it goes. Batches that stay whole are dealt one by one, and a stream in rounds.
+Global batch ``i`` of an epoch is ``order[i * G:(i + 1) * G]``, dealt in full micro-batches, a round of all ranks after the other; what is
+left of a short one goes out as evenly as it goes. Batches that stay whole are dealt one by one, and a stream in rounds.
 """
 
 from __future__ import annotations
@@ -40,16 +40,18 @@ def steps(case: Case, epoch: int, random: dict[int, list[int]]) -> Iterator[Step
             rounds = [parts[at : at + ranks] for at in range(0, len(parts), ranks)]
             rounds[-1] += [[]] * (ranks - len(rounds[-1]))
         else:
-            rounds = _evenly(mine, size, ranks)
+            rounds = _short(mine, size, ranks)
         yield [[[i for item in part for i in item] for part in each] for each in rounds]
 
 
-def _evenly(items: list[list[int]], size: int, ranks: int) -> list[list[list[list[int]]]]:
-    least, more = divmod(len(items), ranks)
-    own, at = [], 0
-    for rank in range(ranks):
+def _short(items: list[list[int]], size: int, ranks: int) -> list[list[list[list[int]]]]:
+    """Full rounds first; what is left goes out evenly, the larger parts to the first ranks."""
+    full = len(items) // (size * ranks) * ranks
+    parts = [items[j * size : (j + 1) * size] for j in range(full)]
+    least, more = divmod(len(items) - full * size, ranks)
+    at = full * size
+    for rank in range(ranks if least or more else 0):
         count = least + (rank < more)
-        own.append(items[at : at + count])
+        parts.append(items[at : at + count])
         at += count
-    number = -(-len(items) // (size * ranks))
-    return [[part[j * size : (j + 1) * size] for part in own] for j in range(number)]
+    return [parts[at : at + ranks] for at in range(0, len(parts), ranks)]
