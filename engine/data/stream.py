@@ -146,7 +146,8 @@ class Stream:
             self._opened = None if self._ended else self.source.mark()
             own = []
             for _ in range(window):
-                count = self.round if end is None else min(self.round, end - position)
+                # A position counts whole windows: it is beyond the end when the last one was cut short.
+                count = self.round if end is None else min(self.round, max(0, end - position))
                 read = 0
                 for batch in itertools.islice(batches, count):
                     if read == self.turn or spare is _NOTHING:
