@@ -12,6 +12,7 @@ from typing import Any, Never
 
 from engine import possible, prepare
 from engine.callback import Callback
+from engine.callback_states import check_keys
 from engine.config.duration import Duration
 from engine.config.readable import described
 from engine.config.resolve import UNSET, Resolved, resolve
@@ -306,6 +307,7 @@ class Fit:
             origins, settings = _configured(engine.strategy, settings, self.origins)
             refuse_replaced(module, *settings.callbacks)
             callbacks = tuple(c for c in _with_own(module, settings.callbacks) if not (settings.fast_dev_run and c.runs_last))
+            check_keys(callbacks, Callback)
             config = possible.shown(settings, origins, engine.strategy, engine.precision) | described(self.sections, origins)
             yield Run(settings, engine, module, callbacks, Hooks(callbacks, module, Callback, TrainModule), stage, config)
 

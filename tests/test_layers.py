@@ -47,6 +47,7 @@ LAYERS: dict[str, int] = {
     "engine.datamodule": 4,
     "engine.optimizers": 4,
     "engine.hooks": 5,
+    "engine.callback_states": 5,
     "engine.result": 5,
     "engine.checkpoints": 5,
     "engine.run": 5,
