@@ -75,7 +75,7 @@ def test_one_key_for_two_states_is_refused_before_the_first_step(tmp_path: Path)
     class Number(Counter):
         state_key = 3  # type: ignore[assignment]
 
-    with pytest.raises(TypeError, match="Number.state_key is 3 of type int: return a str"):
+    with pytest.raises(TypeError, match=r"Number\.state_key is 3 of type int: return a str"):
         fit(tmp_path, callbacks=Number()).run(module, ones(1))
 
 
