@@ -18,6 +18,7 @@ LAYERS: dict[str, int] = {
     "engine.garbage": 0,
     "engine.config": 0,
     "engine.accelerator": 1,
+    "engine.switches": 1,
     "engine.distributed": 1,
     "engine.hparams": 2,
     "engine.precision": 2,
