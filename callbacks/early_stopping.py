@@ -80,6 +80,10 @@ class EarlyStopping(Callback):
         if self._training and not any(count != 0 for count in run.num_eval_batches):
             self._check(run)
 
+    @property
+    def state_key(self) -> str:
+        return f"{type(self).__qualname__}[monitor={self.monitor!r}, mode={self.mode!r}]"
+
     def state_dict(self) -> dict[str, Any]:
         return {"wait_count": self.wait_count, "best_score": self.best_score, "stopped_epoch": self.stopped_epoch}
 

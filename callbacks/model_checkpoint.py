@@ -142,6 +142,10 @@ class ModelCheckpoint(Callback):
                 self.scores[run.step], self.names[run.step] = None, name
                 run.last_checkpoint = run.save_checkpoint(name)
 
+    @property
+    def state_key(self) -> str:
+        return f"{type(self).__qualname__}[monitor={self.monitor!r}, mode={self.mode!r}]; every={self.every.duration}"
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "scores": dict(self.scores),

@@ -65,6 +65,15 @@ class Callback:
     def on_save_checkpoint(self, run: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None: ...
     def on_load_checkpoint(self, run: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None: ...
 
+    @property
+    def state_key(self) -> str:
+        """Under which name a checkpoint keeps :meth:`state_dict`: the class, unless it is overridden.
+
+        Two callbacks of a class that have a state need different keys: put in what tells them apart, ``f"EarlyStopping[monitor={self.monitor!r}]"``.
+        What stands after ``"; "`` may differ from run to run where only one callback, and one saved state, has the part before it.
+        """
+        return type(self).__qualname__
+
     def state_dict(self) -> dict[str, Any]:
         """What to keep in checkpoints: a tree of tensors and JSON values."""
         return {}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from engine.callback_states import load_states, states
 from engine.checkpoint.state import pack
 from engine.config.duration import Every
 from engine.config.readable import Config, without_secrets
@@ -166,7 +167,7 @@ class Checkpoints:
         shared, strategy = self.state_dict(), self.engine.strategy
         for hook in self.hooks.on_save_checkpoint:
             hook(self, self.module, shared["user"])
-        shared["callbacks"] = {_key(self.callbacks, c): c.state_dict() for c in self.callbacks}
+        shared["callbacks"] = states(self.callbacks)
         facts = {
             "counters": {"epoch": self.state.epoch, "step": self.state.step, "batch_idx": self.state.batch_idx},
             "metrics": dict(self.metrics),
@@ -267,8 +268,6 @@ class Checkpoints:
     def _go_on(self, loaded: Loaded, how: Resume) -> None:
         self._load_weights(loaded, how.strict)
         shared = loaded.shared
-        if how.optimizer:
-            self._load_optimizers(loaded, shared["schedulers"], how)
         self.state = TrainState(**shared["state"])
         # A window that an error cut short is run again as a whole.
         self.state.batches -= self.state.batch_idx - self.state.whole_batches
@@ -284,12 +283,19 @@ class Checkpoints:
             self.reseed(shared["seed"], shared.get("order"))
         if self.datamodule is not None and shared["datamodule"] is not None:
             self.datamodule.load_state_dict(shared["datamodule"])
+        elif shared["datamodule"]:
+            logger.warning("%s has the state of a DataModule, and this run has none: it is lost to this run", loaded.path)
         self.engine.load_registered_states(shared["registered"])
-        for callback in self.callbacks:
-            if _key(self.callbacks, callback) in shared["callbacks"]:
-                callback.load_state_dict(shared["callbacks"][_key(self.callbacks, callback)])
+        load_states(self.callbacks, shared["callbacks"], loaded.path)
         for hook in self.hooks.on_load_checkpoint:
             hook(self, self.module, shared["user"])
+        if shared["user"] and not self.hooks.on_load_checkpoint:
+            names = ", ".join(map(str, shared["user"]))
+            logger.warning(
+                "%s has entries of on_save_checkpoint (%s), and nothing here has on_load_checkpoint: they are not read", loaded.path, names
+            )
+        if how.optimizer:  # now that hooks have added the parameter groups that the training had added
+            self._load_optimizers(loaded, shared["schedulers"], how)
         self._load_own(loaded)
         self.last_checkpoint = loaded.path
         self.saver.postponed = list(shared["postponed"])
@@ -374,13 +380,3 @@ def _readable(values: Mapping[str, Any]) -> dict[str, Any]:
     """What of ``values`` JSON can say; the rest as text."""
     plain = (str, int, float, bool, type(None))
     return {str(k): v if isinstance(v, plain) else repr(v)[:200] for k, v in values.items()}
-
-
-def _key(callbacks: tuple[Hooked, ...], callback: Hooked) -> str:
-    """A callback's name in checkpoints: its ``state_key``, if it has one, or its class, numbered among those of the same class."""
-    own = getattr(callback, "state_key", None)
-    if own is not None:
-        return str(own)
-    same = [c for c in callbacks if type(c) is type(callback)]
-    name = type(callback).__qualname__
-    return name if len(same) == 1 else f"{name}.{next(i for i, c in enumerate(same) if c is callback)}"

@@ -11,7 +11,7 @@ def nearest(name: object, choices: Iterable[str]) -> str:
     known = {choice.lower(): choice for choice in choices}
     asked = str(name).lower()
     begun = [choice for choice in known if len(asked) > 2 and choice.startswith(asked)]  # a long name cut short is far by the letters it lacks
-    found = begun if len(begun) == 1 else difflib.get_close_matches(asked, known, n=1, cutoff=0.5)
+    found = begun if len(begun) == 1 else difflib.get_close_matches(asked, begun or known, n=1, cutoff=0.0 if begun else 0.6)
     return f"; did you mean {known[found[0]]!r}?" if found else ""
 
 

@@ -12,6 +12,7 @@ from typing import Any, Never
 
 from engine import possible, prepare
 from engine.callback import Callback
+from engine.callback_states import check_keys
 from engine.config.duration import Duration
 from engine.config.readable import described
 from engine.config.resolve import UNSET, Resolved, resolve
@@ -53,12 +54,14 @@ class Fit:
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``,
             ``"fp8-mixed"``, ``{"name": "fp8-mixed", "recipe": "rowwise"}``, or an ``FP8`` object.
         max_epochs, max_steps, max_time: stop at whichever comes first; one epoch when none is given.
+        min_epochs, min_steps: callbacks and ``max_time`` stop nothing before them.
         accumulate_grad_batches: micro-batches of an optimizer step, or ``{first epoch: micro-batches}``.
         global_batch_size: samples of an optimizer step over all ranks; the micro-batches of a step follow from it.
         gradient_clip_val, gradient_clip_algorithm: clip the global norm (``"norm"``) or each element (``"value"``).
         val_every: a duration: ``"1 epochs"``, ``500`` steps, ``0.25`` of an epoch, ``"10 min"``; ``None``: never.
         num_sanity_val_steps: validation batches tried before training.
-        limit_train_batches, limit_val_batches: a number of batches, or a fraction of them.
+        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: a number of batches, or a fraction of them.
+        overfit_batches: train on so many of the first batches only, the same in every epoch.
         fast_dev_run: try everything on one batch (or n).
         log_every_n_steps: steps between two log boundaries; the first and the last step are logged as well. 0: no step is.
         callbacks: called in this order.
@@ -66,6 +69,8 @@ class Fit:
         compile: ``True``, ``"blocks"`` (each repeated block) or a dict of ``torch.compile``'s options.
         sync_batchnorm: batch norms compute their statistics over the samples of all ranks.
         deterministic: ``True`` or ``"warn"``.
+        benchmark: cuDNN tries which algorithm is the fastest.
+        detect_anomaly: autograd looks for NaN in every backward pass, and shows where it comes from.
         seed: of python, numpy, torch and the data order.
         on_nonfinite: ``"raise"`` or ``"skip"`` steps whose gradient norm is not finite.
         timeout, start_timeout: longest time without a finished batch after and before the first step; then the ranks that lag are named.
@@ -87,7 +92,9 @@ class Fit:
         num_nodes: int = UNSET,
         precision: str | int | Mapping[str, Any] | Precision | FP8 = UNSET,
         max_epochs: int | None = UNSET,
+        min_epochs: int | None = UNSET,
         max_steps: int | None = UNSET,
+        min_steps: int | None = UNSET,
         max_time: str | timedelta | Duration | None = UNSET,
         accumulate_grad_batches: int | Mapping[int, int] = UNSET,
         global_batch_size: int | None = UNSET,
@@ -97,6 +104,9 @@ class Fit:
         num_sanity_val_steps: int = UNSET,
         limit_train_batches: int | float | None = UNSET,
         limit_val_batches: int | float | None = UNSET,
+        limit_test_batches: int | float | None = UNSET,
+        limit_predict_batches: int | float | None = UNSET,
+        overfit_batches: int | float = UNSET,
         fast_dev_run: bool | int = UNSET,
         log_every_n_steps: int = UNSET,
         callbacks: Callback | Sequence[Callback] | None = UNSET,
@@ -104,6 +114,8 @@ class Fit:
         compile: bool | str | dict[str, Any] = UNSET,
         sync_batchnorm: bool = UNSET,
         deterministic: bool | str = UNSET,
+        benchmark: bool | None = UNSET,
+        detect_anomaly: bool = UNSET,
         seed: int | None = UNSET,
         on_nonfinite: str | None = UNSET,
         timeout: str | timedelta | Duration | None = UNSET,
@@ -219,6 +231,8 @@ class Fit:
         datamodule, loaders = _datamodule(datamodule, loaders)
         with self._start(module, "predict") as run, session(run, datamodule):
             prepared = prepare.evaluation(run, "predict", loaders, datamodule, "predict_step")
+            if not prepared:
+                return []
             run.load_weights(checkpoint)
             with watched(run):
                 results = predict(run, prepared)
@@ -268,6 +282,8 @@ class Fit:
         datamodule, loaders = _datamodule(datamodule, loaders)
         with self._start(module, stage) as run, session(run, datamodule):
             prepared = prepare.evaluation(run, name, loaders, datamodule, f"{name}_step")
+            if not prepared:
+                return []
             run.load_weights(checkpoint)
             with watched(run):
                 return evaluate(run, prepared, name, run.method(f"{name}_step"))
@@ -306,6 +322,7 @@ class Fit:
             origins, settings = _configured(engine.strategy, settings, self.origins)
             refuse_replaced(module, *settings.callbacks)
             callbacks = tuple(c for c in _with_own(module, settings.callbacks) if not (settings.fast_dev_run and c.runs_last))
+            check_keys(callbacks, Callback)
             config = possible.shown(settings, origins, engine.strategy, engine.precision) | described(self.sections, origins)
             yield Run(settings, engine, module, callbacks, Hooks(callbacks, module, Callback, TrainModule), stage, config)
 

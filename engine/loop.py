@@ -114,6 +114,11 @@ def due(run: Run) -> None:
     if not run.started:
         run.tighten()
     run.publish_due()
+    if run.below_minimum and step >= (run.settings.min_steps or 0):
+        run.below_minimum = False
+        run.recall_stop()
+        if run.agreement.now(run.stop_level):
+            run.accept_stop()
     if run.val_loaders and not run.stop_reason and run.val_every.due(step, None, run.elapsed_s, run.epochs):
         validate(run)
     reached_limit(run)
@@ -134,7 +139,7 @@ def reached_limit(run: Run) -> bool:
         run.stop_reason = f"max_steps={run.max_steps} reached"
     elif run.max_epochs is not None and finished >= run.max_epochs:
         run.stop_reason = f"max_epochs={run.max_epochs} reached"
-    elif settings.max_time is not None and run.elapsed_s >= settings.max_time.value:
+    elif settings.max_time is not None and run.elapsed_s >= settings.max_time.value and run.may_stop:
         run.stop_reason = f"max_time={settings.max_time} reached"
     return bool(run.stop_reason)
 
@@ -184,6 +189,7 @@ def end_epoch(run: Run) -> None:
         state.epoch_done = True
         for hook in run.hooks.last_on_train_epoch_end:
             hook(run, module)
+        run.recall_stop()
         if run.agreement.now(run.stop_level):
             run.accept_stop()
 

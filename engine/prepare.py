@@ -9,18 +9,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from engine.automatic import Automatic, ByHand, InParts
 from engine.closure import OF_THE_STEP, ByClosure, needs_closure, refuse
 from engine.data.combined import CombinedLoader
+from engine.data.in_order import in_order
 from engine.data.loader import PreparedLoader
 from engine.datamodule import DataModule
 from engine.distributed.collectives import gather_json
 from engine.gradients import loss_in
-from engine.log import warn_once
+from engine.log import logger, warn_once
 from engine.logged_metrics import joined
 from engine.manual import ManualOptimizer
 from engine.module import TrainModule, overrides
@@ -30,6 +30,7 @@ from engine.run import Run
 from engine.transfer import transfer_of
 
 SOURCES = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader", "predict": "predict_dataloader"}
+LIMITS = {"validation": "limit_val_batches", "test": "limit_test_batches", "predict": "limit_predict_batches"}
 
 
 class TrainingStep(nn.Module):
@@ -64,7 +65,10 @@ def loaders_for(run: Run, kind: str, given: Any, datamodule: DataModule | None) 
     several = isinstance(given, dict) or (kind != "train" and isinstance(given, (list, tuple)) and all(map(_is_loader, given)))
     if isinstance(given, dict):
         given = list(given.values())
-    prepared = [run.engine.prepare_data_loader(loader) for loader in (given if several else [given])]
+    each = given if several else [given]
+    if run.stage == "fit" and run.settings.overfit_batches:
+        each = [in_order(loader) for loader in each]
+    prepared = [run.engine.prepare_data_loader(loader) for loader in each]
     run.loaders += prepared
     for index, loader in enumerate(prepared):
         loader.transfer = transfer_of(run.module, run.datamodule, index)
@@ -95,7 +99,7 @@ def not_empty(run: Run, kind: str, loaders: Sequence[PreparedLoader]) -> None:
 
 
 def limit(loader: PreparedLoader, name: str, value: int | float | None) -> None:
-    """Apply ``limit_train_batches`` or ``limit_val_batches``."""
+    """Apply ``limit_train_batches`` or another setting of this kind."""
     if isinstance(value, float):
         length = loader.length
         if value == 1.0:
@@ -128,6 +132,7 @@ def training(run: Run, train_loader: Any, val_loaders: Any, datamodule: DataModu
     manual_checks(run)
     joined(module, run.engine.group, run.engine.data_group)
     windows(run)
+    minimum(run)
     place(run)
     optimizers(run)
 
@@ -170,6 +175,19 @@ def windows(run: Run) -> None:
                 + (f"batch_size={', '.join(map(str, around))} in the loader" if around else f"a multiple of {ranks}, the number of ranks")
             )
         run.window_at = lambda epoch: window
+
+
+def minimum(run: Run) -> None:
+    """Refuse a ``min_steps`` that the epochs cannot reach, where each one's steps are known."""
+    settings, batches = run.settings, run.num_train_batches
+    if settings.min_steps is None or settings.max_epochs is None or batches is None or not run.module.automatic_optimization:
+        return
+    steps = sum(-(-batches // run.window_at(epoch)) for epoch in range(settings.max_epochs))
+    if steps < settings.min_steps:
+        raise ValueError(
+            f"min_steps={settings.min_steps} and max_epochs={settings.max_epochs}: the training would end after {steps} step(s); give max_steps or "
+            "more epochs"
+        )
 
 
 def manual_checks(run: Run) -> None:
@@ -278,17 +296,21 @@ def optimization(run: Run, prepared: list[PreparedOptimizer]) -> Automatic:
 
 
 def evaluation(run: Run, kind: str, given: Any, datamodule: DataModule | None, step: str) -> list[PreparedLoader]:
-    """Get ``validate``, ``test`` or ``predict`` ready."""
+    """Get ``validate``, ``test`` or ``predict`` ready. No loaders: their limit is 0."""
     module = run.module
     base = getattr(TrainModule, step)
     if step != "predict_step" and getattr(type(module), step) is base and step not in vars(module):
         raise TypeError(f"{type(module).__name__} must define {step}(self, batch, batch_idx)")
+    name = LIMITS[kind]
+    value = getattr(run.settings, name)
+    if value == 0:
+        logger.warning("%s=0: %s takes no batch", name, step)
+        return []
     found = loaders_for(run, kind, given, datamodule)
     if not found:
         raise ValueError(f"no data: give a loader, a datamodule or a module with {SOURCES[kind]}")
-    if kind != "train":
-        for loader in found:
-            limit(loader, "limit_val_batches", run.settings.limit_val_batches or None)
+    for loader in found:
+        limit(loader, name, value)
     not_empty(run, kind, found)
     run.num_eval_batches = [loader.length for loader in found]
     joined(module, run.engine.group, run.engine.data_group)
@@ -297,11 +319,3 @@ def evaluation(run: Run, kind: str, given: Any, datamodule: DataModule | None, s
     else:
         run.engine.place_model(module)
     return found
-
-
-def deterministic(setting: bool | str) -> Sequence[bool]:
-    """Switch deterministic algorithms on; what to give back to torch afterwards."""
-    before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
-    if setting:
-        torch.use_deterministic_algorithms(True, warn_only=setting == "warn")
-    return before

@@ -47,6 +47,10 @@ class Run(Checkpoints):
     """The next step after which more than the step itself may happen."""
     modes = Modes()
     """Of the optimizers; none have been made yet."""
+    _postponed: str | None = None
+    """Why the run is to stop as soon as ``min_epochs`` and ``min_steps`` are reached."""
+    below_minimum = False
+    """``min_steps`` are still to be reached, on all ranks."""
     over = False
     """The training has ended."""
     started = False
@@ -183,9 +187,28 @@ class Run(Checkpoints):
     # -- stopping ---------------------------------------------------------------------------------------------------------------
 
     def stop(self, reason: str = "asked to stop", level: int = STOP) -> None:
-        """End the training after this step; with several ranks, at the next step where they agree (about 0.5 s)."""
+        """End the training after this step, but not before ``min_epochs`` and ``min_steps``; with several ranks, at the next step where they agree
+        (about 0.5 s)."""
+        if level == STOP and not self.may_stop:
+            if self._postponed is None:
+                least = ", ".join(f"{n}={v}" for n in ("min_epochs", "min_steps") if (v := getattr(self.settings, n)) is not None)
+                logger.info("%s: the training goes on until %s", reason, least)
+                self._postponed = reason
+            return
         if self.stop_wish is None or level > self.stop_level:
             self.stop_wish, self.stop_level = reason, max(level, self.stop_level)
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether ``min_epochs`` and ``min_steps`` are reached."""
+        settings, state = self.settings, self.state
+        return state.epoch + state.epoch_done >= (settings.min_epochs or 0) and state.step >= (settings.min_steps or 0)
+
+    def recall_stop(self) -> None:
+        """Stop now, if someone has asked to before the training might."""
+        if self._postponed is not None and self.may_stop:
+            self.stop(self._postponed)
+            self._postponed = None
 
     @property
     def stopping(self) -> bool:
@@ -217,7 +240,7 @@ class Run(Checkpoints):
     def plan_next(self) -> None:
         """Find the next step after which something is due, so that the steps before it need one comparison."""
         step, settings = self.state.step, self.settings
-        marks = [] if self.max_steps is None else [self.max_steps]
+        marks = [mark for mark in (self.max_steps, settings.min_steps) if mark is not None and mark > step]
         every = self.val_every.duration
         intervals = [settings.log_every_n_steps, settings.gc_every_n_steps]
         if not self.started:
@@ -240,6 +263,7 @@ class Run(Checkpoints):
     def begin(self) -> None:
         """The training starts here, or goes on: intervals count on, and the step that was made last is not reported again."""
         self._logged_step = self.step
+        self.below_minimum = self.step < (self.settings.min_steps or 0)
         self.val_every.start(self.step, self.epochs)
         self._log_every.start(self.step)
         self.gc_every.start(self.step)

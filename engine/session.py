@@ -11,8 +11,6 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-import torch
-
 from engine.data.sampler import mixed
 from engine.datamodule import DataModule
 from engine.distributed import relaunch
@@ -21,9 +19,9 @@ from engine.errors import CheckError, RankError
 from engine.log import logger
 from engine.loop import Preempted
 from engine.module import TrainModule, overrides
-from engine.prepare import deterministic
 from engine.run import Run
 from engine.seed import seed_everything
+from engine.switches import switched
 
 TERMINATED = 128 + signal.SIGTERM
 """The exit code after SIGTERM, as a shell shows it."""
@@ -33,8 +31,7 @@ TERMINATED = 128 + signal.SIGTERM
 def session(run: Run, datamodule: DataModule | None) -> Iterator[None]:
     """Set up; at the end, also after an error, tear down. Errors reach every callback and leave unchanged."""
     module = run.module
-    before = deterministic(run.settings.deterministic)
-    with interruptible(run):
+    with switched(run.settings), interruptible(run):
         try:
             module.attach(run)
             _set_up(run, datamodule)
@@ -53,8 +50,6 @@ def session(run: Run, datamodule: DataModule | None) -> Iterator[None]:
             raise
         finally:
             _tear_down(run, datamodule)
-            if run.settings.deterministic:  # the call alone imports torch's compiler
-                torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _end_early(run: Run) -> None:

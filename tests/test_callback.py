@@ -38,20 +38,6 @@ class Module(Weight):
         self.seen.append("module epoch end")
 
 
-class Counter(Callback):
-    def __init__(self) -> None:
-        self.count = 0
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.count += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count = state["count"]
-
-
 def test_callbacks_in_their_order_then_the_module_then_those_that_run_last(tmp_path: Path) -> None:
     seen: list[str] = []
     fit(tmp_path, callbacks=[Last("last", seen), Named("a", seen), Named("b", seen)]).run(Module(seen), ones(1))
@@ -63,19 +49,6 @@ def test_every_hook_of_the_module_is_an_event_of_callbacks() -> None:
     of_module = {name for name in dir(TrainModule) if name.startswith("on_")} - acting
     only_callbacks = {"on_sanity_check_start", "on_sanity_check_end", "on_before_log", "on_log", "on_exception"}
     assert of_module == {name for name in vars(Callback) if name.startswith("on_")} - only_callbacks
-
-
-def test_states_of_callbacks_of_one_class_are_told_apart(tmp_path: Path) -> None:
-    class Saves(Callback):
-        def on_train_end(self, run: Any, module: Any) -> None:
-            run.save_checkpoint()
-
-    first, second = Counter(), Counter()
-    second.count = 100
-    fit(tmp_path, callbacks=[first, second, Saves()]).run(Weight(), ones(2))
-    again = [Counter(), Counter()]
-    fit(tmp_path, max_epochs=2, callbacks=again).run(Weight(), ones(2), resume="last")
-    assert [c.count for c in again] == [4, 104]  # two batches before, two after
 
 
 def test_entries_of_checkpoint_hooks_come_back(tmp_path: Path) -> None:

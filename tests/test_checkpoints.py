@@ -244,3 +244,70 @@ def test_wrong_names(filename: str) -> None:
 def test_an_unknown_metric_in_a_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no 'vla'; there are epoch, step"):
         fit(tmp_path, ModelCheckpoint(filename="{vla:.2f}")).run(Net(), DATA, DATA)
+
+
+class Unfreeze(Callback):
+    """Trains ``head`` from the second epoch on, as a parameter group of its own."""
+
+    def __init__(self, by_state: bool) -> None:
+        self.by_state, self.done = by_state, False
+
+    def unfreeze(self, run: Any, module: Any) -> None:
+        self.done = True
+        module.head.requires_grad_(True)
+        run.optimizers[0].add_param_group({"params": list(module.head.parameters()), "lr": 0.01})
+
+    def on_train_epoch_start(self, run: Any, module: Any) -> None:
+        if run.epoch >= 1 and not self.done:
+            self.unfreeze(run, module)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.by_state:
+            self.restored = state["done"]
+
+    def on_load_checkpoint(self, run: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        if self.restored if self.by_state else run.epoch >= 1:
+            self.unfreeze(run, module)
+
+
+class Gradual(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.head = nn.Linear(4, 1), nn.Linear(1, 1).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.head(self.net(batch)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("step", [4, 6, 8])
+@pytest.mark.parametrize("by_state", [False, True])
+def test_parameter_groups_that_were_added_in_training(tmp_path: Path, by_state: bool, step: int) -> None:
+    fit(tmp_path, Unfreeze(by_state), ModelCheckpoint(every=2, save_top_k=-1)).run(Gradual(), DATA)
+    module = Gradual()
+    fit(tmp_path / "again", Unfreeze(by_state)).run(module, DATA, resume=path(tmp_path, step))
+    bare = Gradual()
+    optimizer = bare.configure_optimizers()
+    for epoch in range(3):
+        if epoch == 1:
+            bare.head.requires_grad_(True)
+            optimizer.add_param_group({"params": list(bare.head.parameters()), "lr": 0.01})
+        for index, batch in enumerate(DATA):
+            optimizer.zero_grad()
+            bare.training_step(batch, index).backward()
+            optimizer.step()
+    assert all(torch.equal(one, other) for one, other in zip(module.parameters(), bare.parameters(), strict=True))
+
+
+def test_added_groups_that_are_not_added_again_are_an_error_with_the_way_out(tmp_path: Path) -> None:
+    fit(tmp_path, Unfreeze(False), ModelCheckpoint()).run(Gradual(), DATA)
+    with pytest.raises(
+        ValueError, match=r"2 group\(s\) of \[2, 2\], the optimizer has 1 of \[2\].*in on_load_checkpoint of the callback or module"
+    ):
+        fit(tmp_path).run(Gradual(), DATA, resume="last")

@@ -15,6 +15,7 @@ from engine.errors import nearest
         ("reshard", ("dp_shard", "reshard_after_forward"), "reshard_after_forward"),  # the beginning of a long name
         ("max", ("max_epochs", "max_steps"), "max_steps"),  # the beginning of two: the closer one
         ("nothing", ("ddp", "fsdp"), None),
+        ("profiler", ("compile", "precision"), None),
     ],
 )
 def test_nearest(name: str, choices: tuple[str, ...], found: str | None) -> None:

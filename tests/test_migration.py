@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ from processes import run_script
 from torch import nn
 
 from engine import Callback, DataModule, TrainModule
+from engine.config.elsewhere import hint
+from engine.config.schema import Settings
 from engine.migration import DATA, MODULE, REPLACED
 
 NAMES = """
-import json, os, warnings
+import inspect, json, os, warnings
 warnings.simplefilter("ignore")
-from lightning import Callback, LightningDataModule, LightningModule
+from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from torch import nn
 
@@ -28,6 +31,7 @@ hooks = sorted({name for each in (CheckpointHooks, DataHooks, ModelHooks) for na
 report({
     "module": public(LightningModule(), nn.Module()), "data": public(LightningDataModule(), object()),
     "callback": public(Callback(), object()), "hooks": hooks,
+    "trainer": list(inspect.signature(Trainer).parameters),
 })
 """
 
@@ -40,12 +44,20 @@ def lightning() -> dict[str, list[str]]:
 
 
 def test_every_name_of_lightnings_classes_is_ours_or_has_an_answer(lightning: dict[str, list[str]]) -> None:
-    answers_of = (("module", TrainModule, {**MODULE, **REPLACED}), ("data", DataModule, DATA), ("callback", Callback, {"state_key": ""}))
+    answers_of = (("module", TrainModule, {**MODULE, **REPLACED}), ("data", DataModule, DATA), ("callback", Callback, {}))
     for kind, ours, answers in answers_of:
         assert [name for name in lightning[kind] if not hasattr(ours, name) and name not in answers] == []
         assert [name for name in answers if hasattr(ours, name)] == []
     assert set(MODULE) <= set(lightning["module"])
     assert set(DATA) <= set(lightning["data"])
+
+
+def test_every_argument_of_lightnings_trainer_is_a_setting_or_has_an_answer(lightning: dict[str, list[str]]) -> None:
+    settings = {field.name for field in fields(Settings)}
+    other = [name for name in lightning["trainer"] if name not in settings]
+    answers = {name: hint(name, ()) for name in other}
+    assert [name for name, answer in answers.items() if not answer] == []
+    assert len(other) < len(lightning["trainer"]) / 2
 
 
 class Saves(Callback):

@@ -77,6 +77,8 @@ VALUES: dict[str, tuple[str, ...]] = {
     "compile": (*_FLAG, "blocks"),
     "sync_batchnorm": _FLAG,
     "deterministic": (*_FLAG, "warn"),
+    "benchmark": (*_FLAG, "null"),
+    "detect_anomaly": _FLAG,
     "check": _FLAG,
     "debug": _FLAG,
     "on_nonfinite": ("raise", "skip", "null"),

@@ -11,7 +11,7 @@ from engine.config import overrides as command_line
 from engine.config import reading
 from engine.config.elsewhere import hint
 from engine.config.reading import Node
-from engine.config.schema import Settings, fast_dev_run_overrides
+from engine.config.schema import OVERFIT, Settings, fast_dev_run_overrides
 from engine.config.values import KINDS, read_value
 
 PREFIX = "FIT_"
@@ -42,7 +42,8 @@ class Resolved:
 
     settings: Settings
     origins: dict[str, str]
-    """For each setting: ``"command line seed=1"``, ``"code"``, ``"environment FIT_PRECISION"``, ``"file fit.yaml:3"``, ``"fast_dev_run"``
+    """For each setting: ``"command line seed=1"``, ``"code"``, ``"environment FIT_PRECISION"``, ``"file fit.yaml:3"``, ``"fast_dev_run"``,
+    ``"overfit_batches"``
     or ``"default"``. The options of a strategy or a precision have their own in :attr:`engine.config.named.Named.origins`."""
     sections: dict[str, Any] = field(default_factory=dict)
     """What the file has in the sections that were asked for, as plain values."""
@@ -93,6 +94,8 @@ def resolve(
             values[name], origins[name] = value, "code"
     command_line.apply(overrides, values, origins, sections)
     settings = Settings(**values)
+    if settings.overfit_batches:
+        origins.update(dict.fromkeys(OVERFIT, "overfit_batches"))
     if settings.fast_dev_run:
         origins.update(dict.fromkeys(fast_dev_run_overrides(1), "fast_dev_run"))
     return Resolved(settings, origins, theirs, path)

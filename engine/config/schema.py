@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from engine.config.checks import Check, a_bool, a_choice, an_int, is_int, wrong, wrong_type
 from engine.config.duration import Duration, parse
 from engine.config.named import PRECISIONS, precision_name, precision_setting, strategy_setting
 from engine.config.transforms import compile_setting, recompute_setting
 from engine.errors import nearest
 
-__all__ = ["PRECISIONS", "Settings", "check", "fast_dev_run_overrides", "precision_name"]
+__all__ = ["OVERFIT", "PRECISIONS", "Settings", "check", "fast_dev_run_overrides", "precision_name"]
 
+OVERFIT = ("limit_train_batches", "limit_val_batches")
+"""What ``overfit_batches`` sets."""
 _ONE_EPOCH = Duration("epochs", 1)
 _TEN_MINUTES, _HALF_HOUR = Duration("seconds", 600), Duration("seconds", 1800)
 
@@ -45,8 +48,12 @@ class Settings:
     ``"64-true"``, ``{name: fp8-mixed, recipe: rowwise}``, or an ``FP8`` or ``Precision`` object."""
     max_epochs: int | None = None
     """Stop after so many epochs. 1 when neither this nor ``max_steps`` nor ``max_time`` is given."""
+    min_epochs: int | None = None
+    """Callbacks (early stopping), ``run.stop()`` and ``max_time`` do not end the training before so many epochs; they end it then."""
     max_steps: int | None = None
     """Stop after so many optimizer steps."""
+    min_steps: int | None = None
+    """The same in optimizer steps; where both are given, both must be reached. Ctrl-C and SIGTERM end the training at any time."""
     max_time: Duration | None = None
     """Stop after so much time: ``"10 min"``, ``"1.5 h"``, ``"DD:HH:MM:SS"`` or a ``timedelta``."""
     accumulate_grad_batches: int | dict[int, int] = 1
@@ -64,7 +71,14 @@ class Settings:
     limit_train_batches: int | float | None = None
     """Micro-batches of an epoch on each rank: an int is a number (0: none), a float in (0, 1] a fraction, ``None`` all."""
     limit_val_batches: int | float | None = None
-    """The same for each evaluation loader; 0 switches validation off."""
+    """The same for each loader of a validation, in a training and in ``Fit.validate``; 0 switches validation off."""
+    limit_test_batches: int | float | None = None
+    """The same for each loader of ``Fit.test``; 0 tests nothing."""
+    limit_predict_batches: int | float | None = None
+    """The same for each loader of ``Fit.predict``; 0 predicts nothing."""
+    overfit_batches: int | float = 0
+    """Train on the first batches only, the same in every epoch, unshuffled: an int is a number, a float in (0, 1] a fraction, 0 all. Validation is
+    limited and unshuffled likewise."""
     fast_dev_run: bool | int = False
     """Try everything on n batches (``True``: 1): one epoch, n batches of training and of validation, no sanity check."""
     log_every_n_steps: int = 50
@@ -81,6 +95,10 @@ class Settings:
     """Batch norms compute their statistics over the samples of all ranks, as one process would over the whole micro-batch."""
     deterministic: bool | str = False
     """``True``: only deterministic algorithms, others raise; ``"warn"``: they warn."""
+    benchmark: bool | None = None
+    """Whether cuDNN tries its algorithms for each new input shape and takes the fastest. ``None``: as torch is set; not if ``deterministic``."""
+    detect_anomaly: bool = False
+    """Autograd looks for NaN in every backward pass and shows the forward operation that it comes from. Slow; for the search of errors."""
     seed: int | None = None
     """Seed of python, numpy and torch, and of the data order; 0 to 2**32 - 1. ``None`` seeds nothing."""
     on_nonfinite: str | None = None
@@ -107,11 +125,28 @@ class Settings:
                 f"global_batch_size={self.global_batch_size} and accumulate_grad_batches={self.accumulate_grad_batches!r}: "
                 "the first derives the second; give one of them"
             )
+        self._check_together()
+        if self.overfit_batches:
+            for name in OVERFIT:
+                object.__setattr__(self, name, self.overfit_batches)
         if self.fast_dev_run:
             for name, value in fast_dev_run_overrides(int(self.fast_dev_run)).items():
                 object.__setattr__(self, name, value)
         if self.max_epochs is None and self.max_steps is None and self.max_time is None:
             object.__setattr__(self, "max_epochs", 1)
+        for least, most in ((self.min_epochs, self.max_epochs), (self.min_steps, self.max_steps)):
+            if least is not None and most is not None and least > most:
+                unit = "epochs" if most is self.max_epochs else "steps"
+                raise ValueError(f"min_{unit}={least} and max_{unit}={most}: the training would end before its minimum; give a larger max_{unit}")
+
+    def _check_together(self) -> None:
+        """Settings that contradict each other as they were given."""
+        for name in OVERFIT:
+            given = getattr(self, name)
+            if self.overfit_batches and not self.fast_dev_run and given not in (None, self.overfit_batches):
+                raise ValueError(f"overfit_batches={self.overfit_batches} and {name}={given}: the first sets the second; give one of them")
+        if self.benchmark and self.deterministic is True:
+            raise ValueError("benchmark=True and deterministic=True: the fastest algorithm is another one from run to run; give one of them")
 
     def accumulate_at(self, epoch: int) -> int:
         """Micro-batches of one optimizer step in ``epoch`` (the first is 0)."""
@@ -125,12 +160,16 @@ def fast_dev_run_overrides(n: int) -> dict[str, Any]:
     """What ``fast_dev_run=n`` replaces in the other settings."""
     return {
         "max_epochs": 1,
+        "min_epochs": None,
         "max_steps": None,
+        "min_steps": None,
         "max_time": None,
         "val_every": _ONE_EPOCH,
         "num_sanity_val_steps": 0,
         "limit_train_batches": n,
         "limit_val_batches": n,
+        "limit_test_batches": n,
+        "limit_predict_batches": n,
         "log_every_n_steps": 1,
     }
 
@@ -146,71 +185,6 @@ def check(name: str, value: object) -> Any:
     return _CHECKS[name](name, value)
 
 
-_Check = Callable[[str, Any], Any]
-
-
-def _wrong(name: str, value: object, possible: str) -> ValueError:
-    return ValueError(f"{name}={value!r} is not possible: give {possible}")
-
-
-def _wrong_type(name: str, value: object, possible: str) -> TypeError:
-    return TypeError(f"{name}={value!r} is of type {type(value).__name__}: give {possible}")
-
-
-def _is_int(value: object) -> bool:
-    """Numpy's integers too, but no bool: ``max_steps=True`` is a slip."""
-    return hasattr(value, "__index__") and not isinstance(value, bool)
-
-
-def _int(least: int, *, none: str = "", most: int | None = None) -> _Check:
-    """An int in [least, most]; ``None`` too when ``none`` says what it means."""
-    possible = f"an int of at least {least}" if most is None else f"an int from {least} to {most}"
-    possible += f", or None for {none}" if none else ""
-
-    def run(name: str, value: Any) -> int | None:
-        if value is None and none:
-            return None
-        if not _is_int(value):
-            raise _wrong_type(name, value, possible)
-        number = operator.index(value)
-        if number < least or (most is not None and number > most):
-            raise _wrong(name, value, possible)
-        return number
-
-    return run
-
-
-def _choice(*names: str, none: str = "", aliases: Mapping[str, str] | None = None) -> _Check:
-    """One of ``names``; ``None`` too when ``none`` says what it means."""
-    possible = " or ".join(map(repr, names)) + (f", or None for {none}" if none else "")
-
-    def run(name: str, value: Any) -> str | None:
-        if value is None and none:
-            return None
-        if not isinstance(value, str):
-            raise _wrong_type(name, value, possible)
-        known = (aliases or {}).get(value.lower(), value.lower())
-        if known not in names:
-            raise ValueError(f"{name}={value!r} is unknown{nearest(value, names)}; possible: {possible}")
-        return known
-
-    return run
-
-
-def _bool(*names: str) -> _Check:
-    """A bool, or one of ``names``."""
-    possible = " or ".join(["True", "False", *map(repr, names)])
-
-    def run(name: str, value: Any) -> bool | str:
-        if isinstance(value, bool) or (isinstance(value, str) and value in names):
-            return value
-        if isinstance(value, str):
-            raise ValueError(f"{name}={value!r} is unknown{nearest(value, names)}; possible: {possible}")
-        raise _wrong_type(name, value, possible)
-
-    return run
-
-
 def _devices(name: str, value: Any) -> int | str | tuple[int, ...]:
     possible = "'auto', an int of at least 1, or distinct device indices such as [0, 2]"
     if isinstance(value, str) and value != "auto":
@@ -222,26 +196,26 @@ def _devices(name: str, value: Any) -> int | str | tuple[int, ...]:
     if value == "auto":
         return "auto"
     if isinstance(value, (list, tuple)):
-        if not value or not all(_is_int(i) and i >= 0 for i in value) or len(set(value)) != len(value):
-            raise _wrong(name, value, possible)
+        if not value or not all(is_int(i) and i >= 0 for i in value) or len(set(value)) != len(value):
+            raise wrong(name, value, possible)
         return tuple(map(operator.index, value))
-    if not _is_int(value):
-        raise _wrong_type(name, value, possible)
+    if not is_int(value):
+        raise wrong_type(name, value, possible)
     if value < 1:
-        raise _wrong(name, value, possible)
+        raise wrong(name, value, possible)
     return operator.index(value)
 
 
 def _accumulate(name: str, value: Any) -> int | dict[int, int]:
     possible = "an int of at least 1, or a schedule {epoch: int} such as {0: 1, 5: 4}"
     if not isinstance(value, Mapping):
-        if not _is_int(value):
-            raise _wrong_type(name, value, possible)
+        if not is_int(value):
+            raise wrong_type(name, value, possible)
         if value < 1:
-            raise _wrong(name, value, possible)
+            raise wrong(name, value, possible)
         return operator.index(value)
-    if not value or not all(_is_int(n) and n >= least for pair in value.items() for n, least in zip(pair, (0, 1), strict=True)):
-        raise _wrong(name, value, possible)
+    if not value or not all(is_int(n) and n >= least for pair in value.items() for n, least in zip(pair, (0, 1), strict=True)):
+        raise wrong(name, value, possible)
     return {operator.index(epoch): operator.index(value[epoch]) for epoch in sorted(value)}
 
 
@@ -250,10 +224,10 @@ def _clip(name: str, value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
-        raise _wrong_type(name, value, possible)
+        raise wrong_type(name, value, possible)
     number = float(value)
     if math.isnan(number) or number < 0:
-        raise _wrong(name, value, possible)
+        raise wrong(name, value, possible)
     return number or None
 
 
@@ -263,35 +237,40 @@ def _limit(name: str, value: Any) -> int | float | None:
         return None
     if isinstance(value, float):
         if not 0 <= value <= 1:
-            raise _wrong(name, value, possible)
+            raise wrong(name, value, possible)
         return value or 0
-    if not _is_int(value):
-        raise _wrong_type(name, value, possible)
+    if not is_int(value):
+        raise wrong_type(name, value, possible)
     if value < 0:
-        raise _wrong(name, value, possible)
+        raise wrong(name, value, possible)
     return operator.index(value)
+
+
+def _overfit(name: str, value: Any) -> int | float:
+    found = _limit(name, value)
+    return 0 if found is None else found
 
 
 def _interval(name: str, value: int | float | str | timedelta | Duration | None) -> Duration | None:
     duration = _duration(name, value)
     if duration is not None and duration.value == 0:
-        raise _wrong(name, value, "a duration of more than 0, or None for never")
+        raise wrong(name, value, "a duration of more than 0, or None for never")
     return duration
 
 
 def _time(name: str, value: int | float | str | timedelta | Duration | None) -> Duration | None:
     duration = _duration(name, value)
     if duration is not None and duration.unit != "seconds":
-        raise _wrong(name, value, f"a time such as '30 s', '10 min' or '1.5 h'; {value!r} means {duration}")
+        raise wrong(name, value, f"a time such as '30 s', '10 min' or '1.5 h'; {value!r} means {duration}")
     return duration
 
 
 def _limit_s(name: str, value: int | float | str | timedelta | Duration | None) -> Duration | None:
     found = _time(name, value)
     if found is None and name == "start_timeout":
-        raise _wrong_type(name, value, "a time such as '30 min'")
+        raise wrong_type(name, value, "a time such as '30 min'")
     if found is not None and found.value < 1:
-        raise _wrong(name, value, "a time of at least '1 s'" + (", or None for no watch" if name == "timeout" else ""))
+        raise wrong(name, value, "a time of at least '1 s'" + (", or None for no watch" if name == "timeout" else ""))
     return found
 
 
@@ -306,7 +285,7 @@ def _fast_dev_run(name: str, value: Any) -> bool | int:
     return value if isinstance(value, bool) else _FAST_INT(name, value)
 
 
-_FAST_INT = _int(0)
+_FAST_INT = an_int(0)
 
 
 def _callbacks(name: str, value: Any) -> tuple[Any, ...]:
@@ -321,42 +300,49 @@ def _callbacks(name: str, value: Any) -> tuple[Any, ...]:
 
 def _path(name: str, value: Any) -> Path:
     if not isinstance(value, str | Path) and not hasattr(value, "__fspath__"):
-        raise _wrong_type(name, value, "a path")
+        raise wrong_type(name, value, "a path")
     if not str(value).strip():
-        raise _wrong(name, value, "a path; '.' is the current directory")
+        raise wrong(name, value, "a path; '.' is the current directory")
     return Path(value).expanduser()
 
 
-_CHECKS: dict[str, _Check] = {
+_CHECKS: dict[str, Check] = {
     "strategy": strategy_setting,
-    "accelerator": _choice("auto", "cpu", "cuda", aliases={"gpu": "cuda"}),
+    "accelerator": a_choice("auto", "cpu", "cuda", aliases={"gpu": "cuda"}),
     "devices": _devices,
-    "num_nodes": _int(1),
+    "num_nodes": an_int(1),
     "precision": precision_setting,
-    "max_epochs": _int(0, none="no limit of epochs"),
-    "max_steps": _int(0, none="no limit of steps"),
+    "max_epochs": an_int(0, none="no limit of epochs"),
+    "min_epochs": an_int(0, none="no minimum"),
+    "max_steps": an_int(0, none="no limit of steps"),
+    "min_steps": an_int(0, none="no minimum"),
     "max_time": _time,
     "accumulate_grad_batches": _accumulate,
-    "global_batch_size": _int(1, none="what the loader's batches give"),
+    "global_batch_size": an_int(1, none="what the loader's batches give"),
     "gradient_clip_val": _clip,
-    "gradient_clip_algorithm": _choice("norm", "value"),
+    "gradient_clip_algorithm": a_choice("norm", "value"),
     "val_every": _interval,
-    "num_sanity_val_steps": _int(-1),
+    "num_sanity_val_steps": an_int(-1),
     "limit_train_batches": _limit,
     "limit_val_batches": _limit,
+    "limit_test_batches": _limit,
+    "limit_predict_batches": _limit,
+    "overfit_batches": _overfit,
     "fast_dev_run": _fast_dev_run,
-    "log_every_n_steps": _int(0),
+    "log_every_n_steps": an_int(0),
     "callbacks": _callbacks,
     "activation_checkpointing": recompute_setting,
     "compile": compile_setting,
-    "sync_batchnorm": _bool(),
-    "deterministic": _bool("warn"),
-    "seed": _int(0, none="no seeding", most=2**32 - 1),
-    "on_nonfinite": _choice("raise", "skip", none="no check"),
+    "sync_batchnorm": a_bool(),
+    "deterministic": a_bool("warn"),
+    "benchmark": a_bool(none="what torch is set to"),
+    "detect_anomaly": a_bool(),
+    "seed": an_int(0, none="no seeding", most=2**32 - 1),
+    "on_nonfinite": a_choice("raise", "skip", none="no check"),
     "timeout": _limit_s,
     "start_timeout": _limit_s,
-    "check": _bool(),
-    "debug": _bool(),
-    "gc_every_n_steps": _int(0),
+    "check": a_bool(),
+    "debug": a_bool(),
+    "gc_every_n_steps": an_int(0),
     "root_dir": _path,
 }

@@ -315,7 +315,8 @@ def numbered_state(optimizer: Any, module: nn.Module, state: dict[str, Any]) -> 
             f"the saved state of {type(optimizer).__name__} is of other parameters: {len(saved)} group(s) of {[len(ids) for ids in saved]}, "
             f"the optimizer has {len(groups)} of {[len(ids) for ids in groups]}; only in the checkpoint: {sorted(map(str, there - here))[:5]}, "
             f"only in the optimizer: {sorted(map(str, here - there))[:5]}; "
-            "begin it anew with Resume(path, optimizer=False), or load what fits with strict=False"
+            "begin it anew with Resume(path, optimizer=False), or load what fits with strict=False. Groups that the training has added are to be "
+            "added again before the optimizer is loaded: in on_load_checkpoint of the callback or module, which knows run.epoch and run.step"
         )
     merged = [{**group, "params": ids} for group, ids in zip(state["param_groups"], groups, strict=True)]
     entries = {i: state["state"][names[i]] for i in names if names[i] in state["state"]}

@@ -168,6 +168,9 @@ def test_unset_is_one_object() -> None:
         ("gradient_accumulation_steps", "here it is called 'accumulate_grad_batches'"),
         ("logger", "loggers are callbacks"),
         ("ckpt_path", "resuming is an argument of run"),
+        ("check_val_every_n_epoch", "here it is val_every='1 epochs' (a plain number counts optimizer steps)"),
+        ("profiler", "profile with torch.profiler"),
+        ("limit_tests_batches", "did you mean 'limit_test_batches'?"),
     ],
 )
 def test_names_of_other_trainers(name: str, said: str, tmp_path: Path) -> None:

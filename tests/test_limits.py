@@ -1,0 +1,106 @@
+"""How much a run trains, tests and predicts, and what may end it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import Weight, fit, on_ranks, ones
+from torch import Tensor
+
+from engine import Callback
+
+
+@pytest.mark.parametrize(("limit", "count"), [(None, 4), (3, 3), (0.5, 2), (1, 1), (1.0, 4), (0, 0)])
+def test_limits_of_tests_and_predictions(tmp_path: Path, limit: Any, count: int) -> None:
+    class Counts(Weight):
+        tested = validated = 0
+
+        def test_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.tested += 1
+
+        def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.validated += 1
+
+        def predict_step(self, batch: Tensor, batch_idx: int) -> int:
+            return batch_idx
+
+    module = Counts()
+    trainer = fit(tmp_path, limit_test_batches=limit, limit_predict_batches=limit, limit_val_batches=2)
+    assert trainer.test(module, ones(4)) == ([] if limit == 0 else [{}])
+    assert trainer.predict(module, ones(4)) == list(range(count))
+    trainer.validate(module, ones(4))
+    assert (module.tested, module.validated) == (count, 2)
+    assert fit(tmp_path, limit_val_batches=limit).validate(module, ones(4)) == ([] if limit == 0 else [{}])
+    assert module.validated == 2 + count
+    fast = fit(tmp_path, fast_dev_run=2)
+    assert (fast.test(module, ones(4)), fast.predict(module, ones(4)), module.tested) == ([{}], [0, 1], count + 2)
+
+
+class StopsAt(Callback):
+    """Asks to stop at a batch, once."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch, self.batches = batch, 0
+
+    def on_train_batch_end(self, run: Any, *args: Any) -> None:
+        self.batches += 1
+        if self.batches == self.batch:
+            run.stop("enough")
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({}, 2),
+        ({"min_steps": 5}, 5),
+        ({"min_steps": 2}, 2),
+        ({"min_steps": 1}, 2),
+        ({"min_epochs": 2}, 8),
+        ({"min_epochs": 1, "min_steps": 6}, 6),
+        ({"min_epochs": 2, "min_steps": 6}, 8),
+        ({"min_steps": 5, "max_steps": 5}, 5),
+        ({"min_epochs": 3}, 12),
+        ({"min_steps": 5, "log_every_n_steps": 0, "gc_every_n_steps": 0}, 5),
+        ({"min_epochs": 3, "fast_dev_run": 1}, 1),
+    ],
+)
+def test_nothing_stops_before_the_minimum(tmp_path: Path, settings: dict[str, Any], steps: int) -> None:
+    result = fit(tmp_path, max_epochs=3, callbacks=StopsAt(2), **settings).run(Weight(), ones(4))
+    assert result.step == steps
+    if steps < 12 and not settings.get("max_steps") and not settings.get("fast_dev_run"):
+        assert (result.status, result.stop_reason) == ("stopped", "enough")
+
+
+def test_the_minimum_holds_against_the_time_limit_and_not_against_a_maximum(tmp_path: Path) -> None:
+    assert fit(tmp_path, max_time="0.000001 s", min_steps=6).run(Weight(), ones(4)).step == 6
+    assert fit(tmp_path, max_time="0.000001 s", min_epochs=2).run(Weight(), ones(4)).step == 8
+    for settings in ({"min_epochs": 2}, {"min_epochs": 4, "max_epochs": 3}, {"min_steps": 4, "max_steps": 3}):
+        with pytest.raises(ValueError, match=r"min_(\w+)=\d and max_\1=\d: the training would end before its minimum"):
+            fit(tmp_path, **settings)
+    with pytest.raises(ValueError, match=r"min_steps=9 and max_epochs=2: the training would end after 8 step\(s\)"):
+        fit(tmp_path, max_epochs=2, min_steps=9).run(Weight(), ones(4))
+
+
+def test_overfitting_and_limits_contradict_each_other(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="overfit_batches=2 and limit_val_batches=3: the first sets the second"):
+        fit(tmp_path, overfit_batches=2, limit_val_batches=3)
+    trainer = fit(tmp_path, overfit_batches=2)
+    assert trainer.origins["limit_train_batches"] == "overfit_batches"
+    assert trainer.run(Weight(), ones(4)).step == 2
+
+
+def on_two_ranks(folder: str) -> list[Any]:
+    """Rank 1 alone asks to stop at its second batch; the minimum is five steps, then two epochs of four."""
+    reached = []
+    for settings in ({"min_steps": 5}, {"min_epochs": 2}):
+        callback = StopsAt(2 if os.environ["RANK"] == "1" else 0)
+        result = fit(folder, devices="auto", max_epochs=9, callbacks=callback, **settings).run(Weight(), ones(8))
+        reached.append((result.step, result.status))
+    return reached
+
+
+def test_ranks_reach_the_minimum_together(tmp_path: Path) -> None:
+    assert on_ranks(on_two_ranks, 2, tmp_path) == 2 * [[[5, "stopped"], [8, "stopped"]]]
