@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import functools
 import logging
-import multiprocessing
 import os
 import queue
 import shutil
@@ -30,8 +28,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine.distributed import failures
+from engine.distributed import command_line, failures
 from engine.distributed.environment import Environment
+from engine.distributed.interrupt import Interrupt
 from engine.errors import RankError
 from engine.log import logger
 
@@ -43,6 +42,9 @@ INTERRUPT_S = 2.5
 """After a death rank 0's thread is interrupted by a ``RankError``, unless a collective's error has brought it back by then (s)."""
 GIVE_UP_S = 5.0
 """After a death rank 0's process is ended, if its thread has not reacted by then: it hangs in native code (s)."""
+
+_BESIDE = {"PYTHONBREAKPOINT": f"{__name__}.pass_breakpoint"}
+"""What other ranks find in their environment unless it is set."""
 
 
 @dataclass(eq=False)
@@ -82,13 +84,13 @@ class Started:
         self.store = store
         self._children = children
         self._directory = directory
-        self._pid, self._thread = os.getpid(), threading.get_ident()
+        self._pid = os.getpid()
         self._deaths: queue.SimpleQueue[_Child] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._failed = threading.Event()  # _story is set, once and for all
         self._story = ""
         self._reported = False
-        self._back = threading.Event()  # rank 0's thread needs the others no longer, or knows of the failure
+        self._interrupt = Interrupt(RankError)  # withdrawn: rank 0's thread needs the others no longer, or knows of the failure
         self._broken = False  # the last training ended with an error: the others may wait for ever
         self._terminated = self._preempted = False
         self._threads: list[threading.Thread] = []
@@ -103,8 +105,7 @@ class Started:
         From :func:`start` to the first use the ranks count as needed, too. Raises what :meth:`check` raises, at the start and in place of a
         collective's error.
         """
-        self._thread = threading.get_ident()
-        self._back.clear()
+        self._interrupt.arm()
         self._judge()
         self.check()
         self._broken = True
@@ -117,7 +118,7 @@ class Started:
             self.check(error)
             raise
         finally:
-            self._come_back()
+            self._interrupt.withdraw()
 
     def check(self, error: BaseException | None = None, wait_s: float = 3.0) -> None:
         """Raise if another rank has failed.
@@ -130,20 +131,14 @@ class Started:
             RankError: from ``error``; names the rank that failed first, its exit code or signal, and its traceback.
         """
         if error is not None and (not failures.blames_peer(error) or (isinstance(error, RankError) and str(error))):
-            self._come_back()
+            self._interrupt.withdraw()
             return
         if self._failed.wait(wait_s if error is not None else 0.0):
-            self._come_back()
+            self._interrupt.withdraw()
             self._reported = True
             raise RankError(self._story) from (error if error is not None and str(error) else None)
         if error is not None:
-            self._come_back()
-
-    def _come_back(self) -> None:
-        with self._lock:
-            self._back.set()
-            # An interrupt that was not delivered yet must not strike later.
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), None)
+            self._interrupt.withdraw()
 
     def _run_beside(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=target, name=name, daemon=True)
@@ -158,12 +153,12 @@ class Started:
     def _monitor(self) -> None:
         for _ in self._children:
             child = self._deaths.get()
-            if child.process.returncode == 0 and self._back.is_set():
+            if child.process.returncode == 0 and self._interrupt.withdrawn.is_set():
                 continue
             time.sleep(SETTLE_S)
             if self._judge():
                 break
-        if self._failed.is_set() and not self._back.is_set():
+        if self._failed.is_set() and not self._interrupt.withdrawn.is_set():
             self._end_all()
 
     def _judge(self) -> bool:
@@ -171,7 +166,8 @@ class Started:
         with self._lock:
             if not self._failed.is_set() and not self._terminated:
                 fine = (0, 128 + signal.SIGTERM) if self._preempted else (0,)  # all ranks end so after a SIGTERM
-                dead = [child for child in self._children if child.ended and (child.process.returncode not in fine or not self._back.is_set())]
+                needed = not self._interrupt.withdrawn.is_set()
+                dead = [child for child in self._children if child.ended and (needed or child.process.returncode not in fine)]
                 if dead:
                     self._story = min(dead, key=_Child.blame).story()
                     self._failed.set()
@@ -179,13 +175,10 @@ class Started:
 
     def _end_all(self) -> None:
         self._run_beside(functools.partial(self._terminate, KILL_S), "fit-terminate")
-        if self._back.wait(INTERRUPT_S):
+        if self._interrupt.withdrawn.wait(INTERRUPT_S):
             return
-        with self._lock:
-            if not self._back.is_set():
-                # For Python code that uses no collective just now. The exception is made without a message: ``check`` puts it in.
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(RankError))
-        if self._back.wait(GIVE_UP_S - INTERRUPT_S):
+        self._interrupt.strike()  # for Python code that uses no collective just now; ``check`` puts the message in
+        if self._interrupt.withdrawn.wait(GIVE_UP_S - INTERRUPT_S):
             return
         self._terminate(0.0)
         self._die(f"{self._story}\n\nrank 0 did not react within {GIVE_UP_S:g} s and is ended.")
@@ -214,7 +207,7 @@ class Started:
         """At the interpreter's exit: wait for the others, or end them if rank 0 ends with an error."""
         if os.getpid() != self._pid:  # a fork of rank 0
             return
-        self._come_back()
+        self._interrupt.withdraw()
         # Set by the interpreter when it prints an uncaught exception.
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if isinstance(error, Exception):
@@ -274,7 +267,7 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Sta
                 "it ends. Use the same number of devices for every run of one script."
             )
         return started
-    command = _command(world_size)
+    command = command_line.repeatable(world_size)
     store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
     threads = _share_threads(world_size)
     directory = Path(tempfile.mkdtemp(prefix="fit-ranks-"))
@@ -282,8 +275,14 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Sta
     try:
         for rank in range(1, world_size):
             error_file = directory / f"rank={rank}.json"
-            variables = {**threads, **os.environ, **_variables(rank, world_size, store.port), "TORCHELASTIC_ERROR_FILE": str(error_file)}
-            process = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, cwd=_first_directory())
+            variables = {
+                **threads,
+                **_BESIDE,
+                **os.environ,
+                **_variables(rank, world_size, store.port),
+                "TORCHELASTIC_ERROR_FILE": str(error_file),
+            }
+            process = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, cwd=command_line.first_directory())
             children.append(_Child(rank, process, error_file))
     except BaseException:
         for child in children:
@@ -295,38 +294,6 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Sta
     _started = Started(environment, store, children, directory)
     atexit.register(_started._finish)
     return _started
-
-
-def _command(world_size: int) -> list[str]:
-    main = sys.modules.get("__main__")
-    ipython = sys.modules.get("IPython")
-    if "ipykernel" in sys.modules:
-        reason = "it is a Jupyter kernel"
-    elif hasattr(sys, "ps1") or sys.flags.interactive or (ipython is not None and ipython.get_ipython() is not None):
-        reason = "it is an interactive interpreter"
-    elif "pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ:
-        reason = "it is a pytest session"
-    elif multiprocessing.parent_process() is not None:
-        reason = "it is a worker of the multiprocessing module"
-    elif getattr(main, "__file__", None) == "<stdin>" or (sys.orig_argv[1:] in ([], ["-"])):
-        reason = "the script was read from standard input"
-    elif not sys.executable or getattr(sys, "frozen", False):
-        reason = "it is an embedded or frozen interpreter"
-    else:
-        return [sys.executable, *sys.orig_argv[1:]]
-    raise RuntimeError(
-        f"{world_size} processes asked for, but the other ranks are started by repeating the command line of this one, and {reason}. "
-        f"Write a script and start it with: torchrun --nproc-per-node {world_size} script.py"
-    )
-
-
-def _first_directory() -> str | None:
-    """Where the command line was given, if it names the script by a relative path: the script may have changed directory since."""
-    file = str(getattr(sys.modules.get("__main__"), "__file__", None) or "")
-    for argument in sys.orig_argv[1:]:
-        if argument and not os.path.isabs(argument) and file.endswith(os.sep + argument):
-            return file[: -len(argument)]
-    return None
 
 
 def _variables(rank: int, world_size: int, port: int) -> Mapping[str, str]:
@@ -343,6 +310,18 @@ def _variables(rank: int, world_size: int, port: int) -> Mapping[str, str]:
         "TORCHELASTIC_RESTART_COUNT": "0",
         "FIT_PARENT_PID": str(os.getpid()),
     }
+
+
+def pass_breakpoint(*args: object, **kwargs: object) -> None:
+    """What ``breakpoint()`` does in the other ranks, which have no terminal: they go on, and say so."""
+    caller = sys._getframe(1)
+    where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+    if where not in _passed:
+        _passed.add(where)
+        sys.stderr.write(f"rank {os.environ.get('RANK')} does not stop at breakpoint() in {where}: only rank 0 has the terminal\n")
+
+
+_passed: set[str] = set()
 
 
 def _share_threads(world_size: int) -> dict[str, str]:

@@ -6,7 +6,6 @@ changed for the time allowed, each rank writes the stacks of its threads to a fi
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
 import sys
@@ -25,6 +24,7 @@ from engine.distributed import failures, stacks
 from engine.distributed.board import ANSWER_S, Board
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
+from engine.distributed.interrupt import Interrupt
 from engine.errors import HangError
 from engine.log import logger
 
@@ -77,33 +77,27 @@ class Watchdog:
         self._board = Board(group, f"watchdog/{_next()}")
         self._begun = progress()
         self._report = ""
-        self._waiting = self._back = False
+        self._waiting = False
+        self._interrupt = Interrupt(HangError)
         self._stopped, self._reported, self._fired = threading.Event(), threading.Event(), threading.Event()
-        self._lock = threading.Lock()
         self._watcher = threading.Thread(target=self._watch, name="fit-watchdog", daemon=True)
         self._watcher.start()
 
     def stop(self) -> None:
         """The training is over, or its error is known."""
-        self._come_back()
+        self._interrupt.withdraw()
         self._stopped.set()
         self._watcher.join(1.0)  # a thread that wakes up while the interpreter is taken down would abort the process
 
     def explain(self, error: BaseException) -> HangError | None:
         """The error to raise in place of ``error``, when that is only how this rank noticed that the training stood still."""
-        self._come_back()
+        self._interrupt.withdraw()
         timed_out = failures.blames_peer(error) and ("timed out" in str(error).lower() or "monitoredbarrier" in str(error).lower())
         if not isinstance(error, HangError) and not timed_out and not self._fired.is_set():
             return None
         if not self._fired.wait(3 * self._pause) or not self._reported.wait(REPORT_S + ANSWER_S):
             return None
         return self._error()
-
-    def _come_back(self) -> None:
-        with self._lock:
-            self._back = True
-            # An interrupt that was not delivered yet must not strike later.
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), None)
 
     @property
     def _pause(self) -> float:
@@ -145,11 +139,7 @@ class Watchdog:
         if self._group.rank in (0, *lags):
             logger.error("%s", self._report)
         self._reported.set()
-        with self._lock:
-            if self._back:
-                return
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(HangError))
-        if not self._stopped.wait(LEAVE_S):
+        if self._interrupt.strike() and not self._stopped.wait(LEAVE_S):
             self._die()
 
     def _write(self) -> Path:
