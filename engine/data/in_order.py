@@ -38,7 +38,7 @@ def in_order(loader: Any) -> Any:
             "give a DataLoader with batch_size= and shuffle=False, or a list of batches"
         )
     warn_once(f"overfit_batches: {type(loader).__name__} is read in the dataset's order, not in that of {type(sampler).__name__}")
-    order = SequentialSampler(loader.dataset)
+    order = SequentialSampler(loader.dataset)  # type: ignore[arg-type]
     if batches is None:
         return altered(loader, sampler=order)
     return altered(loader, sampler=order, batch_sampler=BatchSampler(order, batches.batch_size, batches.drop_last))
