@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.data.sampler import Share
-from engine.gradients import Loss, loss_in
+from engine.gradients import Loss, check_held, loss_in
 from engine.log import warn_once
 from engine.metric_states import unchanged
 from engine.module import overrides
@@ -23,10 +23,17 @@ class Automatic:
 
     def __init__(self, run: Run, optimizers: Sequence[Any]) -> None:
         self.run, self.optimizers = run, list(optimizers)
+        self._parameters = _named(run)
 
     def begin(self) -> None:
-        """An epoch begins."""
+        """An epoch begins.
+
+        Raises:
+            ValueError: an optimizer has parameters that the module has no more.
+        """
         run = self.run
+        before, self._parameters = self._parameters, _named(run)
+        check_held(before, self._parameters, self.optimizers)
         self.call, self.autocast, self.sync, self.models = run.call, run.engine.autocast(), run.engine.strategy.sync, run.engine.models
 
     def micro(self, batch: Any, index: int, share: Share) -> Any:
@@ -90,6 +97,13 @@ class ByHand(Automatic):
 
     def step(self) -> None:
         """Nothing is left to do."""
+
+
+def _named(run: Run) -> dict[str, Tensor]:
+    """The module's parameters, where nothing but its user puts others in their place."""
+    strategy = run.engine.strategy
+    alone = strategy.group.world_size == 1 and not strategy.owns_step
+    return dict(run.module.named_parameters(remove_duplicate=False)) if alone else {}
 
 
 def matched_only(run: Run, call: Callable[..., Any], batch: Any, index: int) -> Any:

@@ -153,3 +153,28 @@ def joins(parameters: Iterable[Tensor]) -> Tensor:
     total = sum((p.flatten()[0] * 0.0).real for p in parameters if p.requires_grad)
     assert isinstance(total, Tensor)
     return total
+
+
+def check_held(before: Mapping[str, Tensor], now: Mapping[str, Tensor], optimizers: Iterable[Optimizer]) -> None:
+    """Whether the optimizers still have a model's parameters.
+
+    Args:
+        before: the parameters by name, as they were when the optimizers were made or last looked at.
+        now: as they are.
+
+    Raises:
+        ValueError: others are in the place of some, and the optimizers have the old ones.
+    """
+    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    lost = [
+        name
+        for name, old in before.items()
+        if (new := now.get(name)) is not None and new is not old and new.requires_grad and id(old) in held and id(new) not in held
+    ]
+    if lost:
+        shown = ", ".join(lost[:6]) + (f" and {len(lost) - 6} more" if len(lost) > 6 else "")
+        raise ValueError(
+            f"parameters were replaced by others after their optimizer was made, which still has the old ones and would train nothing: {shown}. "
+            "load_state_dict(assign=True) does that, and so does another module in the place of one: make the optimizer afterwards, give it the "
+            "new parameters, or copy values in place (load_state_dict without assign)"
+        )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import Weight, fit, ones
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from engine.optimizers import Schedule, configured
@@ -168,3 +168,29 @@ def test_schedulers_that_a_run_cannot_step(tmp_path: Path, make: Any, words: str
     with pytest.raises(ValueError, match=words):
         fit(tmp_path).run(module, ones(4))
     assert not module.losses
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_parameters_that_were_replaced_are_an_error_and_not_left_untrained(tmp_path: Path, automatic: bool) -> None:
+    class Module(Weight):
+        automatic_optimization = automatic
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) if automatic else None
+
+        def on_train_epoch_end(self) -> None:
+            self.load_state_dict({name: value.clone() for name, value in self.state_dict().items()}, assign=True)
+
+    with pytest.raises(ValueError, match=r"replaced by others after their optimizer was made, .* train nothing: w\. "):
+        fit(tmp_path, max_epochs=2).run(Module(), ones(4))
+
+
+def test_parameters_that_were_replaced_in_module_and_optimizer_train(tmp_path: Path) -> None:
+    class Module(Weight):
+        def on_train_epoch_end(self) -> None:
+            self.w = nn.Parameter(torch.full_like(self.w, 7.0))
+            self.optimizers().param_groups[0]["params"] = [self.w]
+
+    module = Module()
+    fit(tmp_path, max_epochs=2).run(module, ones(4))
+    assert module.w.item() == 7.0  # of the second epoch's end

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from engine.distributed import stacks
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
+from engine.gradients import check_held
 from engine.log import logger
 
 PATIENCE_S = 5.0
@@ -153,7 +154,7 @@ class Replica(DistributedDataParallel):
         """Take over what the module is now. ``used``: a forward pass has computed with it already."""
         before, self._composition = self._composition, Composition(self.module, self.parameters_to_ignore)
         now = self._composition
-        self._check_optimizers(before, now)
+        check_held(before.named, now.named, self._optimizers)
         self._idle = not now.trained
         self._stale = not self._idle and (self._trial or not _same(now.trained, self._reduced))
         new = now.newer_than(before)
@@ -163,20 +164,6 @@ class Replica(DistributedDataParallel):
                 self._compare(ranks, [t for t in new if isinstance(t, nn.Parameter)])
             else:
                 self._distributed_broadcast_coalesced([t.detach() for t in new], self.broadcast_bucket_size)
-
-    def _check_optimizers(self, before: Composition, now: Composition) -> None:
-        held = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
-        lost = [
-            name
-            for name, old in before.named.items()
-            if (new := now.named.get(name)) is not None and new is not old and new.requires_grad and id(old) in held and id(new) not in held
-        ]
-        if lost:
-            raise ValueError(
-                f"parameters were replaced by others after their optimizer was made, which still has the old ones and would train nothing: "
-                f"{_shown(lost)}. load_state_dict(assign=True) does that, and so does another module in the place of one: make the optimizer "
-                "afterwards, give it the new parameters, or copy values in place (load_state_dict without assign)"
-            )
 
     def _follow(self, ranks: Group, inside: bool) -> None:
         """Reduce what is trained now, from this pass on. ``inside``: its forward pass is over, and may have left out what is new."""
