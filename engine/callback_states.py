@@ -36,8 +36,7 @@ def check_keys(callbacks: Sequence[Hooked], base: type) -> None:
 
 def states(callbacks: Sequence[Hooked]) -> dict[str, Any]:
     """What the callbacks want to keep, by their keys."""
-    found = {callback.state_key: callback.state_dict() for callback in callbacks}
-    return {key: state for key, state in found.items() if state}
+    return {callback.state_key: callback.state_dict() for callback in callbacks}
 
 
 def load_states(callbacks: Sequence[Hooked], saved: Mapping[str, Any], where: object) -> None:

@@ -24,13 +24,14 @@ from engine.engine import Engine
 from engine.hooks import Hooked, Hooks
 from engine.loading import Loaded, Resume, fitting, name_of, opening
 from engine.log import logger
+from engine.loop_state import state_of_loop
 from engine.metric_states import load_metric_states, metric_states
 from engine.metrics import Recorder, named
 from engine.module import TrainModule
 from engine.optimizers import Modes, Schedule, counters
 from engine.result import Times, TrainState
 from engine.saving import Content, Saver, stepped
-from engine.seed import capture, restore
+from engine.seed import restore
 
 
 class Checkpoints:
@@ -181,12 +182,10 @@ class Checkpoints:
             optim={str(i): strategy.optimizer_parts(o, self.module) for i, o in enumerate(self.optimizers)},
             shared=shared,
             own={
-                "place": self._place(),
-                "rng": capture(),
+                **self.engine.own_state([self._stream()]),
                 "recorder": self.recorder.state_dict(),
                 "metrics": metric_states(self.module),
                 "logged": self.recorder.logged_metrics(),
-                "stream": self._stream(),
             },
             facts=facts if score is None else {**facts, "score": dict(score)},
             partial=strategy.parts_differ,
@@ -195,20 +194,17 @@ class Checkpoints:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything about the run that is the same on all ranks, but for parameters and optimizers."""
+        state, order = self.state, None if self.train_loader is None else self.train_loader.order
+        loader = {"epoch": state.epoch + state.epoch_done, "position": 0 if state.epoch_done else state.position}
         return {
-            "state": asdict(self.state),
-            "seed": self.engine.seed,
-            "order": None if self.train_loader is None else self.train_loader.order,
-            "schedulers": [s.scheduler.state_dict() for s in self.schedulers],
-            "scaler": self.engine.scaler.state_dict() if self.engine.scaler is not None else None,
-            "window": self.engine.window.state_dict(),
+            **self.engine.shared_state(self.schedulers, [loader if order is None else {**loader, "order": order}]),
+            "state": asdict(state),
             "metrics": dict(self.metrics),
             "elapsed_s": self.clock(),
             "val_every": self.val_every.state_dict(),
             "datamodule": None if self.datamodule is None else self.datamodule.state_dict(),
             "hparams": _storable(self.module.hparams),
             "hparams_name": self.module.hparams_name,
-            "registered": self.engine.registered_states(),
             "postponed": list(self.saver.postponed),
             "user": {},
         }
@@ -268,24 +264,34 @@ class Checkpoints:
     def _go_on(self, loaded: Loaded, how: Resume) -> None:
         self._load_weights(loaded, how.strict)
         shared = loaded.shared
+        if shared["seed"] is not None:
+            self.reseed(shared["seed"], shared["loaders"][0].get("order") if shared["loaders"] else None)
+        self.engine.load_shared_state(shared, ())  # schedulers come with the optimizers
+        if "state" in shared:
+            self._go_on_with_run(loaded, shared)
+        else:
+            self.state = self._state_of_loop(loaded, shared["loaders"])
+        if how.optimizer:  # now that hooks have added the parameter groups that the training had added
+            self._load_optimizers(loaded, shared["schedulers"], how)
+        self._load_own(loaded)
+        self.last_checkpoint = loaded.path
+        if self.engine.is_main_process:
+            logger.info("resumed from %s: epoch %d, step %d", loaded.path, self.state.epoch, self.state.step)
+
+    def _go_on_with_run(self, loaded: Loaded, shared: Any) -> None:
+        """What a run has saved, and a loop of one's own has not."""
         self.state = TrainState(**shared["state"])
         # A window that an error cut short is run again as a whole.
         self.state.batches -= self.state.batch_idx - self.state.whole_batches
         self.state.batch_idx = self.state.whole_batches
-        if self.engine.scaler is not None and shared["scaler"]:
-            self.engine.scaler.load_state_dict(shared["scaler"])
-        if "window" in shared:
-            self.engine.window.load_state_dict(shared["window"])
         self.metrics.update(shared["metrics"])
         self._elapsed_before = shared["elapsed_s"]
         self.val_every.load_state_dict(shared["val_every"])
-        if shared["seed"] is not None:
-            self.reseed(shared["seed"], shared.get("order"))
+        self.saver.postponed = list(shared["postponed"])
         if self.datamodule is not None and shared["datamodule"] is not None:
             self.datamodule.load_state_dict(shared["datamodule"])
         elif shared["datamodule"]:
             logger.warning("%s has the state of a DataModule, and this run has none: it is lost to this run", loaded.path)
-        self.engine.load_registered_states(shared["registered"])
         load_states(self.callbacks, shared["callbacks"], loaded.path)
         for hook in self.hooks.on_load_checkpoint:
             hook(self, self.module, shared["user"])
@@ -294,20 +300,24 @@ class Checkpoints:
             logger.warning(
                 "%s has entries of on_save_checkpoint (%s), and nothing here has on_load_checkpoint: they are not read", loaded.path, names
             )
-        if how.optimizer:  # now that hooks have added the parameter groups that the training had added
-            self._load_optimizers(loaded, shared["schedulers"], how)
-        self._load_own(loaded)
-        self.last_checkpoint = loaded.path
-        self.saver.postponed = list(shared["postponed"])
-        if self.engine.is_main_process:
-            logger.info("resumed from %s: epoch %d, step %d", loaded.path, self.state.epoch, self.state.step)
+
+    def _state_of_loop(self, loaded: Loaded, loaders: list[Any]) -> TrainState:
+        """Where the run stands that goes on from a loop of one's own."""
+        window = self.engine.accumulate_grad_batches = self.window_at(loaders[0]["epoch"] if loaders else 0)
+        assert self.train_loader is not None
+        stride = self.train_loader.stride // window
+        return state_of_loop(loaded.path, loaders, loaded.manifest, self.num_train_batches, self.window_at, stride)
 
     def _load_own(self, loaded: Loaded) -> None:
         """What each rank has of its own. Ranks of another number, or with other parts in the model, share out what the saving ones had gathered;
         their random numbers are those of a new run."""
-        own = loaded.own(self._place())
+        own = loaded.own(self.engine.place_among_ranks())
         if own is not None:
             restore(own["rng"])
+        known = own or loaded.of_rank(0)
+        if known is not None and "recorder" not in known:  # of a loop of one's own
+            rows = []
+        elif own is not None:
             rows = [own]
         elif self.engine.data_group.rank == 0:
             rows = [row for row in loaded.every() if row["place"][-1]]
@@ -315,17 +325,12 @@ class Checkpoints:
             rows = []
         self.recorder.load_state_dicts(row["recorder"] for row in rows)
         load_metric_states(self.module, [row["metrics"] for row in rows])
-        known = own or loaded.of_rank(0)
         if known is not None:  # a converted checkpoint has none
             # Under a pipeline only ranks of the last stage have logged metrics; the last rank is one of them.
             last = loaded.of_rank(loaded.manifest["world_size"] - 1)
-            self.recorder.load_logged_metrics([row["logged"] for row in rows] or [named(last["logged"])])
-            self._stream_state = known["stream"]
-
-    def _place(self) -> list[int]:
-        """Where this rank is among those that see different data, and whether it speaks for what it sees."""
-        engine = self.engine
-        return [engine.data_group.world_size, engine.data_group.rank, int(engine.strategy.speaks)]
+            if "logged" in last:
+                self.recorder.load_logged_metrics([row["logged"] for row in rows] or [named(last["logged"])])
+            self._stream_state = next(iter(known["streams"]), None)
 
     def _load_optimizers(self, loaded: Loaded, schedules: list[Any], how: Resume) -> None:
         source = loaded.source
@@ -340,7 +345,7 @@ class Checkpoints:
             if not how.strict:
                 state = fitting(state, self.engine.strategy.optimizer_parts(optimizer, self.module), self.module, source)
             self.engine.strategy.load_optimizer(optimizer, self.module, state, source)
-            optimizer._opt_called = loaded.manifest["counters"]["step"] > 0  # else torch warns of a scheduler that steps first, at an epoch's end
+            optimizer._opt_called = self.state.step > 0  # else torch warns of a scheduler that steps first, at an epoch's end
         for schedule, state in zip(self.schedulers, schedules, strict=True):
             schedule.scheduler.load_state_dict(state)
         if how.hyperparameters == "configured":

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from engine.checkpoint.files import DamagedCheckpoint
+from engine.checkpoint.form import own_form, shared_form
 from engine.checkpoint.overview import by_score
 from engine.checkpoint.places import Place, split
 from engine.checkpoint.source import Source
@@ -63,11 +64,11 @@ class Loaded:
     @property
     def shared(self) -> Any:
         """What is the same on all ranks."""
-        return self._opened.tree(SHARED)
+        return shared_form(self._opened.tree(SHARED))
 
     def of_rank(self, rank: int) -> Any:
         """The state of one of the ranks that saved."""
-        return self._opened.tree(RANK.format(rank))
+        return own_form(self._opened.tree(RANK.format(rank)))
 
     def own(self, place: Any) -> Any:
         """This rank's state, if all ranks are where they were; else ``None``, on all ranks.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,8 @@ class States(Preparing):
     def load_state(self, input_dir: str | Path, *, strict: bool = True) -> dict[str, Any]:
         """Go on from :meth:`save_state`, at any world size and under any strategy; the same objects must be prepared. All ranks call this.
 
+        A checkpoint of :class:`engine.Fit` is taken too: its place in the training data is that of the first loader; callbacks' states are left.
+
         Returns:
             The manifest: what was given as ``facts``, and the store's own entries.
 
@@ -112,8 +114,10 @@ class States(Preparing):
             if report:
                 logger.warning("%s fits in part: %s", input_dir, report)
             shared = loaded.shared
-            found = (len(source.optim), len(shared["schedulers"]), len(shared["loaders"]))
             here = (len(self._stepper.known), len(self._schedulers), len(self._loaders))
+            of_run = "state" in shared  # its one loader is the training data's; others are read from their start
+            known = max(here[2], 1) if of_run else len(shared["loaders"])
+            found = (len(source.optim), len(shared["schedulers"]), known)
             if found != here:
                 raise ValueError(
                     f"{input_dir} has (optimizers, schedulers, loaders) = {found}, and {here} were prepared: prepare the same objects before loading"
@@ -123,20 +127,17 @@ class States(Preparing):
                 if not strict:
                     state = fitting(state, self.strategy.optimizer_parts(optimizer, module), module, source)
                 self.strategy.load_optimizer(optimizer, module, state, source)
-            for scheduler, state in zip(self._schedulers, shared["schedulers"], strict=True):
-                scheduler.scheduler.load_state_dict(state)
-            own = loaded.own(self._place())
-            streams = (loaded.of_rank(0) if own is None else own)["streams"]
-            self.seed = shared["seed"]
-            for index, loader in enumerate(self._loaders):
-                state = shared["loaders"][index]
+            own = loaded.own(self.place_among_ranks())
+            known_rank = loaded.of_rank(0) if own is None else own
+            streams = [None] * len(shared["loaders"]) if known_rank is None else known_rank["streams"]  # a converted checkpoint has none
+            if shared["seed"] is not None:
+                self.seed = shared["seed"]
+            for loader, state, stream in zip(self._loaders, shared["loaders"], streams, strict=False):
                 loader.reseed(self.seed, state.get("order"))
-                loader.load_state_dict({**state, "stream": streams[index]})
-            if self.scaler is not None and shared["scaler"]:
-                self.scaler.load_state_dict(shared["scaler"])
-            if "window" in shared:
-                self.window.load_state_dict(shared["window"])
-            self.load_registered_states(shared["registered"])
+                loader.load_state_dict({**state, "stream": stream})
+            self.load_shared_state(shared, self._schedulers)
+            if left := [name for name in ("callbacks", "datamodule", "user") if shared.get(name)]:
+                logger.warning("%s was saved by a run; a loop of your own does not take its %s", input_dir, ", ".join(left))
             if own is not None:
                 restore(own["rng"])
             return loaded.manifest
@@ -164,25 +165,54 @@ class States(Preparing):
     def _content(self, facts: dict[str, Any]) -> Content:
         module, strategy = self._whole_module(), self.strategy
         loaders = [loader.state_dict() for loader in self._loaders]
+        places = [{name: value for name, value in state.items() if name != "stream"} for state in loaders]
         return Content(
             model=strategy.model_parts(module),
             optim={str(i): strategy.optimizer_parts(o, module) for i, o in enumerate(self._stepper.known)},
-            shared={
-                "schedulers": [s.scheduler.state_dict() for s in self._schedulers],
-                "scaler": None if self.scaler is None else self.scaler.state_dict(),
-                "window": self.window.state_dict(),
-                "loaders": [{name: value for name, value in state.items() if name != "stream"} for state in loaders],
-                "registered": self.registered_states(),
-                "seed": self.seed,
-            },
-            own={"place": self._place(), "rng": capture(), "streams": [state["stream"] for state in loaders]},
+            shared=self.shared_state(self._schedulers, places),
+            own=self.own_state([state["stream"] for state in loaders]),
             facts=facts,
             partial=strategy.parts_differ,
             stepped=stepped(self._stepper.known),
         )
 
-    def _place(self) -> list[int]:
-        return [self.data_group.world_size, self.data_group.rank]
+    def shared_state(self, schedulers: Sequence[Any], loaders: Sequence[Any]) -> dict[str, Any]:
+        """What every checkpoint has of what is the same on all ranks; the form is :mod:`engine.checkpoint.form`'s.
+
+        Args:
+            schedulers: each has the learning rate scheduler as ``scheduler``.
+            loaders: their places in the data.
+        """
+        return {
+            "seed": self.seed,
+            "schedulers": [each.scheduler.state_dict() for each in schedulers],
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "window": self.window.state_dict(),
+            "registered": self.registered_states(),
+            "loaders": list(loaders),
+        }
+
+    def load_shared_state(self, shared: Any, schedulers: Sequence[Any]) -> None:
+        """Put back :meth:`shared_state`, but for the seed and the loaders; no schedulers: those stay as they are.
+
+        Raises:
+            ValueError: other objects are registered.
+        """
+        for each, state in zip(schedulers, shared["schedulers"] if schedulers else (), strict=True):
+            each.scheduler.load_state_dict(state)
+        if self.scaler is not None and shared["scaler"]:
+            self.scaler.load_state_dict(shared["scaler"])
+        if shared.get("window") is not None:
+            self.window.load_state_dict(shared["window"])
+        self.load_registered_states(shared["registered"])
+
+    def own_state(self, streams: Sequence[Any]) -> dict[str, Any]:
+        """What every checkpoint has of this rank alone."""
+        return {"place": self.place_among_ranks(), "rng": capture(), "streams": list(streams)}
+
+    def place_among_ranks(self) -> list[int]:
+        """Where this rank is among those that see different data, and whether it speaks for what it sees."""
+        return [self.data_group.world_size, self.data_group.rank, int(self.strategy.speaks)]
 
     def _whole_module(self) -> nn.Module:
         """The one model that was prepared; several as members of one module."""

@@ -50,6 +50,7 @@ LAYERS: dict[str, int] = {
     "engine.hooks": 5,
     "engine.callback_states": 5,
     "engine.result": 5,
+    "engine.loop_state": 5,
     "engine.checkpoints": 5,
     "engine.run": 5,
     "engine.callback": 5,
