@@ -52,7 +52,8 @@ class ModelCheckpoint(Callback):
             save_top_k: how many of the best are kept; -1 keeps all.
             save_last: also keep the newest, whatever its score.
             keep_every: a Duration: the first checkpoint that is saved after each so long is kept for ever.
-            dirpath: where; by default ``<root_dir>/checkpoints``. A URL that fsspec knows is possible (``s3://bucket/run``).
+            dirpath: where; by default ``checkpoints`` in the run's folder. A URL that fsspec knows is possible (``s3://bucket/run``). Where
+                another run's checkpoints are in it already, a new run has ``<dirpath>/version_1``, and so on.
             filename: a checkpoint's name: ``{epoch}``, ``{step}`` and the names of metrics, formatted as by ``str.format``
                 (``"epoch={epoch}-loss={val_loss:.3f}"``). Where two steps would have one name, the later one's gets ``-step=N``.
             asynchronous: write while the training goes on; ``False`` waits for the disk.
@@ -84,6 +85,10 @@ class ModelCheckpoint(Callback):
         self._first_step = 0
         self._training = False
         self._before: tuple[int, dict[int, float | None], dict[int, str]] | None = None  # the newest step, and what was kept without it
+
+    @property
+    def checkpoints_in(self) -> str | Path | None:
+        return self.dirpath
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         self._training = False

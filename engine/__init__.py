@@ -28,6 +28,7 @@ _NAMES = {
     "Duration": "engine.config.duration",
     "Every": "engine.config.duration",
     "CheckError": "engine.errors",
+    "FolderInUse": "engine.errors",
     "HangError": "engine.errors",
     "MismatchError": "engine.errors",
     "RankError": "engine.errors",
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from engine.datamodule import DataModule as DataModule
     from engine.engine import Engine as Engine
     from engine.errors import CheckError as CheckError
+    from engine.errors import FolderInUse as FolderInUse
     from engine.errors import HangError as HangError
     from engine.errors import MismatchError as MismatchError
     from engine.errors import RankError as RankError

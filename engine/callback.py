@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,11 @@ class Callback:
 
     runs_last = False
     """Called after the others at each event (checkpointing sees what they logged)."""
+
+    @property
+    def checkpoints_in(self) -> str | Path | None:
+        """A directory or URL in which this callback keeps the run's checkpoints; ``None``: in the run's folder, or nowhere. Read before ``setup``."""
+        return None
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None: ...
     def teardown(self, run: Run, module: nn.Module, stage: str) -> None: ...

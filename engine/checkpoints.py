@@ -30,6 +30,7 @@ from engine.metrics import Recorder, named
 from engine.module import TrainModule
 from engine.optimizers import Modes, Schedule, counters
 from engine.result import Times, TrainState
+from engine.run_folder import RunFolder
 from engine.saving import Content, Saver, stepped
 from engine.seed import restore
 
@@ -60,7 +61,8 @@ class Checkpoints:
     last_checkpoint: Path | str | None
     _started: float
     _elapsed_before: float
-    root_dir: Path
+    home: RunFolder
+    """Which folder this run has, while it is going on."""
     _saved: tuple[tuple[int, int, int, int], str] | None = None
     _chosen: str | None = None
     _stream_state: Any = None
@@ -73,15 +75,17 @@ class Checkpoints:
     # -- saving -----------------------------------------------------------------------------------------------------------------
 
     def checkpoints_at(self, root: str | Path | None, max_failures: int = 1) -> None:
-        """Keep checkpoints in ``root``, a directory or a URL that fsspec knows, rather than in ``<root_dir>/checkpoints``.
+        """Keep checkpoints in ``root``, a directory or a URL that fsspec knows (in a numbered folder of it, when another run has ``root``), rather
+        than in ``checkpoints`` of the run's folder. All ranks call this together, in ``setup``.
 
         Args:
+            root: what the callback has as ``checkpoints_in``.
             max_failures: so many failures of asynchronous saves in a row are an error.
 
         Raises:
             ValueError: another place was chosen already.
         """
-        place = self.root_dir / "checkpoints" if root is None else root
+        place = self.home.keep(root)
         if self._chosen is not None and str(place) != self._chosen:
             raise ValueError(f"checkpoints are to be kept in {self._chosen} and in {place}: give one dirpath to all ModelCheckpoints of a run")
         if str(place) != self.saver.place.root:
@@ -123,6 +127,7 @@ class Checkpoints:
             OSError: it cannot be written (and neither ``asynchronous`` nor ``tolerant``).
         """
         began = time.perf_counter()
+        self.home.announce()
         self.engine.settle()
         state = self.state
         # The end of an epoch and the start of the next are one place. Inside of a window the state at its start is what counts.
@@ -233,8 +238,10 @@ class Checkpoints:
             ValueError: it does not fit the module or its optimizers.
         """
         how = wanted if isinstance(wanted, Resume) else Resume(wanted)
+        where, what = self.home.source(str(how.path))
+        self.home.named = self.saver.place.root  # from now on
         try:
-            with opening(self.engine.group, self.saver.place, str(how.path)) as loaded:
+            with opening(self.engine.group, where, what) as loaded:
                 self.saver.kept = {name_of(loaded.path)}
                 if how.weights_only:
                     self._load_weights(loaded, how.strict)
@@ -253,7 +260,7 @@ class Checkpoints:
     def load_weights(self, wanted: str | Path | None, strict: bool = True) -> None:
         """Take only the parameters and buffers of a checkpoint."""
         if wanted is not None:
-            with opening(self.engine.group, self.saver.place, str(wanted), ("model",), "checkpoint") as loaded:
+            with opening(self.engine.group, *self.home.source(str(wanted)), ("model",), "checkpoint") as loaded:
                 self._load_weights(loaded, strict)
 
     def _load_weights(self, loaded: Loaded, strict: bool) -> None:

@@ -30,5 +30,9 @@ class MismatchError(RuntimeError):
     """The ranks came to one collective with different operations, shapes or dtypes (found by ``debug=True``)."""
 
 
+class FolderInUse(RuntimeError):
+    """Another run that is going on writes into the folder that this one would go on in. The message names it."""
+
+
 class CheckError(RuntimeError):
     """What ``check=True`` found to differ between the ranks before the first step."""

@@ -30,7 +30,8 @@ from engine.module import TrainModule
 from engine.precision import Precision
 from engine.result import Result
 from engine.run import Run
-from engine.session import session
+from engine.run_folder import Trained
+from engine.session import housed, session
 from engine.startup import compare, compare_models
 from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8
@@ -77,7 +78,7 @@ class Fit:
         check: compare the ranks' parameters, loaders and first batch before the first step.
         debug: compare the ranks' shapes before each collective.
         gc_every_n_steps: steps between two runs of Python's garbage collector; 0 leaves it alone.
-        root_dir: where checkpoints and logs go.
+        root_dir: where checkpoints and logs go. The first training has this folder, each new one after it a numbered folder in it.
 
     Raises:
         ValueError, TypeError: a wrong argument; the message names it, its value and what is possible.
@@ -149,6 +150,7 @@ class Fit:
         """Where each setting comes from."""
         self.sections: dict[str, Any] = resolved.sections
         """What ``fit run`` has built model, data and callbacks from."""
+        self._trained: Trained | None = None  # of the newest training
         possible.check(self.settings, self.origins, detect(os.environ))
 
     @property
@@ -179,20 +181,23 @@ class Fit:
             val_loaders: one loader, or a list of several ``DataLoader`` objects, or a dict of loaders, which are read one after the other. A list of
                 batches is one loader; an empty list or dict means no validation.
             datamodule: where loaders come from that are not given here.
-            resume: ``"last"`` (the newest checkpoint of this run's folder), ``"auto"`` (the same, if there is one), ``"best"``, a
-                checkpoint's path or URL, or a :class:`engine.Resume` that takes only a part of it.
+            resume: go on with a run, in its folder: ``"last"`` (from the newest checkpoint of the newest run in ``root_dir``), ``"auto"`` (the
+                same, if there is one), ``"best"``, a checkpoint's path or URL, a run's folder, or a :class:`engine.Resume` that takes only a
+                part of it. Without it a new run begins, in a folder of its own.
 
         Returns:
             How it ended; on every rank.
 
         Raises:
             ValueError, TypeError: bad input, before the first step where that is possible.
+            FolderInUse: the run to go on with is still going on.
             RankError: another rank failed.
             KeyboardInterrupt: Ctrl-C, after the step, when callbacks have saved and closed.
             Exception: whatever the module or a callback raised, unchanged.
         """
         datamodule, train_loader = _datamodule(datamodule, train_loader)
-        with self._start(module, "fit") as run, session(run, datamodule):
+        with self._start(module, "fit") as run, housed(run, resume, self._trained), session(run, datamodule):
+            self._trained = run.home.trained()
             compare_models(run)
             prepare.training(run, train_loader, val_loaders, datamodule)
             if resume is not None:
@@ -229,7 +234,7 @@ class Fit:
         With several loaders a list for each of them. ``checkpoint``: load these weights first.
         """
         datamodule, loaders = _datamodule(datamodule, loaders)
-        with self._start(module, "predict") as run, session(run, datamodule):
+        with self._start(module, "predict") as run, housed(run, checkpoint, self._trained), session(run, datamodule):
             prepared = prepare.evaluation(run, "predict", loaders, datamodule, "predict_step")
             if not prepared:
                 return []
@@ -280,7 +285,7 @@ class Fit:
         self, module: TrainModule, loaders: Any, datamodule: DataModule | None, checkpoint: str | Path | None, stage: str, name: str
     ) -> list[dict[str, float]]:
         datamodule, loaders = _datamodule(datamodule, loaders)
-        with self._start(module, stage) as run, session(run, datamodule):
+        with self._start(module, stage) as run, housed(run, checkpoint, self._trained), session(run, datamodule):
             prepared = prepare.evaluation(run, name, loaders, datamodule, f"{name}_step")
             if not prepared:
                 return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import nn
@@ -17,6 +18,8 @@ class Hooked(Protocol):
 
     @property
     def state_key(self) -> str: ...
+    @property
+    def checkpoints_in(self) -> str | Path | None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 

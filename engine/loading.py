@@ -32,10 +32,10 @@ class Resume:
     """What ``Fit.run(resume=...)`` goes on from, and how much of it is taken. A plain name or path means the same with the defaults."""
 
     path: str | Path = "last"
-    """``"last"`` (the newest checkpoint of this run's folder), ``"auto"`` (the same, if there is one), ``"best"`` (by the score that
-    ``ModelCheckpoint(monitor=...)`` saved with it), or a checkpoint's path or URL."""
+    """``"last"`` (the newest checkpoint of the newest run in ``root_dir``), ``"auto"`` (the same, if there is one), ``"best"`` (by the score
+    that ``ModelCheckpoint(monitor=...)`` saved with it), a checkpoint's path or URL, or a run's folder."""
     weights_only: bool = False
-    """Take parameters and buffers, and begin at step 0."""
+    """Take parameters and buffers, and begin a new run at step 0."""
     optimizer: bool = True
     """``False``: optimizers and schedulers begin anew; counters and data position go on."""
     strict: bool = True

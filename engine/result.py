@@ -63,3 +63,5 @@ class Result:
     best_checkpoint: Path | str | None = None
     last_checkpoint: Path | str | None = None
     times: Times = field(default_factory=Times)
+    folder: Path | None = None
+    """The run's own, in ``root_dir``. It is there if something was written."""

@@ -76,8 +76,7 @@ class Run(Checkpoints):
         self.optimizers: list[Any] = []
         self.schedulers: list[Schedule] = []
         self._step_schedules: list[Schedule] = []
-        self.root_dir: Path = settings.root_dir
-        self.saver = Saver(engine.group, self.root_dir / "checkpoints")
+        self.saver = Saver(engine.group, settings.root_dir / "checkpoints")
         self.best_checkpoint: Path | str | None = None
         self.last_checkpoint: Path | str | None = None
         self.train_loader: PreparedLoader | None = None
@@ -123,6 +122,12 @@ class Run(Checkpoints):
     def config_as_yaml(self) -> str:
         """:attr:`config` in the form of ``fit.yaml``, each line with its origin."""
         return as_yaml(self.config)
+
+    @property
+    def folder(self) -> Path:
+        """Where this run writes: ``root_dir``, or the numbered folder in it that is this run's alone."""
+        self.home.announce()
+        return self.home.path
 
     # -- where am I -------------------------------------------------------------------------------------------------------------
 
@@ -352,4 +357,5 @@ class Run(Checkpoints):
             status = "completed" if planned or not self.stop_reason else "stopped"
         epochs, times = self.state.epoch + self.state.epoch_done, self.times
         times.other = max(0.0, time.monotonic() - self._started - times.data - times.compute - times.validation - times.checkpoint)
-        return Result(status, self.stop_reason, epochs, self.step, dict(self.metrics), self.best_checkpoint, self.last_checkpoint, times)
+        checkpoints = self.best_checkpoint, self.last_checkpoint
+        return Result(status, self.stop_reason, epochs, self.step, dict(self.metrics), *checkpoints, times, self.home.path)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -16,10 +17,13 @@ from engine.datamodule import DataModule
 from engine.distributed import relaunch
 from engine.distributed.agreement import HURRY, TERMINATE
 from engine.errors import CheckError, RankError
+from engine.loading import Resume
 from engine.log import logger
 from engine.loop import Preempted
 from engine.module import TrainModule, overrides
 from engine.run import Run
+from engine.run_folder import RunFolder, Trained
+from engine.saving import Saver
 from engine.seed import seed_everything
 from engine.switches import switched
 
@@ -50,6 +54,24 @@ def session(run: Run, datamodule: DataModule | None) -> Iterator[None]:
             raise
         finally:
             _tear_down(run, datamodule)
+
+
+@contextmanager
+def housed(run: Run, wanted: str | Path | Resume | None, earlier: Trained | None) -> Iterator[None]:
+    """Give a run its folder for as long as it lasts; arguments as of :class:`RunFolder`."""
+    kept = next((c.checkpoints_in for c in run.callbacks if c.checkpoints_in is not None), None)
+    try:
+        run.home = RunFolder(run.engine.group, run.settings.root_dir, kept, run.stage, wanted, earlier)
+    except BaseException:
+        run.release()
+        raise
+    run.saver = Saver(run.engine.group, run.home.checkpoints)
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        run.home.close(failed)
 
 
 def _end_early(run: Run) -> None:

@@ -37,6 +37,7 @@ LAYERS: dict[str, int] = {
     "engine.prepared": 3,
     "engine.saving": 3,
     "engine.loading": 3,
+    "engine.run_folder": 3,
     "engine.possible": 4,
     "engine.processes": 4,
     "engine.preparing": 4,

@@ -204,7 +204,7 @@ def test_nothing_there_and_damage(tmp_path: Path) -> None:
 
 def test_it_is_not_removed_while_it_is_read(tmp_path: Path) -> None:
     path = save(tmp_path, Tied(3))
-    save(tmp_path, Tied(3), max_epochs=2, name="other")
+    save(tmp_path, Tied(3), max_epochs=2, name="other").rename(path.with_name("other"))
     removed: list[bool] = []
 
     class Slow(Tied):

@@ -57,8 +57,9 @@ def save(root: Path | str, module: TrainModule, data: Sequence[Any] | None = Non
     """Train and save; the checkpoint's directory."""
     scores, name = settings.pop("scores", None), settings.pop("name", None)
     defaults = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "root_dir": root, "callbacks": Saves(name, scores), "seed": 1}
-    Fit(**{**defaults, **settings}).run(module, batches() if data is None else data)
-    return sorted((Path(root) / "checkpoints").iterdir())[-1]
+    result = Fit(**{**defaults, **settings}).run(module, batches() if data is None else data)
+    assert result.folder is not None
+    return sorted((result.folder / "checkpoints").iterdir())[-1]
 
 
 def on_two_ranks(root: str, strategy: str = "fsdp") -> None:

@@ -33,7 +33,7 @@ class CSVLogger(Callback):
     def __init__(self, dir: str | os.PathLike[str] | None = None, name: str = "metrics.csv") -> None:
         """
         Args:
-            dir: the folder of the file, made when missing; ``None`` is the run's ``root_dir``.
+            dir: the folder of the file, made when missing; ``None`` is the run's folder.
             name: the file's name.
 
         Raises:
@@ -51,7 +51,7 @@ class CSVLogger(Callback):
         self._file: TextIO | None = None
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
-        self.path = (run.root_dir if self.dir is None else self.dir) / self.name
+        self.path = (run.folder if self.dir is None else self.dir) / self.name
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         """Cut (resumed) or put aside (new run) what an earlier run left in the file."""

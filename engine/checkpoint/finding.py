@@ -9,16 +9,20 @@ from pathlib import Path
 
 from engine.checkpoint.files import DamagedCheckpoint, inside
 from engine.checkpoint.places import Place, Remote, place, reach, split
+from engine.checkpoint.runs import runs
 from engine.checkpoint.store import FOLDERS, MANIFEST, Opened
 
 
 def folder(path: str | Path) -> Place | None:
-    """The folder of checkpoints that a path or a URL means: itself, or its ``checkpoints/``; ``None``: neither has any, or it is one itself."""
+    """The folder of checkpoints that a path or a URL means: itself, or its ``checkpoints/``, of the newest run that has any in it.
+
+    ``None``: there are none, or it is a checkpoint itself.
+    """
     where, name = split(path)
     if _has_manifest(where, name):
         return None
     root = str(path).rstrip("/")
-    tried = [place(root), place(f"{root}/checkpoints")]
+    tried = [place(f"{each}{inner}") for each in runs(root).folders() for inner in ("", "/checkpoints")]
     return next((each for each in tried if each.manifests()), None) or next((each for each in tried if each.damaged()), None)
 
 

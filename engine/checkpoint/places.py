@@ -321,7 +321,8 @@ class Remote:
 
     def _remains(self, name: str) -> bool:
         """Of a checkpoint that was being written or removed: its state is there, whose name nobody else gives."""
-        return any(path.rpartition("/")[2].startswith("rank=") for path in self.files.find(self._at(name)))
+        found = (path.removeprefix(self._at(name)).strip("/").partition("/") for path in self.files.find(self._at(name)))
+        return any(inner in FOLDERS and file.startswith("rank=") for inner, _, file in found)  # checkpoints in it are not its own
 
     def _manifest(self, name: str) -> dict[str, Any]:
         try:

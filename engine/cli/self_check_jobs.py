@@ -61,6 +61,10 @@ class Save(Callback):
     def __init__(self, place: Path) -> None:
         self.place = place
 
+    @property
+    def checkpoints_in(self) -> Path:
+        return self.place
+
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         run.checkpoints_at(self.place)
 

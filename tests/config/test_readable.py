@@ -141,7 +141,8 @@ def test_a_new_run_keeps_the_older_config(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("config*")) == ["config.yaml"]
     assert "max_steps: 4  # code" in (tmp_path / "config.yaml").read_text()
     run(max_steps=1, seed=2)
-    assert "max_steps: 4  # code" in (tmp_path / "config.1.yaml").read_text()
+    assert "max_steps: 4  # code" in (tmp_path / "config.yaml").read_text()
+    assert "max_steps: 1  # code" in (tmp_path / "version_1" / "config.yaml").read_text()
     assert "max_steps: 2  # code" in first
 
 

@@ -112,7 +112,7 @@ class Closes(Callback):
     def on_train_batch_end(self, run: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if run.step == 5:
             run.wait_for_checkpoint()
-            subprocess.run(["mount", "-o", "remount,ro", str(run.root_dir)], check=True)
+            subprocess.run(["mount", "-o", "remount,ro", str(run.folder)], check=True)
 
 
 def test_a_place_that_becomes_read_only() -> None:

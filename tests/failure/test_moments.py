@@ -155,13 +155,13 @@ class Reads(Callback):
     def on_train_batch_start(self, run: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if run.step == 3:
             run.wait_for_checkpoint()
-            self.content = (run.root_dir / "checkpoints" / "model" / "manifest.json").read_bytes()
-            self.lock = os.open(run.root_dir / "checkpoints" / "model" / "manifest.json", os.O_RDONLY)
+            self.content = (run.folder / "checkpoints" / "model" / "manifest.json").read_bytes()
+            self.lock = os.open(run.folder / "checkpoints" / "model" / "manifest.json", os.O_RDONLY)
             fcntl.flock(self.lock, fcntl.LOCK_SH)
         if run.step == 7:
             run.wait_for_checkpoint()
-            self.names = sorted(os.listdir(run.root_dir / "checkpoints"))
-            self.same = (run.root_dir / "checkpoints" / "model" / "manifest.json").read_bytes() == self.content
+            self.names = sorted(os.listdir(run.folder / "checkpoints"))
+            self.same = (run.folder / "checkpoints" / "model" / "manifest.json").read_bytes() == self.content
             os.close(self.lock)
 
 
@@ -179,7 +179,7 @@ class Empties(Callback):
     def on_train_batch_start(self, run: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if run.step == 3:
             run.wait_for_checkpoint()
-            (run.root_dir / "checkpoints" / "step=00000002" / "manifest.json").unlink()
+            (run.folder / "checkpoints" / "step=00000002" / "manifest.json").unlink()
 
 
 def test_a_removal_that_fails_is_no_failed_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -194,7 +194,8 @@ def test_a_removal_that_fails_is_no_failed_save(tmp_path: Path, caplog: pytest.L
 def test_what_weights_were_taken_from_stays(tmp_path: Path) -> None:
     fit(tmp_path, ModelCheckpoint(), max_epochs=1).run(Net(), DATA)
     fit(tmp_path, ModelCheckpoint(every=2), max_epochs=2).run(Net(), DATA, resume=Resume("last", weights_only=True))
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step=00000004", "step=00000008"]
+    assert os.listdir(tmp_path / "checkpoints") == ["step=00000004"]
+    assert os.listdir(tmp_path / "version_1" / "checkpoints") == ["step=00000008"]
 
 
 @pytest.mark.parametrize("filename", [".{step}", "{word}"])

@@ -72,8 +72,8 @@ def test_resuming_cuts_the_rows_that_did_not_happen(make_fit, scripted, batches,
 
 def test_a_new_run_keeps_the_old_file(make_fit, scripted, batches, tmp_path):
     for _ in range(3):
-        make_fit(log_every_n_steps=2, max_steps=2, callbacks=[CSVLogger()]).run(scripted(), batches)
-    for name in ("metrics.csv", "metrics.1.csv", "metrics.2.csv"):
+        make_fit(log_every_n_steps=2, max_steps=2, callbacks=[CSVLogger(), CSVLogger(tmp_path / "mine")]).run(scripted(), batches)
+    for name in ("metrics.csv", "version_1/metrics.csv", "version_2/metrics.csv", *(f"mine/metrics{i}.csv" for i in ("", ".1", ".2"))):
         assert 2 in {int(row["step"]) for row in read(tmp_path / name)}
 
 
