@@ -236,7 +236,7 @@ def _by_loop(rules: _Rules) -> None:
     if case.manual:
         when(True, door="fit", units=STRATEGIES[case.strategy].data, later=0, none=0, loss="mean", poison=-1, resume=0, max_steps=0)
         when(True, log_every=1, schedule="", val="epoch" if case.val else "")
-        when(case.manual == "both", optimizer="two")
+        when(case.manual == "both", optimizer="two", frozen=False)  # each has something to train
         when(case.manual != "both" and case.optimizer == "two", optimizer="momentum")
     elif case.door == "engine":
         when(True, sanity=False, hook=False, log_every=1, killed=False, val_loaders=1, limit=0, max_steps=0, none=0)
