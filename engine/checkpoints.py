@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -56,6 +56,8 @@ class Checkpoints:
     schedulers: list[Schedule]
     datamodule: DataModule | None
     train_loader: PreparedLoader | None
+    num_train_batches: int | None
+    window_at: Callable[[int], int]
     val_every: Every
     saver: Saver
     last_checkpoint: Path | str | None
