@@ -67,7 +67,7 @@ print(json.dumps({"inside": inside, "length": length, "lines": len(read_diary(pl
 
 def test_twelve_kills_change_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path), str(Path(__file__).parent), "12", "1"]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["inside"] >= 3, report
