@@ -11,7 +11,8 @@ def nearest(name: object, choices: Iterable[str]) -> str:
     known = {choice.lower(): choice for choice in choices}
     asked = str(name).lower()
     begun = [choice for choice in known if len(asked) > 2 and choice.startswith(asked)]  # a long name cut short is far by the letters it lacks
-    found = begun if len(begun) == 1 else difflib.get_close_matches(asked, begun or known, n=1, cutoff=0.0 if begun else 0.6)
+    least = 0.0 if begun else 0.55 if len(asked) > 3 else 0.5  # of two letters one may be another's
+    found = begun if len(begun) == 1 else difflib.get_close_matches(asked, begun or known, n=1, cutoff=least)
     return f"; did you mean {known[found[0]]!r}?" if found else ""
 
 

@@ -148,7 +148,7 @@ def test_a_run_with_its_checkpoints_elsewhere(root: str, tmp_path: Path) -> None
 
 def test_two_places_for_one_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give one dirpath to all"):
-        fit(tmp_path, ModelCheckpoint(dirpath=tmp_path / "a"), ModelCheckpoint(dirpath=tmp_path / "b")).run(Net(), DATA)
+        fit(tmp_path, ModelCheckpoint(dirpath=tmp_path / "a"), ModelCheckpoint("1 steps", dirpath=tmp_path / "b")).run(Net(), DATA)
 
 
 RANKS = """

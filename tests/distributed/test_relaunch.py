@@ -254,7 +254,8 @@ def test_scripts_modules_and_commands_are_repeated(tmp_path, how):
     if how[0] == "-c":
         how = ["-c", WHERE.replace("os.chdir", "str"), *how[2:]]
     ran = subprocess.run([sys.executable, *how], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=300)
-    assert (ran.returncode, ran.stderr) == (0, "")
+    words = [line for line in ran.stderr.splitlines() if not line.startswith("rank 0 is done and waits")]  # on a slow machine
+    assert (ran.returncode, words) == (0, [])
     where, _, arguments = ran.stdout.partition(" ")
     assert where == str(tmp_path)
     assert eval(arguments)[1:] == ["x", "a b"]
