@@ -103,7 +103,7 @@ class ModelCheckpoint(Callback):
             self.every, self.keep_every = Every(self._given_every), Every(self._given_keep)
         for interval in (self.every, self.keep_every):
             interval.start(run.step, run.epochs)
-        there = run.checkpoint_names()
+        there = run.checkpoint_names() if run.continues_in_place else set()  # in another folder these are names of others
         self._keep_only({step for step, name in self.names.items() if name in there})
         self._publish(run)
 
@@ -161,7 +161,11 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scores, self.names, self.permanent = dict(state["scores"]), dict(state["names"]), set(state["permanent"])
+        scores, names, permanent = dict(state["scores"]), dict(state["names"]), set(state["permanent"])
+        numbers = all(value is None or type(value) in (int, float) for value in scores.values())
+        if not numbers or not all(type(step) is int for step in (*scores, *names)) or not all(type(name) is str for name in names.values()):
+            raise ValueError("its state has no usable steps, scores and names of checkpoints")
+        self.scores, self.names, self.permanent = scores, names, permanent
         self.every.load_state_dict(state["every"])
         self.keep_every.load_state_dict(state["keep_every"])
 

@@ -7,12 +7,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine.callback_states import load_states, states
+from engine.checkpoint.manifest import FOLDERS
+from engine.checkpoint.places import same, split
 from engine.checkpoint.state import pack
 from engine.config.duration import Every
 from engine.config.readable import Config, without_secrets
@@ -22,7 +25,7 @@ from engine.datamodule import DataModule
 from engine.distributed.collectives import gather_json
 from engine.engine import Engine
 from engine.hooks import Hooked, Hooks
-from engine.loading import Loaded, Resume, fitting, name_of, opening
+from engine.loading import Loaded, Resume, check_optimizer, check_samples, configure, fitting, load_scheduler, name_of, opening, rebase
 from engine.log import logger
 from engine.loop_state import state_of_loop
 from engine.metric_states import load_metric_states, metric_states
@@ -97,6 +100,11 @@ class Checkpoints:
     def checkpoint_path(self, name: str) -> Path | str:
         """Where the checkpoint of that name is."""
         return self.saver.place.path(name)
+
+    @property
+    def continues_in_place(self) -> bool:
+        """Whether this run goes on from a checkpoint of its own folder."""
+        return self.last_checkpoint is not None and same(split(self.last_checkpoint)[0], self.saver.place)
 
     def checkpoint_names(self) -> set[str]:
         """The complete checkpoints of this run's folder, as rank 0 sees them; all ranks call this together."""
@@ -202,9 +210,10 @@ class Checkpoints:
     def state_dict(self) -> dict[str, Any]:
         """Everything about the run that is the same on all ranks, but for parameters and optimizers."""
         state, order = self.state, None if self.train_loader is None else self.train_loader.order
-        loader = {"epoch": state.epoch + state.epoch_done, "position": 0 if state.epoch_done else state.position}
+        samples = None if self.train_loader is None else self.train_loader.samples
+        loader = {"epoch": state.epoch + state.epoch_done, "position": 0 if state.epoch_done else state.position, "samples": samples}
         return {
-            **self.engine.shared_state(self.schedulers, [loader if order is None else {**loader, "order": order}]),
+            **self.engine.shared_state(self.optimizers, self.schedulers, [loader if order is None else {**loader, "order": order}]),
             "state": asdict(state),
             "metrics": dict(self.metrics),
             "elapsed_s": self.clock(),
@@ -236,21 +245,21 @@ class Checkpoints:
 
         Raises:
             FileNotFoundError: there is none (but for ``"auto"``).
-            DamagedCheckpoint: it is damaged.
+            DamagedCheckpoint: it cannot be used, or (for a name such as ``"auto"``) none of those that are there.
             ValueError: it does not fit the module or its optimizers.
         """
         how = wanted if isinstance(wanted, Resume) else Resume(wanted)
         where, what = self.home.source(str(how.path))
         self.home.named = self.saver.place.root  # from now on
         try:
-            with opening(self.engine.group, where, what) as loaded:
-                self.saver.kept = {name_of(loaded.path)}
+            with opening(self.engine.group, where, what, FOLDERS[:1] if how.weights_only else FOLDERS) as loaded:  # the first is the model's
+                self.saver.kept = {loaded.name, *loaded.passed}
                 if how.weights_only:
                     self._load_weights(loaded, how.strict)
                 else:
                     self._go_on(loaded, how)
         except FileNotFoundError:
-            if str(how.path) != "auto" or self.saver.place.manifests():
+            if str(how.path) != "auto":
                 raise
 
     def reseed(self, seed: int, order: str | None) -> None:
@@ -271,15 +280,18 @@ class Checkpoints:
             logger.warning("%s fits in part: %s", loaded.path, report)
 
     def _go_on(self, loaded: Loaded, how: Resume) -> None:
-        self._load_weights(loaded, how.strict)
         shared = loaded.shared
+        self.saver.take_over(shared.get("postponed", []), loaded.path)
+        self._load_weights(loaded, how.strict)
         if shared["seed"] is not None:
             self.reseed(shared["seed"], shared["loaders"][0].get("order") if shared["loaders"] else None)
-        self.engine.load_shared_state(shared, ())  # schedulers come with the optimizers
+        self.engine.load_shared_state(loaded)
         if "state" in shared:
             self._go_on_with_run(loaded, shared)
         else:
             self.state = self._state_of_loop(loaded, shared["loaders"])
+        if self.train_loader is not None and self.state.position and not self.state.epoch_done and shared["loaders"]:
+            check_samples(loaded.path, shared["loaders"][0].get("samples"), self.train_loader.samples, self.state.position, how.strict)
         if how.optimizer:  # now that hooks have added the parameter groups that the training had added
             self._load_optimizers(loaded, shared["schedulers"], how)
         self._load_own(loaded)
@@ -289,19 +301,18 @@ class Checkpoints:
 
     def _go_on_with_run(self, loaded: Loaded, shared: Any) -> None:
         """What a run has saved, and a loop of one's own has not."""
-        self.state = TrainState(**shared["state"])
+        loaded.give("the counters", self._take_counters, shared["state"])
         # A window that an error cut short is run again as a whole.
         self.state.batches -= self.state.batch_idx - self.state.whole_batches
         self.state.batch_idx = self.state.whole_batches
         self.metrics.update(shared["metrics"])
         self._elapsed_before = shared["elapsed_s"]
-        self.val_every.load_state_dict(shared["val_every"])
-        self.saver.postponed = list(shared["postponed"])
+        loaded.give("val_every", self.val_every.load_state_dict, shared["val_every"])
         if self.datamodule is not None and shared["datamodule"] is not None:
-            self.datamodule.load_state_dict(shared["datamodule"])
+            loaded.give(type(self.datamodule).__name__, self.datamodule.load_state_dict, shared["datamodule"])
         elif shared["datamodule"]:
             logger.warning("%s has the state of a DataModule, and this run has none: it is lost to this run", loaded.path)
-        load_states(self.callbacks, shared["callbacks"], loaded.path)
+        loaded.give("a callback", lambda states: load_states(self.callbacks, states, loaded.path), shared["callbacks"])
         for hook in self.hooks.on_load_checkpoint:
             hook(self, self.module, shared["user"])
         if shared["user"] and not self.hooks.on_load_checkpoint:
@@ -309,6 +320,9 @@ class Checkpoints:
             logger.warning(
                 "%s has entries of on_save_checkpoint (%s), and nothing here has on_load_checkpoint: they are not read", loaded.path, names
             )
+
+    def _take_counters(self, values: Mapping[str, Any]) -> None:
+        self.state = TrainState(**values)
 
     def _state_of_loop(self, loaded: Loaded, loaders: list[Any]) -> TrainState:
         """Where the run stands that goes on from a loop of one's own."""
@@ -322,7 +336,7 @@ class Checkpoints:
         their random numbers are those of a new run."""
         own = loaded.own(self.engine.place_among_ranks())
         if own is not None:
-            restore(own["rng"])
+            loaded.give("random generators", restore, own["rng"])
         known = own or loaded.of_rank(0)
         if known is not None and "recorder" not in known:  # of a loop of one's own
             rows = []
@@ -332,13 +346,14 @@ class Checkpoints:
             rows = [row for row in loaded.every() if row["place"][-1]]
         else:
             rows = []
-        self.recorder.load_state_dicts(row["recorder"] for row in rows)
-        load_metric_states(self.module, [row["metrics"] for row in rows])
+        loaded.give("the logged values", self.recorder.load_state_dicts, [row["recorder"] for row in rows])
+        loaded.give("the metrics", partial(load_metric_states, self.module), [row["metrics"] for row in rows])
         if known is not None:  # a converted checkpoint has none
             # Under a pipeline only ranks of the last stage have logged metrics; the last rank is one of them.
             last = loaded.of_rank(loaded.manifest["world_size"] - 1)
-            if "logged" in last:
-                self.recorder.load_logged_metrics([row["logged"] for row in rows] or [named(last["logged"])])
+            if last is not None and "logged" in last:
+                logged = [row["logged"] for row in rows] or [named(last["logged"])]
+                loaded.give("the logged metrics", self.recorder.load_logged_metrics, logged)
             self._stream_state = next(iter(known["streams"]), None)
 
     def _load_optimizers(self, loaded: Loaded, schedules: list[Any], how: Resume) -> None:
@@ -353,31 +368,17 @@ class Checkpoints:
             state = source.optim[str(index)]
             if not how.strict:
                 state = fitting(state, self.engine.strategy.optimizer_parts(optimizer, self.module), self.module, source)
-            self.engine.strategy.load_optimizer(optimizer, self.module, state, source)
+            check_optimizer(loaded, index, optimizer)
+            take = partial(self.engine.strategy.load_optimizer, optimizer, self.module, source=source)
+            loaded.give(f"optimizer {index} ({type(optimizer).__name__})", take, state)
             optimizer._opt_called = self.state.step > 0  # else torch warns of a scheduler that steps first, at an epoch's end
-        for schedule, state in zip(self.schedulers, schedules, strict=True):
-            schedule.scheduler.load_state_dict(state)
+        for index, state in enumerate(schedules):
+            load_scheduler(loaded, index, self.schedulers[index].scheduler, state)
         if how.hyperparameters == "configured":
             for optimizer, groups in zip(self.optimizers, given, strict=True):
-                _configure(optimizer, groups)
+                configure(optimizer, groups)
             for schedule in self.schedulers:
-                _rebase(schedule.scheduler)
-
-
-def _configure(optimizer: Any, given: list[dict[str, Any]]) -> None:
-    """Let the given hyperparameters hold; what a schedule has done to a learning rate is done to the given one."""
-    for group, own in zip(optimizer.param_groups, given, strict=True):
-        now, first = group["lr"], group.get("initial_lr")
-        group.update(own)
-        if first:
-            group["lr"] = own.get("initial_lr", own["lr"]) * (now / first)
-
-
-def _rebase(scheduler: Any) -> None:
-    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
-    if hasattr(scheduler, "base_lrs"):
-        scheduler.base_lrs = [group.get("initial_lr", group["lr"]) for group in groups]
-        scheduler._last_lr = [group["lr"] for group in groups]
+                rebase(schedule.scheduler)
 
 
 def _storable(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from engine.checkpoint.fields import SHARED_FORM, checked
 from engine.checkpoint.finding import opened
 from engine.checkpoint.source import Source, own_state
 from engine.checkpoint.store import SHARED
@@ -222,8 +223,8 @@ class TrainModule(ModuleHooks):
             ValueError: the weights do not fit, and ``strict`` was asked for.
         """
         with opened(path, ("model", "state")) as found:
-            shared = found.tree(SHARED) or {}
-            saved = shared.get("hparams") or {}
+            shared = checked(f"{found.directory}: {SHARED}.json", found.tree(SHARED) or {}, SHARED_FORM)
+            saved = {str(name): value for name, value in shared.get("hparams", {}).items()}
             positional, named = constructor_arguments(cls, saved, overrides, shared.get("hparams_name"))
             module = cls(*positional, **named)
             module.configure_model()

@@ -16,12 +16,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from engine.checkpoint import plan
-from engine.checkpoint.files import Record, in_parallel
-from engine.checkpoint.places import place
+from engine.checkpoint.files import DamagedCheckpoint, Record, in_parallel, is_entry
+from engine.checkpoint.manifest import packed_facts
+from engine.checkpoint.places import place, same
+from engine.checkpoint.places import split as place_of
 from engine.checkpoint.plan import Part
 from engine.checkpoint.staging import Staging
 from engine.checkpoint.state import pack, same_memory
-from engine.checkpoint.store import RANK, SHARED, packed_facts, write_tree
+from engine.checkpoint.store import RANK, SHARED, write_tree
 from engine.checkpoint.tensors import storable, write_tensors
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
@@ -86,7 +88,7 @@ class Saver:
         self.lost: set[str] = set()
         """Names of checkpoints that could not be written."""
         self.kept: set[str] = set()
-        """Names that are not removed whatever retention says: what this run was resumed from."""
+        """Names that are not removed whatever retention says: what this run was resumed from, and what was found damaged then."""
         self.postponed: list[str] = []
         """Names that are to be removed and could not be yet."""
         self._failures = 0
@@ -200,6 +202,19 @@ class Saver:
         if self.group.is_main:
             self.postponed += names
 
+    def take_over(self, postponed: Any, path: Path | str) -> None:
+        """What the checkpoint at ``path``, from which this job goes on, says of :attr:`postponed`.
+
+        The names count only if that checkpoint lies in this job's own place: in another one they are those of other checkpoints.
+
+        Raises:
+            DamagedCheckpoint: ``postponed`` is not a list of names.
+        """
+        if not isinstance(postponed, list) or not all(map(is_entry, postponed)):
+            raise DamagedCheckpoint(f"{path}: {SHARED}.json has no usable 'postponed': {postponed!r:.100}")
+        if same(place_of(path)[0], self.place):
+            self.postponed = list(postponed)
+
     def remove(self, names: Sequence[str]) -> None:
         """Delete checkpoints (on the main process); one that is in use is tried again later."""
         if self.group.is_main and (names or self.postponed):
@@ -214,11 +229,16 @@ class Saver:
             return True
 
     def _free(self, name: str) -> str:
-        """The name itself, or with a number where a checkpoint of that name must stay: it is read, resumed from, or waits for its removal."""
+        """The name itself, or with a number where a checkpoint of that name must stay: it is read, resumed from, or waits for its removal.
+
+        So must one that this version cannot read.
+        """
         found, number = name, 0
         while found in self.kept or found in self.postponed or self.place.busy(found):
             number += 1
             found = f"{name}-v{number}"
+        if number:
+            logger.warning("%s must stay: it is in use, or cannot be read; this checkpoint is %s", self.place.path(name), found)
         return found
 
     def _prepare(self, name: str, content: Content, remove: Sequence[str]) -> tuple[_Job, set[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from engine.checkpoint.export import export_tensors
 from engine.checkpoint.places import split
 from engine.data.loader import PreparedLoader
-from engine.loading import fitting, opening
+from engine.loading import Loaded, check_optimizer, check_samples, describe, fitting, load_scheduler, opening
 from engine.log import logger
 from engine.prepared import PreparedScheduler
 from engine.preparing import Preparing
@@ -126,20 +127,26 @@ class States(Preparing):
                 state = source.optim[str(index)]
                 if not strict:
                     state = fitting(state, self.strategy.optimizer_parts(optimizer, module), module, source)
-                self.strategy.load_optimizer(optimizer, module, state, source)
+                check_optimizer(loaded, index, optimizer)
+                take = partial(self.strategy.load_optimizer, optimizer, module, source=source)
+                loaded.give(f"optimizer {index} ({type(optimizer).__name__})", take, state)
+            for index, state in enumerate(shared["schedulers"]):
+                load_scheduler(loaded, index, self._schedulers[index].scheduler, state)
             own = loaded.own(self.place_among_ranks())
             known_rank = loaded.of_rank(0) if own is None else own
             streams = [None] * len(shared["loaders"]) if known_rank is None else known_rank["streams"]  # a converted checkpoint has none
             if shared["seed"] is not None:
                 self.seed = shared["seed"]
             for loader, state, stream in zip(self._loaders, shared["loaders"], streams, strict=False):
+                if state["position"]:
+                    check_samples(loaded.path, state.get("samples"), loader.samples, state["position"], strict)
                 loader.reseed(self.seed, state.get("order"))
                 loader.load_state_dict({**state, "stream": stream})
-            self.load_shared_state(shared, self._schedulers)
+            self.load_shared_state(loaded)
             if left := [name for name in ("callbacks", "datamodule", "user") if shared.get(name)]:
                 logger.warning("%s was saved by a run; a loop of your own does not take its %s", input_dir, ", ".join(left))
             if own is not None:
-                restore(own["rng"])
+                loaded.give("random generators", restore, own["rng"])
             return loaded.manifest
 
     def save_model(self, model: nn.Module, save_directory: str | Path, max_shard_size: int | str = "5GB") -> list[Path]:
@@ -164,22 +171,23 @@ class States(Preparing):
 
     def _content(self, facts: dict[str, Any]) -> Content:
         module, strategy = self._whole_module(), self.strategy
-        loaders = [loader.state_dict() for loader in self._loaders]
+        loaders = [{**loader.state_dict(), "samples": loader.samples} for loader in self._loaders]
         places = [{name: value for name, value in state.items() if name != "stream"} for state in loaders]
         return Content(
             model=strategy.model_parts(module),
             optim={str(i): strategy.optimizer_parts(o, module) for i, o in enumerate(self._stepper.known)},
-            shared=self.shared_state(self._schedulers, places),
+            shared=self.shared_state(self._stepper.known, self._schedulers, places),
             own=self.own_state([state["stream"] for state in loaders]),
             facts=facts,
             partial=strategy.parts_differ,
             stepped=stepped(self._stepper.known),
         )
 
-    def shared_state(self, schedulers: Sequence[Any], loaders: Sequence[Any]) -> dict[str, Any]:
+    def shared_state(self, optimizers: Sequence[Any], schedulers: Sequence[Any], loaders: Sequence[Any]) -> dict[str, Any]:
         """What every checkpoint has of what is the same on all ranks; the form is :mod:`engine.checkpoint.form`'s.
 
         Args:
+            optimizers: their classes are kept; their states are each rank's.
             schedulers: each has the learning rate scheduler as ``scheduler``.
             loaders: their places in the data.
         """
@@ -190,21 +198,21 @@ class States(Preparing):
             "window": self.window.state_dict(),
             "registered": self.registered_states(),
             "loaders": list(loaders),
+            "kinds": describe(optimizers, [each.scheduler for each in schedulers]),
         }
 
-    def load_shared_state(self, shared: Any, schedulers: Sequence[Any]) -> None:
-        """Put back :meth:`shared_state`, but for the seed and the loaders; no schedulers: those stay as they are.
+    def load_shared_state(self, loaded: Loaded) -> None:
+        """Put back :meth:`shared_state`, but for the seed, the schedulers and the loaders.
 
         Raises:
             ValueError: other objects are registered.
         """
-        for each, state in zip(schedulers, shared["schedulers"] if schedulers else (), strict=True):
-            each.scheduler.load_state_dict(state)
+        shared = loaded.shared
         if self.scaler is not None and shared["scaler"]:
-            self.scaler.load_state_dict(shared["scaler"])
+            loaded.give("the loss scaler", self.scaler.load_state_dict, shared["scaler"])
         if shared.get("window") is not None:
-            self.window.load_state_dict(shared["window"])
-        self.load_registered_states(shared["registered"])
+            loaded.give("the window", self.window.load_state_dict, shared["window"])
+        loaded.give("objects that are registered", self.load_registered_states, shared["registered"])
 
     def own_state(self, streams: Sequence[Any]) -> dict[str, Any]:
         """What every checkpoint has of this rank alone."""

@@ -13,10 +13,11 @@ from torch import Tensor
 from engine.checkpoint.files import Record
 from engine.checkpoint.finding import folder, local_copy
 from engine.checkpoint.foreign import METADATA, PICKLE, DistributedFiles, InMemory, SafetensorsFile, Tensors, load_pickle
+from engine.checkpoint.manifest import MANIFEST
 from engine.checkpoint.places import Place, split
 from engine.checkpoint.renumber import named, nested
 from engine.checkpoint.state import pack, same_memory
-from engine.checkpoint.store import MANIFEST, SHARED, write_tree
+from engine.checkpoint.store import SHARED, write_tree
 from engine.checkpoint.tensors import Stored, TensorFiles, storable, write_tensors
 
 SHARD = 2 << 30

@@ -6,6 +6,7 @@ import errno
 import json
 import mmap
 import os
+import stat
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +27,30 @@ no defence against an author."""
 
 class DamagedCheckpoint(ValueError):
     """A checkpoint that is incomplete, changed since it was written, or of an unknown form. The message has the file and the reason."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message))  # it may quote what an attacker wrote
+
+
+def printable(text: object) -> str:
+    """Text for a terminal: what is neither printed nor a line's end (escape sequences, changes of direction) as a Python escape."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def is_entry(name: object) -> bool:
+    """Whether ``name`` means one entry of a folder: no path, neither the folder itself nor the one above it, nothing that a terminal would obey."""
+    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and name.isprintable()
+
+
+def check_entry(root: object, name: str) -> str:
+    """``name``, if :func:`is_entry`.
+
+    Raises:
+        ValueError: it is not, and so nothing is done to it.
+    """
+    if not is_entry(name):
+        raise ValueError(f"{name!r} is not the name of a checkpoint in {root}")
+    return name
 
 
 def sync(path: Path) -> None:
@@ -69,7 +94,21 @@ def write_json(path: Path, value: Any) -> Record:
 
 def read_json(path: Path) -> Any:
     """A JSON value; one that cannot be read is a :class:`DamagedCheckpoint`."""
-    return parse_json(path, path.read_bytes())
+    with os.fdopen(open_file(path), "rb") as file:
+        return parse_json(path, file.read())
+
+
+def open_file(path: Path) -> int:
+    """A descriptor for reading.
+
+    Raises:
+        DamagedCheckpoint: it is a pipe, a device or a directory: opening or reading it could take for ever.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise DamagedCheckpoint(f"{path} is not a file")
 
 
 def parse_json(path: Any, text: bytes) -> Any:
@@ -90,7 +129,7 @@ def inside(directory: Path, name: str) -> Path:
     try:
         if path.resolve().is_relative_to(directory.resolve()):
             return path
-    except ValueError:  # a NUL, or text that is no file name
+    except (ValueError, OSError, RuntimeError):  # a NUL, text that is no file name, a loop of links
         pass
     raise DamagedCheckpoint(f"{directory}: the manifest names the file {name!r}, which leads out of the checkpoint")
 
@@ -124,7 +163,7 @@ def verify(directory: Path, files: Mapping[str, Record], chosen: Sequence[tuple[
 
 def _sum(path: Path, size: int, index: int) -> str:
     """The checksum of one block; of another text than any checksum when the file has another size."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = open_file(path)
     try:
         if os.fstat(descriptor).st_size != size:
             return f"of {os.fstat(descriptor).st_size} bytes"

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from engine.checkpoint.files import DamagedCheckpoint, inside
+from engine.checkpoint.manifest import FOLDERS, MANIFEST
 from engine.checkpoint.places import Place, Remote, place, reach, split
 from engine.checkpoint.runs import runs
-from engine.checkpoint.store import FOLDERS, MANIFEST, Opened
+from engine.checkpoint.store import Opened
 
 
 def folder(path: str | Path) -> Place | None:

@@ -7,7 +7,9 @@ index of a ``torch.distributed.checkpoint`` directory by an unpickler that knows
 from __future__ import annotations
 
 import io
+import os
 import pickle
+import pickletools
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path, PosixPath, WindowsPath
@@ -16,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine.checkpoint.files import DamagedCheckpoint, inside
+from engine.checkpoint.files import DamagedCheckpoint, inside, open_file
 from engine.checkpoint.tensors import FORMATS, Stored
 
 PICKLE = (
@@ -225,9 +227,26 @@ class _Foreign(Exception):
     """What an index is not made of."""
 
 
+_SIZED = frozenset(("PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET"))
+
+
+def _check_sizes(content: bytes) -> None:
+    """Read a pickle without doing what it says: what is longer than the file, or numbered beyond it, would take memory for what is not there.
+
+    Raises:
+        ValueError: it is not a pickle, or has such an entry.
+    """
+    for operation, argument, _ in pickletools.genops(content):
+        if operation.name in _SIZED and int(argument or 0) > len(content):
+            raise ValueError(f"{operation.name} {argument} in {len(content)} bytes")
+
+
 def _unpickled(path: Path) -> Any:
     try:
-        return _Index(io.BytesIO(path.read_bytes())).load()
+        with os.fdopen(open_file(path), "rb") as file:
+            content = file.read()
+        _check_sizes(content)
+        return _Index(io.BytesIO(content)).load()
     except _Foreign as error:
         raise ValueError(f"{path} holds {error}, which no index of a checkpoint is made of: it is not read") from error
     except FileNotFoundError:

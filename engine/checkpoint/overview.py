@@ -9,8 +9,9 @@ from typing import Any
 
 from engine.checkpoint.files import DamagedCheckpoint, blocks, read_json, verify
 from engine.checkpoint.finding import find, folder
+from engine.checkpoint.manifest import FOLDERS, MANIFEST, check_manifest
 from engine.checkpoint.places import Place
-from engine.checkpoint.store import FOLDERS, MANIFEST, SHARED, Opened, check_manifest
+from engine.checkpoint.store import SHARED, Opened
 from engine.checkpoint.tensors import TensorFiles
 from engine.config.readable import without_secrets
 
@@ -37,7 +38,7 @@ def entries(root: str | Path) -> list[Entry]:
 
 
 def _entry(where: Place, name: str, manifest: Mapping[str, Any]) -> Entry:
-    counters = manifest.get("counters") or {}
+    counters = _fields(manifest.get("counters"))
     return {
         "name": name,
         "path": str(where.path(name)),
@@ -47,9 +48,22 @@ def _entry(where: Place, name: str, manifest: Mapping[str, Any]) -> Entry:
         "saved_at": manifest["saved_at"],
         "bytes": sum(known["bytes"] for known in manifest["files"].values()),
         "world_size": manifest["world_size"],
-        "metrics": manifest.get("metrics") or {},
-        "score": manifest.get("score"),
+        "metrics": _fields(manifest.get("metrics")),
+        "score": _score(manifest),
     }
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """A dict, or nothing where a manifest has something else."""
+    return {str(name): each for name, each in value.items()} if isinstance(value, dict) else {}
+
+
+def _score(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The score that a checkpoint was saved with; ``None`` for anything that cannot be compared."""
+    score = _fields(manifest.get("score"))
+    value = score.get("value")
+    usable = type(value) is float or (type(value) is int and abs(value) < 1 << 1000)
+    return score if usable and isinstance(score.get("monitor"), str) and score.get("mode") in ("min", "max") else None
 
 
 def facts(path: str | Path, tensors: bool = False) -> dict[str, Any]:
@@ -65,14 +79,13 @@ def facts(path: str | Path, tensors: bool = False) -> dict[str, Any]:
     with Opened(where.fetch(names[-1]), folders=()) as found:
         entry = _entry(where, names[-1], found.manifest)
         rest = {name: value for name, value in found.manifest.items() if name not in (*entry, "files", "crc32", "counters")}
-        shared = found.tree(SHARED) or {}
+        shared = _fields(found.tree(SHARED))
         report = {**entry, **rest, "files": {name: known["bytes"] for name, known in found.files.items()}}
         if isinstance(shared.get("hparams"), dict):
             report["hparams"] = without_secrets({str(name): value for name, value in shared["hparams"].items()})
         if tensors:
             report["tensors"] = {folder: _listed(found.tensors(folder)) for folder in ("model", "optim")}
-            model = found.tree("model/model", {}) or {}
-            report["tied"] = dict(model.get("aliases") or {})
+            report["tied"] = _fields(_fields(found.tree("model/model", {})).get("aliases"))
         return report
 
 
@@ -145,8 +158,8 @@ def by_score(manifests: Mapping[str, Mapping[str, Any]]) -> list[str]:
         manifests: oldest first.
     """
     newest = list(manifests)[::-1]
-    scores: dict[str, Any] = {name: manifests[name]["score"] for name in newest if isinstance(manifests[name].get("score"), dict)}
-    scored = [name for name, score in scores.items() if score["value"] is not None and not math.isnan(score["value"])]
+    scores = {name: score for name in newest if (score := _score(manifests[name])) is not None}
+    scored = [name for name, score in scores.items() if not math.isnan(score["value"])]
     if scored:
         first = scores[scored[0]]
         scored = [name for name in scored if (scores[name]["monitor"], scores[name]["mode"]) == (first["monitor"], first["mode"])]

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from engine.checkpoint import store
-from engine.checkpoint.files import DamagedCheckpoint, Record, inside, parse_json
-from engine.checkpoint.store import FOLDERS, MANIFEST
+from engine.checkpoint.files import DamagedCheckpoint, Record, check_entry, inside, is_entry, parse_json
+from engine.checkpoint.manifest import FOLDERS, MANIFEST, age_of, check_manifest, manifest_of, next_serial
 
 
 class Place(Protocol):
@@ -49,14 +49,17 @@ class Place(Protocol):
     def damaged(self) -> dict[str, str]:
         """What began as a checkpoint and is not complete: the reason by name."""
 
+    def unusable(self) -> dict[str, str]:
+        """Those of :meth:`damaged` that are no drafts or remains of a removal: somebody misses them."""
+
     def fetch(self, name: str) -> Path:
         """A local directory with the checkpoint's files."""
 
     def remove(self, name: str) -> bool:
-        """As :func:`engine.checkpoint.store.remove`."""
+        """As :func:`engine.checkpoint.store.remove`; a ``name`` that leads out of this place is a ``ValueError``."""
 
     def busy(self, name: str) -> bool:
-        """Whether someone is reading the checkpoint of that name, or it cannot be replaced for another reason."""
+        """Whether the checkpoint of that name must not be replaced: someone is reading it, or this version cannot read it."""
 
     def sweep(self) -> None:
         """Delete what runs that were killed left."""
@@ -65,6 +68,11 @@ class Place(Protocol):
 def place(root: str | Path) -> Place:
     """The place that a path or a URL names."""
     return Remote(str(root)) if "://" in str(root) else Local(Path(root))
+
+
+def same(one: Place, other: Place) -> bool:
+    """Whether they are one place, however its path was written."""
+    return one.root == other.root or (one.shared and other.shared and os.path.realpath(one.root) == os.path.realpath(other.root))
 
 
 def split(path: str | Path) -> tuple[Place, str]:
@@ -92,6 +100,7 @@ class Local:
         self.directory = root.absolute()  # a script may change its directory
         self.root = str(self.directory)
         self._lock: int | None = None
+        self._serial = 0
 
     def path(self, name: str) -> Path:
         return self.directory / name
@@ -107,7 +116,8 @@ class Local:
         """They are where they belong."""
 
     def seal(self, name: str, world_size: int, facts: Mapping[str, Any], files: Mapping[str, Record]) -> None:
-        store.seal(self.path(name), world_size, facts, files)
+        self._serial = next_serial([{"serial": self._serial}] if self._serial else self.manifests().values())  # the folder is listed once
+        store.seal(self.path(name), manifest_of(world_size, facts, files, self._serial), files)
         self._unlock()
 
     def abandon(self, name: str, first: bool) -> None:
@@ -121,33 +131,43 @@ class Local:
             self._lock = None
 
     def manifests(self) -> dict[str, dict[str, Any]]:
-        return {path.name: store.read_manifest(path) for path in store.list_checkpoints(self.directory)}
+        return {path.name: manifest for path, manifest in store.read_manifests(self.directory).items()}
 
     def damaged(self) -> dict[str, str]:
         found: dict[str, str] = {}
-        complete = {path.name for path in store.list_checkpoints(self.directory)}
-        for path in sorted(self.directory.iterdir()) if self.directory.is_dir() else []:
-            if path.name in complete or not path.is_dir() or not any((path / name).exists() for name in (*FOLDERS, MANIFEST)):
-                continue
-            if path.suffix in _REMAINS and path.name.startswith("."):
-                found[path.name] = _REMAINS[path.suffix]
-                continue
+        complete = self.manifests()
+        for path in store.directories(self.directory):
             try:
-                store.read_manifest(path)
-            except FileNotFoundError:
-                found[path.name] = f"{MANIFEST} is missing"
-            except (DamagedCheckpoint, OSError) as error:
-                found[path.name] = str(error).removeprefix(f"{path}: ")
+                if path.name not in complete and any((path / name).exists() for name in (*FOLDERS, MANIFEST)):
+                    found[path.name] = self._reason(path)
+            except OSError as error:
+                found[path.name] = str(error)
         return found
+
+    def _reason(self, path: Path) -> str:
+        if path.suffix in _REMAINS and path.name.startswith("."):
+            return _REMAINS[path.suffix]
+        try:
+            store.read_manifest(path)
+        except FileNotFoundError:
+            return f"{MANIFEST} is missing"
+        except (DamagedCheckpoint, OSError) as error:
+            return str(error).removeprefix(f"{path}: ")
+        return "it was not complete a moment ago"
+
+    def unusable(self) -> dict[str, str]:
+        remains = set(_REMAINS.values())
+        return {name: why for name, why in self.damaged().items() if why not in remains and store.is_one(self.path(name))}
 
     def fetch(self, name: str) -> Path:
         return self.path(name)
 
     def remove(self, name: str) -> bool:
-        return store.remove(self.path(name))
+        return store.remove(self.path(check_entry(self.root, name)))
 
     def busy(self, name: str) -> bool:
-        return store.is_read(self.path(name))
+        path = self.path(name)
+        return store.is_one(path) and (not store.is_readable(path) or store.is_read(path))
 
     def sweep(self) -> None:
         store.sweep(self.directory)
@@ -168,6 +188,7 @@ def reach(url: str) -> tuple[Any, str]:
     return files, str(inner)
 
 
+_UNFINISHED = f"{MANIFEST} is missing: a run is writing it, or was killed while it did"
 OLD = timedelta(hours=1)
 """After so long without a change, what is incomplete far away was left by a job that was killed."""
 
@@ -185,6 +206,7 @@ class Remote:
         self.root = root.rstrip("/")
         self.files, self._inside = reach(self.root)
         self._drafts: dict[str, Path] = {}
+        self._serial = 0
         self._folder: Path | None = None
 
     def path(self, name: str) -> str:
@@ -220,7 +242,8 @@ class Remote:
             self.files.put_file(str(self._drafts[name] / file), target)
 
     def seal(self, name: str, world_size: int, facts: Mapping[str, Any], files: Mapping[str, Record]) -> None:
-        manifest = store.manifest_of(world_size, facts, files)
+        self._serial = next_serial([{"serial": self._serial}] if self._serial else self.manifests().values())
+        manifest = manifest_of(world_size, facts, files, self._serial)
         for file, known in files.items():
             found = self.files.size(self._at(f"{name}/{file}"))
             if found != known["bytes"]:
@@ -237,11 +260,11 @@ class Remote:
                     self._delete(name)
 
     def manifests(self) -> dict[str, dict[str, Any]]:
-        found: list[tuple[float, str, dict[str, Any]]] = []
+        found: list[tuple[Any, str, dict[str, Any]]] = []
         for name in self._names():
-            with suppress(DamagedCheckpoint, FileNotFoundError):
+            with suppress(DamagedCheckpoint, OSError):
                 manifest = self._whole(name)
-                found.append((manifest["saved_at"], name, manifest))
+                found.append((age_of(manifest), name, manifest))
         return {name: manifest for _, name, manifest in sorted(found, key=lambda entry: entry[:2])}
 
     def damaged(self) -> dict[str, str]:
@@ -251,10 +274,13 @@ class Remote:
                 self._whole(name)
             except FileNotFoundError:
                 if self._remains(name):
-                    found[name] = f"{MANIFEST} is missing: a run is writing it, or was killed while it did"
+                    found[name] = _UNFINISHED
             except (DamagedCheckpoint, OSError) as error:
                 found[name] = str(error).removeprefix(f"{self.path(name)}: ")
         return found
+
+    def unusable(self) -> dict[str, str]:
+        return {name: why for name, why in self.damaged().items() if why != _UNFINISHED}
 
     def has_manifest(self, name: str) -> bool:
         """Whether there is one; it may be damaged."""
@@ -263,7 +289,7 @@ class Remote:
     def _whole(self, name: str) -> dict[str, Any]:
         """The manifest of a checkpoint whose files are there with the right sizes; errors as of :func:`store.read_manifest`."""
         text = self.files.cat_file(self._at(f"{name}/{MANIFEST}"))
-        manifest = store.check_manifest(self.path(name), parse_json(self.path(name), text))
+        manifest = check_manifest(self.path(name), parse_json(self.path(name), text))
         sizes = {path: entry["size"] for path, entry in self.files.find(self._at(name), detail=True).items()}
         for file, known in manifest["files"].items():
             size = sizes.get(self._at(f"{name}/{file}"))
@@ -275,7 +301,7 @@ class Remote:
     def fetch(self, name: str) -> Path:
         target = self._copies / name
         manifest = self._manifest(name)
-        if not (target / MANIFEST).exists() or store.read_manifest(target)["saved_at"] != manifest["saved_at"]:
+        if not (target / MANIFEST).exists() or store.read_manifest(target)["crc32"] != manifest["crc32"]:
             shutil.rmtree(target, ignore_errors=True)
             for file in [*manifest["files"], MANIFEST]:
                 path = inside(target, file)
@@ -284,6 +310,7 @@ class Remote:
         return target
 
     def remove(self, name: str) -> bool:
+        check_entry(self.root, name)
         if not any(other != name for other in self.manifests()):
             return False
         with suppress(FileNotFoundError):
@@ -292,6 +319,12 @@ class Remote:
         return True
 
     def busy(self, name: str) -> bool:
+        try:
+            self._whole(name)
+        except FileNotFoundError:
+            return False
+        except (DamagedCheckpoint, OSError):
+            return True
         return False
 
     def sweep(self) -> None:
@@ -317,7 +350,8 @@ class Remote:
             entries = self.files.ls(self._inside, detail=True)
         except FileNotFoundError:
             return []
-        return [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"]
+        names = [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"]
+        return [name for name in names if is_entry(name)]
 
     def _remains(self, name: str) -> bool:
         """Of a checkpoint that was being written or removed: its state is there, whose name nobody else gives."""
@@ -332,7 +366,7 @@ class Remote:
             raise FileNotFoundError(
                 f"{self.path(name)} holds no complete checkpoint ({MANIFEST} is missing); complete ones beside it: {there}"
             ) from error
-        return store.check_manifest(self.path(name), parse_json(self.path(name), text))
+        return check_manifest(self.path(name), parse_json(self.path(name), text))
 
     def _delete(self, name: str) -> None:
         with suppress(FileNotFoundError):

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.files import DamagedCheckpoint
+from engine.checkpoint.fields import checked_optimizer
+from engine.checkpoint.files import DamagedCheckpoint, printable
 from engine.checkpoint.store import Opened
 from engine.checkpoint.tensors import Stored
 
@@ -24,13 +25,33 @@ class Report:
     """In the checkpoint only."""
     other_shapes: list[str] = field(default_factory=list)
     """In both, with different shapes."""
+    other_dtypes: list[str] = field(default_factory=list)
+    """In both, and the model's type cannot hold what the checkpoint's can."""
 
     def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.other_shapes)
+        return bool(self.missing or self.unexpected or self.other_shapes or self.other_dtypes)
 
     def __str__(self) -> str:
-        kinds = (("missing in the checkpoint", self.missing), ("unexpected in it", self.unexpected), ("of another shape", self.other_shapes))
-        return "; ".join(f"{kind}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}" for kind, names in kinds if names)
+        kinds = (
+            ("missing in the checkpoint", self.missing),
+            ("unexpected in it", self.unexpected),
+            ("of another shape", self.other_shapes),
+            ("of another type", self.other_dtypes),
+        )
+        parts = (f"{kind}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}" for kind, names in kinds if names)
+        return printable("; ".join(parts))
+
+
+_TRAINED = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _holds(here: torch.dtype, saved: torch.dtype) -> bool:
+    """Whether a model of the type ``here`` may take values of the type ``saved``: all of them fit, or both are types that one model is trained in,
+    by its precision."""
+    if here == saved or (here in _TRAINED and saved in _TRAINED):
+        return True
+    same = here.is_floating_point == saved.is_floating_point and here.is_complex == saved.is_complex and torch.bool not in (here, saved)
+    return same and here.itemsize > saved.itemsize and torch.promote_types(here, saved) == here
 
 
 class Source:
@@ -44,10 +65,16 @@ class Source:
             raise DamagedCheckpoint(f"{self.where}: model/model.json has no aliases and extra states")
         self.aliases: dict[str, str] = tree["aliases"]
         self.extra: dict[str, Any] = tree["extra"]
-        if lost := sorted(set(self.aliases.values()) - self._model.stored.keys()):
+        if lost := sorted(set(map(str, self.aliases.values())) - self._model.stored.keys()):
             raise DamagedCheckpoint(f"{self.where}: model/model.json names {lost[0]!r}, which is not there")
+        if not all(isinstance(name, str) for name in self.aliases.values()):
+            raise DamagedCheckpoint(f"{self.where}: model/model.json has no usable aliases")
         self.optim: dict[str, Any] = opened.tree("optim/optim", self._optim.stored)
         """``{number: state}`` of each optimizer, by names of parameters, with :class:`Stored` for tensors."""
+        if not isinstance(self.optim, dict) or set(self.optim) != {str(index) for index in range(len(self.optim))}:
+            raise DamagedCheckpoint(f"{self.where}: optim/optim.json is not a list of optimizers by number")
+        for number, state in self.optim.items():
+            checked_optimizer(f"{self.where}: optim/optim.json, optimizer {number},", state)
 
     def __contains__(self, name: str) -> bool:
         return name in self._model.stored or name in self.aliases or name in self.extra
@@ -57,7 +84,9 @@ class Source:
         there = {*self._model.stored, *self.aliases, *self.extra}
         tensors = {name: value for name, value in own.items() if isinstance(value, Tensor) and name in there}
         shapes = [f"{n} ({list(self.stored(n).shape)} there, {list(t.shape)} here)" for n, t in tensors.items() if self.stored(n).shape != t.shape]
-        return Report(sorted(own.keys() - there), sorted(there - own.keys()), shapes)
+        kinds = {name: (self.stored(name).dtype, value.dtype) for name, value in tensors.items()}
+        dtypes = [f"{name} ({saved} there, {here} here)" for name, (saved, here) in kinds.items() if not _holds(here, saved)]
+        return Report(sorted(own.keys() - there), sorted(there - own.keys()), shapes, dtypes)
 
     def stored(self, name: str) -> Stored:
         """The model's tensor of that name."""

@@ -17,11 +17,8 @@ It is written into the hidden sibling ``.step=00000120.partial``, synced to the 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
-import time
-import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -29,15 +26,12 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.checkpoint.files import BLOCK, DamagedCheckpoint, Record, blocks, inside, read_json, sync, verify, write_json
-from engine.checkpoint.state import pack, unpack
+from engine.checkpoint.files import DamagedCheckpoint, Record, blocks, inside, open_file, read_json, sync, verify, write_json
+from engine.checkpoint.manifest import FOLDERS, MANIFEST, age_of, check_manifest
+from engine.checkpoint.state import unpack
 from engine.checkpoint.tensors import TensorFiles, read_tensors, write_tensors
 
-FORMAT = 2
-MANIFEST = "manifest.json"
-FOLDERS = ("model", "optim", "state")
 SHARED, RANK = "state/shared", "state/rank={:05d}"
-_OURS = {"format": int, "saved_at": float, "world_size": int, "files": dict, "crc32": str}
 
 
 # -- writing --------------------------------------------------------------------------------------------------------------------------
@@ -60,8 +54,7 @@ def begin(directory: Path) -> int:
     if directory.exists() and not (directory / MANIFEST).is_file():
         raise FileExistsError(f"{directory} exists and is no checkpoint ({MANIFEST} is missing): choose another place, or move it away")
     partial = draft(directory)
-    if partial.exists():
-        shutil.rmtree(partial)
+    _delete(partial)
     descriptor = None
     try:
         for folder in FOLDERS:
@@ -87,19 +80,16 @@ def write_tree(folder: Path, stem: str, tree: tuple[Any, Mapping[str, Tensor]]) 
     return files
 
 
-def seal(directory: Path, world_size: int, facts: Mapping[str, Any], files: Mapping[str, Record]) -> None:
+def seal(directory: Path, manifest: Mapping[str, Any], files: Mapping[str, Record]) -> None:
     """Give a draft its manifest and make it the checkpoint ``directory``; on one rank, when all have written.
 
     Args:
-        facts: small JSON values by name, such as counters and metrics (NaN is fine).
         files: all files of the draft.
 
     Raises:
-        TypeError, ValueError: ``facts`` has something that is no such value, or one of the store's own names.
         FileNotFoundError: a file is not in the draft: some rank writes elsewhere.
     """
     partial = draft(directory)
-    manifest = manifest_of(world_size, facts, files)
     for name, known in files.items():
         if not (partial / name).is_file() or (partial / name).stat().st_size != known["bytes"]:
             raise FileNotFoundError(f"{name} was written by its rank and is not in {partial}: all ranks need the same file system there")
@@ -108,7 +98,7 @@ def seal(directory: Path, world_size: int, facts: Mapping[str, Any], files: Mapp
         sync(partial / folder)
     old = directory.with_name(f".{directory.name}.replaced")
     if (directory / MANIFEST).is_file():
-        shutil.rmtree(old, ignore_errors=True)
+        _delete(old)
         directory.rename(old)
     try:
         partial.rename(directory)
@@ -117,62 +107,10 @@ def seal(directory: Path, world_size: int, facts: Mapping[str, Any], files: Mapp
             old.rename(directory)
         raise
     sync(directory.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def manifest_of(world_size: int, facts: Mapping[str, Any], files: Mapping[str, Record]) -> dict[str, Any]:
-    """The manifest of a checkpoint that is complete now; errors as of :func:`seal`."""
-    value = packed_facts(facts)
-    manifest = {"format": FORMAT, "saved_at": time.time(), "world_size": world_size, **value, "files": dict(sorted(files.items()))}
-    return {**manifest, "crc32": _sum(manifest)}
-
-
-def packed_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """As JSON; errors as of :func:`seal`."""
-    if taken := [name for name in _OURS if name in facts]:
-        raise ValueError(f"the manifest's {taken} are the store's own: give them other names")
-    value, tensors = pack(dict(facts))
-    if tensors or not isinstance(value, dict) or "$" in value:
-        raise TypeError(f"the manifest is for small JSON values by name; found tensors {sorted(tensors)}, names {list(facts)}")
-    return value
-
-
-def _sums(known: Mapping[str, Any]) -> bool:
-    """Whether a record has one checksum for each block."""
-    sums = known.get("crc32")
-    return isinstance(sums, list) and len(sums) == max(1, -(-known["bytes"] // BLOCK)) and all(type(each) is str for each in sums)
-
-
-def _sum(manifest: Mapping[str, Any]) -> str:
-    rest = {name: value for name, value in manifest.items() if name != "crc32"}
-    return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
+    _delete(old)
 
 
 # -- reading --------------------------------------------------------------------------------------------------------------------------
-
-
-def check_manifest(where: Any, manifest: Any) -> dict[str, Any]:
-    """A manifest that was read, if it is one.
-
-    Raises:
-        DamagedCheckpoint: it has changed, or is of an unknown form.
-    """
-    if not isinstance(manifest, dict) or type(manifest.get("format")) is not int:
-        raise DamagedCheckpoint(f"{where}: {MANIFEST} has no format version")
-    if manifest["format"] != FORMAT:
-        raise DamagedCheckpoint(f"{where}: has format {manifest['format']}, and this version reads {FORMAT}; load it with the version that wrote it")
-    for name, kind in _OURS.items():
-        if type(manifest.get(name)) is not kind:
-            raise DamagedCheckpoint(f"{where}: {MANIFEST} has no usable {name!r}")
-    for name, known in manifest["files"].items():
-        if not isinstance(known, dict) or type(known.get("bytes")) is not int or not _sums(known):
-            raise DamagedCheckpoint(f"{where}: {MANIFEST} says nothing usable of {name!r}")
-    if _sum(manifest) != manifest["crc32"]:
-        raise DamagedCheckpoint(f"{where}: {MANIFEST} is not what was written: its checksum is {_sum(manifest)}, expected {manifest['crc32']}")
-    try:
-        return dict(unpack(manifest, {}))
-    except ValueError as error:
-        raise DamagedCheckpoint(f"{where}: {MANIFEST}: {error}") from error
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -265,23 +203,31 @@ class Opened:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """The complete checkpoints directly in ``root``, in the order in which they were written, oldest first.
+    """The complete checkpoints directly in ``root``, in the order in which they were written, oldest first; see :func:`read_manifests`."""
+    return list(read_manifests(root))
+
+
+def read_manifests(root: Path) -> dict[Path, dict[str, Any]]:
+    """The manifests of the complete checkpoints directly in ``root``, in the order in which they were written, oldest first.
 
     Complete: a manifest that is as it was written, and every file there with its right size. After a run that went back to an earlier
     step, the newest is the last that this run wrote, not the one with the highest step.
     """
-    found: list[tuple[float, str, Path]] = []
-    for path in _directories(root):
+    found: list[tuple[Any, str, Path, dict[str, Any]]] = []
+    for path in directories(root):
         # An old one that was moved aside stands in while its successor is not yet there.
-        stands_in = path.suffix == ".replaced" and path.name.startswith(".") and not (root / path.stem[1:]).exists()
-        if (stands_in or not path.name.startswith(".")) and (path / MANIFEST).is_file():
-            with suppress(DamagedCheckpoint, OSError):
-                found.append((read_manifest(path)["saved_at"], path.name, path))
-    return [path for *_, path in sorted(found)]
+        with suppress(DamagedCheckpoint, OSError):
+            stands_in = path.suffix == ".replaced" and path.name.startswith(".") and not (root / path.stem[1:]).exists()
+            if (stands_in or not path.name.startswith(".")) and (path / MANIFEST).is_file():
+                manifest = read_manifest(path)
+                found.append((age_of(manifest), path.name, path, manifest))
+    return {path: manifest for _, _, path, manifest in sorted(found, key=lambda entry: entry[:2])}
 
 
 def remove(path: Path) -> bool:
     """Delete a checkpoint: it is hidden, then its manifest goes, then the rest; a kill in between leaves nothing that looks like one.
+
+    Of a link to one only the link goes.
 
     Returns:
         False: it stays, because someone is reading it, or because no other complete one lies beside it.
@@ -300,10 +246,11 @@ def remove(path: Path) -> bool:
         return False
     try:
         removed = path.with_name(f".{path.name}.removed")
-        shutil.rmtree(removed, ignore_errors=True)
+        _delete(removed)
         path.rename(removed)
-        (removed / MANIFEST).unlink()
-        shutil.rmtree(removed, ignore_errors=True)  # another job's sweep may be at it
+        if not removed.is_symlink():
+            (removed / MANIFEST).unlink()
+        _delete(removed)  # another job's sweep may be at it
     finally:
         os.close(lock)
     return True
@@ -319,10 +266,27 @@ def is_read(path: Path) -> bool:
     return lock is None
 
 
+def is_one(path: Path) -> bool:
+    """Whether a checkpoint was put there, usable or not: something is called as its manifest is, or all of its folders are there."""
+    try:
+        return os.path.lexists(path / MANIFEST) or all((path / folder).is_dir() for folder in FOLDERS)
+    except OSError:  # it may not be looked into
+        return True
+
+
+def is_readable(path: Path) -> bool:
+    """Whether this version reads the manifest of the checkpoint at ``path``, and all files are there."""
+    try:
+        read_manifest(path)
+    except (DamagedCheckpoint, OSError):
+        return False
+    return True
+
+
 def sweep(root: Path) -> None:
     """Delete what runs that were killed left in ``root``; what another job is writing there stays."""
     complete = set(list_checkpoints(root))
-    for path in _directories(root):
+    for path in directories(root):
         ours = path.name.startswith(".") and path.suffix in (".partial", ".replaced", ".removed") and path not in complete
         with suppress(OSError):
             if ours and all(each.name in (*FOLDERS, MANIFEST) for each in path.iterdir()):
@@ -334,13 +298,22 @@ def sweep(root: Path) -> None:
                     os.close(descriptor)
 
 
-def _directories(root: Path) -> list[Path]:
-    return [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+def directories(root: Path) -> list[Path]:
+    """Those directly in ``root``, which may not be there."""
+    return [path for path in sorted(root.iterdir()) if path.is_dir()] if root.is_dir() else []
+
+
+def _delete(path: Path) -> None:
+    """A directory with what is in it, as far as it can be deleted; a link without what it leads to."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _lock(directory: Path, mode: int) -> int | None:
     """A descriptor that holds the lock of a checkpoint until it is closed; ``None``: someone else has it."""
-    descriptor = os.open(directory / MANIFEST, os.O_RDONLY)
+    descriptor = open_file(directory / MANIFEST)
     if _flock(descriptor, mode):
         return descriptor
     os.close(descriptor)

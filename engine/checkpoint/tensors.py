@@ -102,17 +102,22 @@ class TensorFiles:
             return
         # Imported here: it takes 0.7 s, and most processes read nothing.
         from torch.distributed.checkpoint import HuggingFaceStorageReader
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
         reader: Any = HuggingFaceStorageReader(str(directory))
         metadata = _checked(directory, reader.read_metadata)
         vars(reader)["read_metadata"] = lambda *_, **__: metadata  # the headers are read once
         self._reader = reader
         self._entries = metadata.state_dict_metadata
+        _checked(directory, self._list)
+
+    def _list(self) -> None:
+        """Fill :attr:`stored`."""
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
         for name, entry in self._entries.items():
             assert isinstance(entry, TensorStorageMetadata)  # the other kind is pickled, and never written here
             if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
-                raise DamagedCheckpoint(f"{directory}: parts of {name!r} are missing")
+                raise DamagedCheckpoint(f"{self.directory}: parts of {name!r} are missing")
             if name.endswith(COMPLEX):
                 name = name.removesuffix(COMPLEX)
                 self.stored[name] = Stored(name, entry.size[:-1], torch.complex128)
@@ -185,5 +190,7 @@ def _checked(directory: Path, read: Any) -> Any:
 
     try:
         return read()
-    except (SafetensorError, KeyError, TypeError, AttributeError, json.JSONDecodeError, AssertionError, IndexError) as error:
+    except DamagedCheckpoint:
+        raise
+    except (SafetensorError, LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError, AssertionError) as error:
         raise DamagedCheckpoint(f"{directory}: a safetensors file cannot be read: {type(error).__name__}: {error}") from error

@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.checkpoint.convert import convert
 from engine.checkpoint.export import export_checkpoint
+from engine.checkpoint.files import printable
 from engine.checkpoint.overview import entries, facts, problems, prune
 from engine.cli.main import table
 from engine.config.readable import rows as settings_rows
@@ -26,12 +27,12 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         value, lines, good = _ACTIONS[arguments.action](arguments)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
-        print(f"fit checkpoint {arguments.action}: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        print(f"fit checkpoint {arguments.action}: {printable(' '.join(str(error).split())) or type(error).__name__}", file=sys.stderr)
         return 1
     if arguments.json:
         print(json.dumps(_plain(value), indent=1))
     elif lines:
-        print("\n".join(lines))
+        print("\n".join(printable(line).replace("\n", "\\n") for line in lines))
     return 0 if good else 1
 
 
@@ -57,8 +58,9 @@ def _show(arguments: argparse.Namespace) -> Answer:
     shown = {name: value for name, value in found.items() if name not in ("tensors", "tied", "files", "name", "complete", "config")}
     shown |= {"saved_at": _time(found["saved_at"]), "bytes": f"{found['bytes']} ({_size(found['bytes'])}) in {len(found['files'])} files"}
     lines = [found["name"], *_section(shown)]
-    if found.get("config"):
-        lines += ["  config", *("    " + line for line in table(settings_rows(found["config"])))]
+    config = found.get("config")
+    if isinstance(config, dict) and all(isinstance(entry, dict) and {"value", "origin"} <= entry.keys() for entry in config.values()):
+        lines += ["  config", *("    " + line for line in table(settings_rows(config)))]
     for folder, each in tensors.items():
         lines += ["", f"{folder}: {len(each)} tensors"]
         lines += table([(f"  {name}", str(t["shape"]), t["dtype"], f"{t['shards']} shard(s)") for name, t in each.items()])

@@ -169,7 +169,8 @@ class Every:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
         self._last_step, self._last_s = int(state["last_step"]), float(state["last_s"])
-        self._count = state.get("count") if state.get("every") == str(self.duration) else None  # another duration has other multiples
+        count = state.get("count") if state.get("every") == str(self.duration) else None  # another duration has other multiples
+        self._count = None if count is None else int(count)
 
     def _never(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Fraction | None) -> bool:
         return False

@@ -48,6 +48,11 @@ class _Positioned:
         """Whether a shuffle is computed rather than stored."""
         return self.order is not None and self.order.feistel
 
+    @property
+    def units(self) -> int | None:
+        """Samples (or batches, where these are ready) of every epoch; ``None`` when a sampler of the user's own, or the ranks, say how many."""
+        return None if self.order is None or self.order.sharded or self.order.together else self.order.length()
+
     def state(self, closed: bool) -> Any:
         return None if self.order is None else self.order.state(over=False)
 
@@ -194,6 +199,10 @@ class Batches(_Positioned):
 
     def __init__(self, batches: Sequence[Any], group: Group) -> None:
         self.batches, self.group = batches, group
+
+    @property
+    def units(self) -> int | None:
+        return len(self.batches)
 
     def length(self, limit: int | None) -> int | None:
         return len(self.deal(1, limit))

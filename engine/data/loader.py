@@ -57,6 +57,12 @@ class PreparedLoader:
         return self._feed.length(self.limit)
 
     @property
+    def samples(self) -> int | None:
+        """What :attr:`position` counts, in an epoch; ``None`` where that is not the same number for every epoch and world size."""
+        found: int | None = getattr(self._feed, "units", None)
+        return found
+
+    @property
     def epoch(self) -> int:
         """Which epoch's order is given out; each pass begins the next one unless ``set_epoch`` is called."""
         return self._epoch

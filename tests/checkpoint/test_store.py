@@ -17,7 +17,8 @@ import torch
 from saved import read, resummed, save
 
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.store import FORMAT, Opened, begin, list_checkpoints, remove, sweep
+from engine.checkpoint.manifest import FORMAT
+from engine.checkpoint.store import Opened, begin, list_checkpoints, remove, sweep
 
 ROOT = Path(__file__).parents[2]
 
@@ -169,7 +170,15 @@ def rewritten(path: Path, **changes: Any) -> Path:
         ({"files": {"/etc/hostname": {"bytes": 1, "crc32": [""]}}}, "leads out"),
         ({"files": {"a\0b": {"bytes": 1, "crc32": [""]}}}, "leads out"),
         ({"files": {"\ud800": {"bytes": 1, "crc32": [""]}}}, "leads out"),
-        ({"files": {"model": 3}}, "nothing usable"),
+        ({"files": {"model/a": 3}}, "nothing usable"),
+        ({"files": {"model": 3}}, "is not part of one"),
+        ({"files": {"other/a": {"bytes": 1, "crc32": [""]}}}, "is not part of one"),
+        ({"files": {"model/\x1b[2J": {"bytes": 1, "crc32": [""]}}}, "is not part of one"),
+        ({"world_size": 10**12}, "world_size 1000000000000, which is not possible"),
+        ({"world_size": 0}, "world_size 0, which is not possible"),
+        ({"saved_at": 1e300}, r"saved_at 1e\+300, which is not possible"),
+        ({"serial": -1}, "serial -1, which is not possible"),
+        ({"serial": 10**30}, "serial 1000000000000000000000000000000, which is not possible"),
         ({"step": {"$": "object"}}, "unknown kind"),
     ],
 )

@@ -1,0 +1,138 @@
+"""The manifest of a checkpoint: what it says, in which version, and how it is checked before anything in it is used.
+
+A version of this library reads the format that it writes and the one before. An older one has to be loaded and saved again by a version
+that reads it; a newer one needs a newer version. Either is an error that says so, and such a checkpoint is never replaced or removed.
+
+====== =============================================================================================================================
+format what changed
+====== =============================================================================================================================
+3      ``serial``; the classes of optimizers and schedulers in ``state/shared.json``
+2      checksums of blocks
+====== =============================================================================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from engine.checkpoint.files import BLOCK, DamagedCheckpoint, Record, is_entry
+from engine.checkpoint.state import pack, unpack
+
+FORMAT = 3
+READABLE = (FORMAT - 1, FORMAT)
+MANIFEST = "manifest.json"
+FOLDERS = ("model", "optim", "state")
+_OURS = {"format": int, "serial": int, "saved_at": float, "world_size": int, "files": dict, "crc32": str}
+_LATEST = 253402300800.0
+"""The year 10,000, in seconds since 1970: later times cannot be shown."""
+_MOST_SERIAL = 1 << 62
+
+
+def manifest_of(world_size: int, facts: Mapping[str, Any], files: Mapping[str, Record], serial: int) -> dict[str, Any]:
+    """The manifest of a checkpoint that is complete now.
+
+    Args:
+        facts: small JSON values by name, such as counters and metrics (NaN is fine).
+        serial: see :func:`next_serial`.
+
+    Raises:
+        TypeError, ValueError: ``facts`` has something that is no such value, or one of the store's own names.
+    """
+    value = packed_facts(facts)
+    head = {"format": FORMAT, "serial": serial, "saved_at": time.time(), "world_size": world_size}
+    manifest = {**head, **value, "files": dict(sorted(files.items()))}
+    return {**manifest, "crc32": _sum(manifest)}
+
+
+def next_serial(manifests: Iterable[Mapping[str, Any]]) -> int:
+    """The ``serial`` of the next checkpoint beside these: one more than the largest of theirs.
+
+    It tells which of a folder's checkpoints was written last. No clock does, since clocks go back; nor does the step, since a run may go
+    back to an earlier one.
+    """
+    return min(_MOST_SERIAL, 1 + max((manifest["serial"] for manifest in manifests), default=0))
+
+
+def age_of(manifest: Mapping[str, Any]) -> tuple[int, float, int, float]:
+    """What manifests of one folder are sorted by, the oldest first: ``serial``, the step where serials are equal; the time only in format 2."""
+    counters = manifest.get("counters")
+    step = counters.get("step") if isinstance(counters, dict) else None
+    saved_at: float = manifest["saved_at"]
+    return manifest["serial"], 0.0 if manifest["serial"] else saved_at, step if type(step) is int else -1, saved_at
+
+
+def packed_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON; errors as of :func:`manifest_of`."""
+    if taken := [name for name in _OURS if name in facts]:
+        raise ValueError(f"the manifest's {taken} are the store's own: give them other names")
+    value, tensors = pack(dict(facts))
+    if tensors or not isinstance(value, dict) or "$" in value:
+        raise TypeError(f"the manifest is for small JSON values by name; found tensors {sorted(tensors)}, names {list(facts)}")
+    return value
+
+
+def check_manifest(where: Any, manifest: Any) -> dict[str, Any]:
+    """A manifest that was read, if it is one; that of the format before in today's form.
+
+    Raises:
+        DamagedCheckpoint: it has changed, or is of an unknown form.
+    """
+    if not isinstance(manifest, dict) or type(manifest.get("format")) is not int:
+        raise DamagedCheckpoint(f"{where}: {MANIFEST} has no format version")
+    if manifest["format"] not in READABLE:
+        raise DamagedCheckpoint(f"{where}: {_unreadable(manifest['format'])}")
+    older = {"serial": 0} if manifest["format"] < FORMAT else {}
+    for name, kind in _OURS.items():
+        if name not in older and type(manifest.get(name)) is not kind:
+            raise DamagedCheckpoint(f"{where}: {MANIFEST} has no usable {name!r}")
+    try:
+        found = _sum(manifest)
+    except RecursionError as error:
+        raise DamagedCheckpoint(f"{where}: {MANIFEST} is nested too deeply") from error
+    if found != manifest["crc32"]:
+        raise DamagedCheckpoint(f"{where}: {MANIFEST} is not what was written: its checksum is {found}, expected {manifest['crc32']!r}")
+    manifest = {**manifest, **older}
+    _check_values(where, manifest)
+    try:
+        value = unpack(manifest, {})
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{where}: {MANIFEST}: {error}") from error
+    if type(value) is not dict:
+        raise DamagedCheckpoint(f"{where}: {MANIFEST} is not a dict")
+    return value
+
+
+def _check_values(where: Any, manifest: Mapping[str, Any]) -> None:
+    """What is used as a path, a size or the end of a loop."""
+    for name, known in manifest["files"].items():
+        folder, _, file = name.partition("/")
+        if folder not in FOLDERS or not is_entry(file):
+            raise DamagedCheckpoint(f"{where}: {MANIFEST} names the file {name!r}, which leads out of the checkpoint or is not part of one")
+        if not isinstance(known, dict) or type(known.get("bytes")) is not int or not _sums(known):
+            raise DamagedCheckpoint(f"{where}: {MANIFEST} says nothing usable of {name!r}")
+    limits = {"serial": _MOST_SERIAL, "saved_at": _LATEST, "world_size": max(1, len(manifest["files"]))}  # each rank has written a file
+    for name, most in limits.items():
+        if not (name == "world_size") <= manifest[name] <= most:
+            raise DamagedCheckpoint(f"{where}: {MANIFEST} has the {name} {manifest[name]!r:.40}, which is not possible")
+
+
+def _unreadable(version: int) -> str:
+    here = f"has format {version!s:.20}, and this version reads {READABLE[0]} and {READABLE[1]}"
+    if version > FORMAT:
+        return f"{here}: load it with the newer version that wrote it"
+    return f"{here}: load it with an older version that still reads it, and save it again"
+
+
+def _sums(known: Mapping[str, Any]) -> bool:
+    """Whether a record has one checksum for each block."""
+    sums = known.get("crc32")
+    return isinstance(sums, list) and len(sums) == max(1, -(-known["bytes"] // BLOCK)) and all(type(each) is str for each in sums)
+
+
+def _sum(manifest: Mapping[str, Any]) -> str:
+    rest = {name: value for name, value in manifest.items() if name != "crc32"}
+    return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
