@@ -89,6 +89,8 @@ WEIGHTS = "model/rank=00000.safetensors"
 
 
 def seal(path):
+    if not (path / "manifest.json").is_file():
+        return
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"] = {name: record_of(path / name) if (path / name).is_file() else known for name, known in manifest["files"].items()}
     (path / "manifest.json").write_text(json.dumps(resummed(manifest)))
