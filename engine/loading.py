@@ -228,7 +228,9 @@ def load_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> No
     known = scheduler.state_dict()
     differ = {name for name in known.keys() ^ state.keys() if not str(name).startswith("_")} if kind is None else set()
     odd = {str(name) for name in state.keys() - known.keys() if str(name) == "optimizer" or callable(getattr(type(scheduler), str(name), None))}
-    odd |= {str(name) for name in state.keys() & known.keys() if unlike(state[name], known[name]) and type(known[name]) in (int, float, list)}
+    # A list may have grown: that of the rates does with the parameter groups.
+    odd |= {str(name) for name in state.keys() & known.keys() if type(known[name]) in (int, float) and unlike(state[name], known[name])}
+    odd |= {str(name) for name in state.keys() & known.keys() if type(known[name]) is list and not isinstance(state[name], (list, tuple))}
     if kind not in (None, own) or differ or odd:
         what = f"another scheduler ({kind})" if kind not in (None, own) else f"no {own} (see {', '.join(sorted(map(str, differ | odd)))})"
         raise ValueError(

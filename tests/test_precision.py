@@ -173,7 +173,7 @@ def test_complex_numbers_stay_complex(tmp_path: Path, precision: str, real: torc
     assert module.mean.mean_value.dtype == module.mean.weight.dtype == torch.float32  # sums of many values
     assert module.low.dtype == torch.float8_e4m3fn
     assert [module.count.dtype, module.mask.dtype] == [torch.int64, torch.bool]
-    loaded = Rotary.load_from_checkpoint(tmp_path / "checkpoints")
+    loaded = Rotary.load_from_checkpoint(tmp_path / "checkpoints", strict=False)  # numbers of half the width
     torch.testing.assert_close(loaded.turns, expected["turns"].to(torch.complex64))
     torch.testing.assert_close(loaded.scale.detach(), expected["scale"].to(torch.complex64))
 

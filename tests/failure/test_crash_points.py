@@ -107,12 +107,14 @@ def test_a_disk_that_fills(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class Closes(Callback):
-    """The file system becomes read-only after step 5."""
+    """The checkpoints' file system becomes read-only after step 5; that of the run's other files, of which one is open, does not."""
 
     def on_train_batch_end(self, run: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if run.step == 5:
             run.wait_for_checkpoint()
-            subprocess.run(["mount", "-o", "remount,ro", str(run.folder)], check=True)
+            place = str(run.folder / "checkpoints")
+            subprocess.run(["mount", "--bind", place, place], check=True)
+            subprocess.run(["mount", "-o", "remount,bind,ro", place], check=True)
 
 
 def test_a_place_that_becomes_read_only() -> None:
@@ -121,6 +123,7 @@ def test_a_place_that_becomes_read_only() -> None:
             fit(root, Closes(), ModelCheckpoint(every="1 epochs", max_failures=2), max_epochs=4).run(Net(), DATA)
         assert names(root) == ["step=00000004"]
         assert fit(root, max_epochs=2).run(Net(), DATA, resume="last").step == 8
+        subprocess.run(["umount", str(root / "checkpoints")], check=True)
 
 
 def test_damage_is_passed_over_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -142,7 +145,7 @@ def test_damage_is_passed_over_by_name(tmp_path: Path, caplog: pytest.LogCapture
         assert result.last_checkpoint == folder / "step=00000004"
         assert "step=00000008: optim/rank=00000.safetensors is not what was written" in caplog.text
     shutil.rmtree(folder / "step=00000004")
-    with pytest.raises(FileNotFoundError, match="no checkpoint that is not damaged"):
+    with pytest.raises(DamagedCheckpoint, match=r"can be used, and these are there:\n.*step=00000012: .*\n.*step=00000008: "):
         fit(tmp_path).run(Net(), DATA, resume="auto")
 
 
