@@ -65,6 +65,7 @@ class RunFolder:
         self._wanted = None if how is None else str(how.path)
         self._goes_on = how is not None and stage == "fit" and not how.weights_only
         self._root, self._held = runs(root_dir, "checkpoints"), list[Held]()
+        self._news: list[Any] | None = None
         row = self._on_main(self._choose)
         self.id: str = row["id"]
         """Of the run; the same after it was resumed."""
@@ -104,7 +105,7 @@ class RunFolder:
     def close(self, failed: bool = False) -> None:
         """The run is over: another one may use the folder."""
         while self._held:
-            self._held.pop().close(failed)
+            self._held.pop().close(failed, wrote=self._news is None)
 
     # -- on rank 0 --------------------------------------------------------------------------------------------------------------
 

@@ -364,3 +364,9 @@ def test_the_folder_is_said_when_it_is_used(tmp_path: Path, caplog: pytest.LogCa
     assert "writes into" not in caplog.text
     fit(tmp_path).run(Net(), DATA, DATA)
     assert caplog.text.count(f"this run writes into {tmp_path}\n") == 1
+
+
+def test_a_run_that_writes_nothing_leaves_nothing_beside_other_files(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    fit(tmp_path, Callback()).run(Net(), DATA)
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]

@@ -37,8 +37,8 @@ class Held(Protocol):
 
     mark: Mark
 
-    def close(self, failed: bool = False) -> None:
-        """Let it go. A folder into which nothing was written disappears."""
+    def close(self, failed: bool = False, wrote: bool = True) -> None:
+        """Let it go. A folder into which nothing was written disappears; so does the mark of a new run that ``wrote`` nothing beside other files."""
 
 
 class Runs:
@@ -203,14 +203,14 @@ class LocalRuns(Runs):
         if not free:
             os.close(descriptor)
             return None
-        return LocalHeld(descriptor, folder, [folder, *made[1:]] if number else made, mark if new else continued(before, mark))
+        return LocalHeld(descriptor, folder, [folder, *made[1:]] if number else made, mark if new else continued(before, mark), new)
 
 
 class LocalHeld:
     """See :class:`Held`. The lock is this process's: one that is forked does not keep it."""
 
-    def __init__(self, descriptor: int, folder: Path, made: list[Path], mark: Mark) -> None:
-        self.mark = mark
+    def __init__(self, descriptor: int, folder: Path, made: list[Path], mark: Mark, new: bool) -> None:
+        self.mark, self._new = mark, new
         self._descriptor, self._folder, self._made = descriptor, folder, made
         self._write()
         _held.add(self)
@@ -220,11 +220,11 @@ class LocalHeld:
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, text, 0)
 
-    def close(self, failed: bool = False) -> None:
+    def close(self, failed: bool = False, wrote: bool = True) -> None:
         if self._descriptor < 0:
             return
         try:
-            if os.listdir(self._folder) == [RUN]:
+            if (self._new and not wrote) or os.listdir(self._folder) == [RUN]:
                 (self._folder / RUN).unlink()
                 for each in self._made:
                     each.rmdir()
@@ -304,22 +304,22 @@ class RemoteRuns(Runs):
             return None
         if before.get("status") == RUNNING and before.get("host") != mark["host"]:
             logger.warning("%s was last used by %s, and nobody can tell whether it still is", self.folder(number), who(before))
-        held = RemoteHeld(self.files, self._file(number), mark if new else continued(before, mark))
+        held = RemoteHeld(self.files, self._file(number), mark if new else continued(before, mark), new)
         return held if self.mark(number).get("id") == held.mark["id"] else None
 
 
 class RemoteHeld:
     """See :class:`Held`."""
 
-    def __init__(self, files: Any, path: str, mark: Mark) -> None:
-        self.mark = mark
+    def __init__(self, files: Any, path: str, mark: Mark, new: bool) -> None:
+        self.mark, self._new = mark, new
         self._files, self._path = files, path
         files.makedirs(path.rpartition("/")[0], exist_ok=True)
         files.pipe_file(path, packed(mark))
 
-    def close(self, failed: bool = False) -> None:
+    def close(self, failed: bool = False, wrote: bool = True) -> None:
         with suppress(OSError):
-            if len(self._files.find(self._path.rpartition("/")[0])) == 1:
+            if (self._new and not wrote) or len(self._files.find(self._path.rpartition("/")[0])) == 1:
                 self._files.rm_file(self._path)
             else:
                 self.mark["status"] = FAILED if failed else ENDED
