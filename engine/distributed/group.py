@@ -254,11 +254,15 @@ def _leave() -> None:
     if shared.failed or getattr(sys, "last_exc", None) is not None or getattr(sys, "last_value", None) is not None:
         _abandon()
         return
-    if _all_leave(shared.store, dist.get_world_size()):
-        dist.barrier(group=shared.cpu)
-    else:
+    try:
+        if _all_leave(shared.store, dist.get_world_size()):
+            dist.barrier(group=shared.cpu)
+        else:
+            _abandon()
+        dist.destroy_process_group()
+    except (RuntimeError, dist.DistError) as error:  # others that waited for longer than LEAVE_S have gone meanwhile
+        logger.debug("leaving alone: %s", error)
         _abandon()
-    dist.destroy_process_group()
 
 
 def _abandon() -> None:

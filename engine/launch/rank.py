@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,8 +37,10 @@ class Rank:
         return not self.told and self.code not in (None, 0)
 
 
-def cause(ranks: Iterable[Rank], tails: dict[int, str]) -> tuple[Rank, bool] | None:
+def cause(ranks: Sequence[Rank], tails: dict[int, str]) -> tuple[Rank, bool] | None:
     """The rank that failed first, and whether it only saw another go; ``None`` when none failed.
+
+    When all that failed only saw another go, and a rank has ended with exit code 0 meanwhile, it is that one.
 
     Args:
         tails: the end of each rank's standard error, for ranks that have left no error file.
@@ -47,6 +49,9 @@ def cause(ranks: Iterable[Rank], tails: dict[int, str]) -> tuple[Rank, bool] | N
     if not found:
         return None
     saw, _, rank = min(found, key=lambda each: each[:2])
+    early = [each for each in ranks if each.code == 0 and not each.told]
+    if saw and early and all(each.code != TERMINATED for each in ranks):
+        return min(early, key=lambda each: each.ended), False
     return rank, saw
 
 
@@ -62,9 +67,13 @@ def story(rank: Rank, tail: str, log: Path | None) -> str:
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
     if code == -signal.SIGKILL:
         how += " (the system may have run out of memory)"
+    if code == 0:
+        how = "ended early (exit code 0) while others still needed it: all ranks must make the same calls"
     head = f"rank {rank.rank} on {socket.gethostname()} (process {rank.pid}) {how}"
     if log is not None:
         head += f"; its output: {log}"
+    if code == 0:
+        return head
     text = failures.read(rank.error_file)[0].rstrip() or traceback_in(tail)
     if text:
         return f"{head}. Its traceback:\n\n{text}"

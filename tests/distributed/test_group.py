@@ -178,6 +178,12 @@ def test_a_rank_marked_as_failed_waits_for_nobody_and_the_others_wait_a_bounded_
     assert ran[0].seconds < 25.0
 
 
+def test_a_rank_that_is_busy_for_longer_than_the_others_wait_leaves_alone():
+    ran = run_ranks(HEAD + "groups.LEAVE_S = 0.5\nif join(env, CPU, timeout=SOON).rank == 0:\n    time.sleep(4)", 2)
+    assert ran[1].seconds < ran[0].seconds
+    assert [r.stderr for r in ran] == ["", ""]
+
+
 @pytest.mark.slow
 def test_exits_never_abort():
     begun = time.monotonic()

@@ -39,6 +39,16 @@ def test_the_cause_is_the_first_that_went_by_itself(tmp_path: Path) -> None:
     assert cause(own, {6: "", 7: ""}) == (own[1], False)
 
 
+def test_a_rank_that_left_early_and_well_is_the_cause(tmp_path: Path) -> None:
+    lost = RuntimeError("[gloo] Connection closed by peer")
+    ranks = [ended(tmp_path, 0, 1, 100.0, lost), ended(tmp_path, 1, 0, 100.2), ended(tmp_path, 2, -signal.SIGTERM, 101.0, told=True)]
+    tails = dict.fromkeys(range(3), "")
+    assert cause(ranks, tails) == (ranks[1], False)
+    assert "rank 1 on " in story(ranks[1], "last words", None)
+    assert "ended early (exit code 0) while others still needed it" in story(ranks[1], "last words", None)
+    assert cause([*ranks, ended(tmp_path, 3, 143, 99.0)], {**tails, 3: ""})[1]  # preempted: the others end as they can
+
+
 def test_ranks_that_were_told_to_end_have_not_failed(tmp_path: Path) -> None:
     assert preempted([ended(tmp_path, 0, 143, 1.0), ended(tmp_path, 1, None, 0.0), ended(tmp_path, 2, -signal.SIGTERM, 1.0)])
     assert not preempted([ended(tmp_path, 0, 143, 1.0), ended(tmp_path, 1, 1, 1.0)])
