@@ -13,11 +13,9 @@ import functools
 import logging
 import os
 import queue
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine.distributed import command_line, failures
+from engine.distributed import command_line, failures, scratch
 from engine.distributed.environment import Environment
 from engine.distributed.interrupt import Interrupt
 from engine.errors import RankError
@@ -223,7 +221,7 @@ class Started:
         if failed and not self._reported:
             logging.shutdown()
             self._die(self._story)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        scratch.remove(self._directory)
         for thread in self._threads:  # one that wakes up while the interpreter is taken down would abort the process
             thread.join(1.0)
 
@@ -231,7 +229,7 @@ class Started:
         # The only way to a non-zero exit code from another thread or from an exit handler.
         with contextlib.suppress(Exception):
             print(f"RankError: {text}", file=sys.stderr)
-            shutil.rmtree(self._directory, ignore_errors=True)
+            scratch.remove(self._directory)
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(1)
@@ -270,7 +268,7 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Sta
     command = command_line.repeatable(world_size)
     store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
     threads = _share_threads(world_size)
-    directory = Path(tempfile.mkdtemp(prefix="fit-ranks-"))
+    directory = scratch.make("fit-ranks-")
     children: list[_Child] = []
     try:
         for rank in range(1, world_size):
@@ -288,7 +286,7 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Sta
         for child in children:
             child.process.kill()
             child.process.wait()
-        shutil.rmtree(directory, ignore_errors=True)
+        scratch.remove(directory)
         raise
     environment = Environment("relaunch", 0, world_size, 0, world_size, 1, "127.0.0.1", store.port, agent_store=True)
     _started = Started(environment, store, children, directory)

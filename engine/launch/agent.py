@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +24,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, MultiprocessContext, SignalException, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
+from engine.distributed import scratch
 from engine.launch import address, child, rank, rendezvous
 from engine.launch.job import Job, LaunchError
 from engine.launch.output import Direct, Output
@@ -55,7 +54,7 @@ def run(job: Job) -> int:
         print(f"fit launch: no directory for the ranks' output can be made: {error}; choose one with --log-dir", file=sys.stderr)
         return 1
     output = Output(job.log_dir, job.show)
-    errors = Path(tempfile.mkdtemp(prefix="fit-launch-"))
+    errors = scratch.make("fit-launch-")
     meetings: list[rendezvous.Watched] = []
     status = 1
     with signals(), torch_log(job.log_dir / f"agent-{os.getpid()}.log"):
@@ -70,7 +69,7 @@ def run(job: Job) -> int:
             status = 128 + int(error.sigval)
         finally:
             output.close()
-            shutil.rmtree(errors, ignore_errors=True)
+            scratch.remove(errors)
     if meetings and not meetings[0].reachable:
         # Threads that hang in torch's store would be waited for at the interpreter's exit.
         sys.stdout.flush()

@@ -5,19 +5,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import shutil
 import signal
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from engine.distributed import scratch
 from engine.distributed.environment import detect
 from engine.errors import RankError
 from engine.launch import agent, child, rendezvous
@@ -130,7 +128,7 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], count: int, start_method
             f"({here.name}: rank {here.rank} of {here.world_size}). In a script, the start belongs under: if __name__ == '__main__':"
         )
     job = Job(command=(), nproc=count, grace_s=30.0, variables={"CUDA_VISIBLE_DEVICES": ""} if cpu else {})
-    errors = Path(tempfile.mkdtemp(prefix="fit-launch-"))
+    errors = scratch.make("fit-launch-")
     with agent.signals(), agent.torch_log(errors / "agent.log"):
         meeting = rendezvous.handler(job, Direct().say)
         started = agent.make_agent(job, meeting, Direct(), errors, _enter, (_Call(fn, args, os.getpid(), threads),), start_method)
@@ -142,7 +140,7 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], count: int, start_method
             raise SystemExit(128 + int(error.sigval)) from None
         finally:
             meeting.shutdown()
-            shutil.rmtree(errors, ignore_errors=True)
+            scratch.remove(errors)
     if result is None or result.is_failed():
         raise RankError(started.told)
     return [result.return_values[rank] for rank in range(count)]

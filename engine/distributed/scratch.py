@@ -1,0 +1,49 @@
+"""Temporary directories of a job that do not outlive it, even when its process is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+_HOLDER = "holder"
+_held: dict[Path, int] = {}
+
+
+def make(prefix: str) -> Path:
+    """A new directory, held by this process until its end; those that processes of the same user have left behind are removed first."""
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            if (left / _HOLDER).stat().st_uid == os.getuid() and (descriptor := _hold(left / _HOLDER, os.O_RDWR)) is not None:
+                remove(left)
+                os.close(descriptor)
+    found = Path(tempfile.mkdtemp(prefix=prefix))
+    descriptor = _hold(found / _HOLDER, os.O_RDWR | os.O_CREAT)
+    if descriptor is not None:
+        _held[found] = descriptor
+    return found
+
+
+def remove(directory: Path) -> None:
+    """Remove it with all that is in it; repeated calls do nothing."""
+    shutil.rmtree(directory, ignore_errors=True)
+    if (descriptor := _held.pop(directory, None)) is not None:
+        os.close(descriptor)
+
+
+def _hold(path: Path, flags: int) -> int | None:
+    """A descriptor that locks the file until it is closed, at the latest by the process's end; ``None``: another process has it."""
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
