@@ -308,6 +308,8 @@ def evaluation(run: Run, kind: str, given: Any, datamodule: DataModule | None, s
         return []
     found = loaders_for(run, kind, given, datamodule)
     if not found:
+        if datamodule is not None:
+            raise ValueError(f"no data: {type(datamodule).__name__} has no {SOURCES[kind]}: define it, or give a loader in place of the data module")
         raise ValueError(f"no data: give a loader, a datamodule or a module with {SOURCES[kind]}")
     for loader in found:
         limit(loader, name, value)

@@ -131,5 +131,5 @@ def test_a_dataset_without_a_loader(tmp_path: Path) -> None:
 def test_no_data_at_all(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no training data: give"):
         fit(tmp_path).run(Weight(), datamodule=DataModule())
-    with pytest.raises(ValueError, match=r"no data: give a loader, a datamodule or a module with test_dataloader"):
+    with pytest.raises(ValueError, match="no data: DataModule has no test_dataloader: define it"):
         fit(tmp_path).test(Weight(), datamodule=DataModule())
