@@ -48,6 +48,8 @@ def _start(kind: str, settings: Settings) -> relaunch.Started | None:
             f"--nproc-per-node {wanted} --rdzv-backend c10d --rdzv-endpoint HOST:29500 script.py), or start it with srun or mpirun"
         )
     if wanted == 1:
+        if (started := relaunch.current()) is not None:
+            started.demand(1)
         return None
     if settings.strategy == "single":
         raise ValueError(f"strategy='single' and devices={devices!r}: one process cannot use {wanted} devices; use strategy='ddp' or 'auto'")

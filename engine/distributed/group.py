@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from engine.distributed import failures
+from engine.distributed import failures, relaunch
 from engine.distributed.environment import Environment
 from engine.distributed.meeting import meet
 from engine.log import logger
@@ -178,6 +178,8 @@ def join(
         _shared.failed = False  # an earlier run's error was dealt with, or this one would not begin
         return Group(environment, device, _shared)
     if environment.world_size == 1:
+        if environment.name == "single":
+            relaunch.work_alone()
         return Group(environment, device)
     prefixed = _meet(environment, timeout, store, check)
     if debug:

@@ -138,6 +138,14 @@ class Started:
         if error is not None:
             self._interrupt.withdraw()
 
+    def demand(self, world_size: int) -> None:
+        """Raise ``RuntimeError`` if a run needs another number of ranks."""
+        if self.environment.world_size != world_size:
+            raise RuntimeError(
+                f"{world_size} ranks asked for, but this process has started {self.environment.world_size} before and keeps them until "
+                "it ends. Use the same number of devices for every run of one script."
+            )
+
     def _run_beside(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=target, name=name, daemon=True)
         self._threads.append(thread)
@@ -236,6 +244,13 @@ class Started:
 
 
 _started: Started | None = None
+_alone = False
+
+
+def work_alone() -> None:
+    """A run of this process needs no other ranks: from now on none can be started, because they would come to this run first."""
+    global _alone
+    _alone = True
 
 
 def current() -> Started | None:
@@ -251,7 +266,7 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Sta
 
     Raises:
         RuntimeError: the command line cannot be repeated (interactive, notebook, pytest, script from standard input, a worker
-            process), or another number of ranks was started before.
+            process), another number of ranks was started before, or a run has needed none.
         ValueError: ``world_size`` is less than 2.
     """
     global _started
@@ -259,13 +274,15 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Sta
         raise ValueError(f"world_size={world_size}: to start other ranks it must be at least 2")
     started = current()
     if started is not None:
-        if started.environment.world_size != world_size:
-            raise RuntimeError(
-                f"{world_size} ranks asked for, but this process has started {started.environment.world_size} before and keeps them until "
-                "it ends. Use the same number of devices for every run of one script."
-            )
+        started.demand(world_size)
         return started
     command = command_line.repeatable(world_size)
+    if _alone:
+        raise RuntimeError(
+            f"{world_size} processes asked for, but an earlier Fit or Engine of this script has run in one process. The other ranks repeat the "
+            f"script from its first line, and would come to that one first. Use the same number of devices for every run of one script (the first "
+            f"may ask for devices={world_size}, too), or write two scripts"
+        )
     store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
     threads = _share_threads(world_size)
     directory = scratch.make("fit-ranks-")

@@ -294,6 +294,42 @@ def test_another_number_of_ranks_is_refused():
     assert "3 ranks asked for, but this process has started 2" in ran.stderr
 
 
+ONE_THEN_TWO = """
+import sys
+import torch
+from engine import Fit, TrainModule
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(1))
+    def training_step(self, batch, batch_idx):
+        return (self.w * batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+def run(devices):
+    Fit(accelerator="cpu", devices=devices, root_dir=sys.argv[1], max_epochs=1).run(Net(), [torch.ones(2, 1)])
+
+for devices in sys.argv[2:]:
+    run(int(devices))
+"""
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        ((1, 2), "2 processes asked for, but an earlier Fit or Engine of this script has run in one process"),
+        ((2, 1), "1 ranks asked for, but this process has started 2 before"),
+    ],
+)
+def test_runs_of_one_script_need_the_same_number_of_ranks(tmp_path, devices, said):
+    """The ranks that are started repeat the script: without an end the second run of one would wait for the first of another."""
+    ran = run_script(ONE_THEN_TWO, tmp_path, *devices, check=False, timeout=120)
+    assert ran.returncode == 1
+    assert said in ran.stderr
+
+
 def test_threads_are_shared_out():
     script = """
 import os, torch
