@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
         "--node-rank", metavar="R", help="this machine's number, 0 to N-1, if it is to be fixed; machine 0 serves the rendezvous"
     )
     where.add_argument("--rdzv", metavar="HOST:PORT", help="where the machines meet: a port of one of them; not needed for one machine")
-    where.add_argument("--rdzv-id", metavar="ID", help="the job's name at the rendezvous, the same on all machines; default: fit")
+    where.add_argument("--rdzv-id", metavar="ID", help="the name at the rendezvous, the same on all machines; default: fit (one machine: random)")
     life = found.add_argument_group("failures")
     life.add_argument("--max-restarts", metavar="K", help="start all ranks again up to K times when one fails; default: 0")
     life.add_argument(

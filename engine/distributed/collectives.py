@@ -136,6 +136,7 @@ def pad_across_processes(group: Group, tree: Any, dim: int = 0, pad_index: float
 
 def gather_object(group: Group, obj: Any) -> list[Any]:
     """Every rank's ``obj``, in the order of ranks, on every rank. Objects are pickled: the ranks of one job trust each other.
+    They travel over gloo's own connections, on the interface that ``GLOO_SOCKET_IFNAME`` names.
 
     Raises:
         TypeError: some rank's object cannot be pickled (on all ranks, naming it).

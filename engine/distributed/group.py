@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from engine.distributed import failures, relaunch
+from engine.distributed import failures, relaunch, stores
 from engine.distributed.environment import Environment
 from engine.distributed.meeting import meet
 from engine.log import logger
@@ -233,9 +233,12 @@ def _open(environment: Environment, timeout: timedelta, where: str, who: str) ->
     serves = environment.rank == 0 and not environment.agent_store
     if key not in _stores:
         try:
-            _stores[key] = dist.TCPStore(
-                *key, environment.world_size, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=serves
-            )
+            if serves and environment.local_world_size == environment.world_size:
+                _stores[key] = stores.serve(*key, timeout=timeout, world_size=environment.world_size)
+            else:
+                _stores[key] = dist.TCPStore(
+                    *key, environment.world_size, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=serves
+                )
         except dist.DistError as error:
             todo = (
                 "Another program may hold the port: choose another MASTER_PORT."

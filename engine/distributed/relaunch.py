@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine.distributed import command_line, failures, scratch
+from engine.distributed import command_line, failures, scratch, stores
 from engine.distributed.environment import Environment
 from engine.distributed.interrupt import Interrupt
 from engine.errors import RankError
@@ -283,8 +283,12 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Sta
             f"script from its first line, and would come to that one first. Use the same number of devices for every run of one script (the first "
             f"may ask for devices={world_size}, too), or write two scripts"
         )
-    store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+    store = stores.serve(stores.LOCAL, 0, timeout=timeout, world_size=world_size)
     threads = _share_threads(world_size)
+    interface = stores.loopback_interface()
+    for name, value in interface.items():
+        if name not in os.environ:
+            os.putenv(name, value)  # for gloo in this process; os.environ is the script's own
     directory = scratch.make("fit-ranks-")
     children: list[_Child] = []
     try:
@@ -293,6 +297,7 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Sta
             variables = {
                 **threads,
                 **_BESIDE,
+                **interface,
                 **os.environ,
                 **_variables(rank, world_size, store.port),
                 "TORCHELASTIC_ERROR_FILE": str(error_file),

@@ -24,8 +24,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, MultiprocessContext, SignalException, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
-from engine.distributed import scratch
-from engine.launch import address, child, rank, rendezvous
+from engine.distributed import address, scratch, stores
+from engine.launch import child, rank, rendezvous
 from engine.launch.job import Job, LaunchError
 from engine.launch.output import Direct, Output
 from engine.launch.rank import Rank
@@ -128,9 +128,12 @@ def make_agent(
 
 
 def _interface(job: Job, own: str | None) -> dict[str, str]:
-    """gloo asks the host's name for an address, which on many machines leads nowhere: it is told the interface that reaches the others."""
-    if job.max_nodes == 1 or "GLOO_SOCKET_IFNAME" in os.environ:
+    """gloo listens at the address of the host's name, which may lead nowhere, or to everybody: one machine's ranks use its loopback interface,
+    several machines' the one that reaches the others."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
         return {}
+    if job.max_nodes == 1:
+        return stores.loopback_interface()
     found = address.interface(own) if own else None
     return {"GLOO_SOCKET_IFNAME": found} if found else {}
 

@@ -34,7 +34,8 @@ class Job:
     """``None``: the machines are numbered by their addresses."""
     endpoint: tuple[str, int] | None = None
     """Host and port of the rendezvous; ``None``: one machine, any free port."""
-    run_id: str = "fit"
+    run_id: str | None = None
+    """The name that was given to the job."""
     max_restarts: int = 0
     grace_s: float = 120.0
     dead_after_s: int = 10
@@ -45,6 +46,11 @@ class Job:
     """The ranks whose output is shown; ``None``: all."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """What the ranks get in their environment beside torchrun's variables."""
+
+    @property
+    def name(self) -> str:
+        """What several machines call the job at their rendezvous."""
+        return self.run_id or "fit"
 
     @property
     def elastic(self) -> bool:
@@ -77,7 +83,7 @@ def make_job(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         max_nodes=max_nodes,
         node_rank=node_rank,
         endpoint=endpoint,
-        run_id=read("rdzv_id", "PET_RDZV_ID", "fit")[1],
+        run_id=read("rdzv_id", "PET_RDZV_ID", "")[1] or None,
         max_restarts=restarts,
         grace_s=options.grace,
         dead_after_s=options.dead_after,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -10,12 +11,13 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from engine.launch import address
+from engine.distributed import address, stores
+from engine.distributed.stores import LOCAL
 from engine.launch.job import Job, LaunchError
 
 STORE_S = 10.0
@@ -24,7 +26,6 @@ PROBE_S = 3.0
 """How long a program on a busy port gets to answer as a store does (s)."""
 WATCH_S = 0.5
 """How often an agent looks whether machines wait to join, or ranks have failed elsewhere (s)."""
-LOCAL = "127.0.0.1"
 
 SILENT_S = 4.0
 """A store that has given no answer for so long is not waited for when all is over (s)."""
@@ -165,6 +166,57 @@ class Static(Watched, StaticTCPRendezvous):
         return f"fit/cause/{self._rounds}"
 
 
+class Alone(Watched):
+    """One machine: nobody is met. Its ranks find each other in a store that only this machine reaches, and nothing in it is unpickled.
+
+    Args:
+        port: of the store; 0: any that is free.
+        run_id: the job's name, by which the store's keys begin; drawn at random by default, so that nobody else on this machine guesses them.
+    """
+
+    cause_key = "fit/cause"
+
+    def __init__(self, port: int, run_id: str | None, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._run_id = run_id or secrets.token_hex(16)
+        self._store = stores.serve(LOCAL, port, timeout=_seconds(STORE_S))
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """The next round, at once."""
+        self._rounds += 1
+        part = dist.PrefixStore(f"{self._run_id}/{self._rounds}", self._store)
+        return RendezvousInfo(part, 0, 1, RendezvousStoreInfo(LOCAL, self._store.port))
+
+    @property
+    def reachable(self) -> bool:
+        """Always: the store is this process's own."""
+        return True
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The ranks meet in the same store."""
+        return True
+
+    def get_backend(self) -> str:
+        """The name that torch's agent reports."""
+        return "alone"
+
+    def get_run_id(self) -> str:
+        """The job's name."""
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        """Never: nobody else could close it."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nobody else has to know."""
+
+    def shutdown(self) -> bool:
+        """Nobody else has to know."""
+        return True
+
+
 def handler(job: Job, say: Callable[[str], None]) -> Watched:
     """The rendezvous of ``job``, served from this machine when its address is this machine's (and nobody serves it yet).
 
@@ -174,9 +226,14 @@ def handler(job: Job, say: Callable[[str], None]) -> Watched:
     Raises:
         LaunchError: the port is busy, or the address cannot be reached.
     """
-    if job.endpoint is None:
-        return _dynamic(job, dist.TCPStore(LOCAL, 0, is_master=True, wait_for_workers=False, timeout=_seconds(STORE_S)), LOCAL)
-    host, port = job.endpoint
+    host, port = job.endpoint or (LOCAL, 0)
+    if job.max_nodes == 1:
+        if not address.is_own(host):
+            say(f"--rdzv {host}:{port} is not needed for one machine: its ranks meet at {LOCAL}:{port}")
+        try:
+            return Alone(port, job.run_id, job.join_timeout_s)
+        except dist.DistError as error:
+            raise LaunchError(_busy(f"{host}:{port}", "another program or job holds it")) from error
     local = _towards(job, host, port, say)
     own: str | None = local
     if address.is_loopback(local) and not address.is_loopback(host):
@@ -187,7 +244,7 @@ def handler(job: Job, say: Callable[[str], None]) -> Watched:
     else:
         if job.node_rank == 0 and not address.is_free(port):
             raise LaunchError(_busy(f"{host}:{port}", "another program holds it"))
-        found = Static(host, port, job.node_rank, job.max_nodes, job.run_id, job.join_timeout_s)
+        found = Static(host, port, job.node_rank, job.max_nodes, job.name, job.join_timeout_s)
         found.limit_s = job.join_timeout_s
     found.local, found.address = local, own
     return found
@@ -217,13 +274,11 @@ def _served(job: Job, host: str, port: int) -> dist.Store:
         with contextlib.suppress(dist.DistError):  # another agent was faster
             return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=_seconds(STORE_S))
     where = f"{host}:{port}"
-    if job.max_nodes == 1:
-        raise LaunchError(_busy(where, "another program or job holds it"))
 
     def find() -> dist.TCPStore | None:
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_seconds(PROBE_S))
         deadline = time.monotonic() + PROBE_S
-        while not store.check([f"torch.rendezvous.{job.run_id}"]):
+        while not store.check([f"torch.rendezvous.{job.name}"]):
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.1)
@@ -234,7 +289,7 @@ def _served(job: Job, host: str, port: int) -> dist.Store:
     except (dist.DistError, RendezvousTimeoutError) as error:
         raise LaunchError(_busy(where, "a program holds it that is no rendezvous")) from error
     if store is None:
-        raise LaunchError(_busy(where, f"a job that is not called {job.run_id!r} meets there"))
+        raise LaunchError(_busy(where, f"a job that is not called {job.name!r} meets there"))
     store.set_timeout(_seconds(STORE_S))
     return store
 
@@ -265,9 +320,9 @@ def _dynamic(job: Job, store: dist.Store, local: str) -> Dynamic:
     interval = max(1, job.dead_after_s // 5)
     times: dict[str, Any] = {"join": _seconds(job.join_timeout_s), "last_call": _seconds(job.join_wait_s)}
     dynamic: Dynamic = Dynamic.from_backend(
-        job.run_id,
+        job.name,
         store,
-        C10dRendezvousBackend(store, job.run_id),
+        C10dRendezvousBackend(store, job.name),
         job.min_nodes,
         job.max_nodes,
         local,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.cli.launch import parser
-from engine.launch import address
+from engine.distributed import address
 from engine.launch.job import Job, LaunchError, check_devices, cores, make_job
 
 SCRIPT = str(Path(__file__).resolve())
@@ -22,7 +22,7 @@ def test_defaults() -> None:
     found = job("--nproc", 2)
     assert found.command == (sys.executable, "-u", SCRIPT, "--epochs", "3")
     assert (found.nproc, found.min_nodes, found.max_nodes, found.endpoint, found.node_rank) == (2, 1, 1, None, None)
-    assert (found.max_restarts, found.run_id, found.elastic) == (0, "fit", False)
+    assert (found.max_restarts, found.run_id, found.elastic) == (0, None, False)
     assert found.variables == {"OMP_NUM_THREADS": str(max(1, cores() // 2))}
     assert job("--nproc", 2, environ={"OMP_NUM_THREADS": "7"}).variables == {}
     assert job("--nproc", "cpu").nproc == cores()
