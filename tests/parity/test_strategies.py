@@ -288,6 +288,7 @@ _MESHES = ("tp, sequence", "gpipe", "interleaved", "zero_bubble", *IN_A_V, "tp x
 SLOW = {
     *(f"{name} False" for name in (*_MESHES, "deepspeed 0", "deepspeed 1", "deepspeed 2")),
     *(f"{name} bf16" for name in ("ddp", "hybrid", "tp x fsdp", "pp x ddp", "deepspeed 0", "deepspeed 1", "deepspeed 3")),
+    *(f"{name} True" for name in ("tp x ddp", "pp x ddp", "pp x tp")),
     *("hybrid, each time", "deepspeed_stage_3 to ddp", "deepspeed_stage_3 to fsdp", "ddp to deepspeed_stage_1", "ddp to deepspeed_stage_3"),
 }
 """What is much like something else."""
