@@ -277,14 +277,18 @@ def _abandon() -> None:
 
 
 def _all_leave(store: dist.Store, world_size: int) -> bool:
-    """Whether all ranks came here within ``LEAVE_S``. By the store: a collective that some rank never joins would block the exit."""
+    """Whether all ranks came here within ``LEAVE_S`` of each other. By the store: a collective that some rank never joins would block the exit.
+
+    All ranks get one answer, the first that some rank has found: one that gives up may live on, and a later one must not wait for it.
+    """
     deadline = time.monotonic() + LEAVE_S
     try:
         left = store.add("left", 1)
         while left < world_size and time.monotonic() < deadline:
             time.sleep(0.005)
             left = store.add("left", 0)
+        answer: bytes = store.compare_set("leave", "", "together" if left >= world_size else "alone")
     except (RuntimeError, dist.DistError) as error:
         logger.debug("leaving alone: %s", error)
         return False
-    return left >= world_size
+    return answer == b"together"

@@ -184,6 +184,28 @@ def test_a_rank_that_is_busy_for_longer_than_the_others_wait_leaves_alone():
     assert [r.stderr for r in ran] == ["", ""]
 
 
+# Both handlers run after the group's own, which leaves it.
+GIVEN_UP = """
+import atexit, pathlib
+groups.LEAVE_S = 0.5
+here = pathlib.Path(sys.argv[1])
+
+def wait_for(name):
+    while not (here / name).exists():
+        time.sleep(0.01)
+
+atexit.register(lambda: ((here / f"{env.rank} has left").touch(), wait_for("1 has left")))
+if join(env, CPU, timeout=timedelta(minutes=30)).rank == 1:
+    wait_for("0 has left")
+"""
+
+
+def test_a_late_rank_does_not_wait_for_one_that_has_given_up_and_lives_on(tmp_path):
+    # Rank 0 does so where it has started the others: it waits for the ends of their processes.
+    ran = run_ranks(HEAD + GIVEN_UP, 2, tmp_path, timeout=60.0)
+    assert [r.stderr for r in ran] == ["", ""]
+
+
 @pytest.mark.slow
 def test_exits_never_abort():
     begun = time.monotonic()
