@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from engine.checkpoint.finding import folder
 from engine.checkpoint.marks import ENDED, Mark, in_use, new_mark
 from engine.checkpoint.places import Place, place
-from engine.checkpoint.runs import Held, Runs, has_checkpoints, runs
+from engine.checkpoint.runs import Held, Runs, has_checkpoints, plain, runs
 from engine.distributed.group import Group
 from engine.errors import FolderInUse
 from engine.loading import NAMES, Resume
@@ -64,7 +64,7 @@ class RunFolder:
         self._kept = None if kept is None else str(kept)
         self._wanted = None if how is None else str(how.path)
         self._goes_on = how is not None and stage == "fit" and not how.weights_only
-        self._root, self._held = runs(root_dir, "checkpoints"), list[Held]()
+        self._root, self._held = runs(root_dir, "checkpoints"), dict[str, Held]()
         self._news: list[Any] | None = None
         row = self._on_main(self._choose)
         self.id: str = row["id"]
@@ -82,16 +82,20 @@ class RunFolder:
         self._news = None
 
     def keep(self, root: str | Path | None) -> str:
-        """Where this run's checkpoints are that are to be kept in ``root``; ``None``: in its folder."""
+        """Where this run's checkpoints are that are to be kept in ``root``; ``None``: in its folder.
+
+        Raises:
+            PermissionError: a training could not write there.
+        """
         if self._stage == "fit":
             self.announce()
-        if root is None:
-            return str(self.path / "checkpoints") if self._stage == "fit" else self.checkpoints
-        if str(root) == self._kept:
-            return self.checkpoints
-        self.checkpoints = self.named = self._on_main(partial(self._keep, runs(root)))
-        self._kept = str(root)
-        return self.checkpoints
+        if root is not None and str(root) != self._kept:
+            self.checkpoints = self.named = self._on_main(partial(self._keep, runs(root)))
+            self._kept = str(root)
+        where = str(self.path / "checkpoints") if root is None and self._stage == "fit" else self.checkpoints
+        if self._stage == "fit":
+            self._on_main(partial(_check_writable, where))
+        return where
 
     def source(self, wanted: str) -> tuple[Place, str]:
         """A place, and the name or path of a checkpoint, from what a user gave: a name, a checkpoint's path, or the path of a run's folder."""
@@ -105,7 +109,7 @@ class RunFolder:
     def close(self, failed: bool = False) -> None:
         """The run is over: another one may use the folder."""
         while self._held:
-            self._held.pop().close(failed, wrote=self._news is None)
+            self._held.popitem()[1].close(failed, wrote=self._news is None)
 
     # -- on rank 0 --------------------------------------------------------------------------------------------------------------
 
@@ -156,7 +160,9 @@ class RunFolder:
         return root.place(self._get(root, self._going_on(root) if number is None else number, self.id)[0]).root
 
     def _get(self, root: Runs, number: int | None, name: str) -> tuple[int, Mark]:
-        """Hold the run of that number, or a new one (``None``) of that name."""
+        """Hold the run of that number, or a new one (``None``) of that name. What this run holds already (``dirpath`` may be ``root_dir``) it has."""
+        if number is not None and (held := self._held.get(plain(root.folder(number)))) is not None:
+            return number, held.mark
         mark = new_mark(name, self._stage, _job(os.environ))
         try:
             number, held = root.claim(mark) if number is None else (number, root.hold(number, mark))
@@ -165,7 +171,7 @@ class RunFolder:
                 raise
             # Nothing can be overwritten where nothing can be written; whether anything has to be is for callbacks to say.
             return root.unused() if number is None else number, mark
-        self._held.append(held)
+        self._held[plain(root.folder(number))] = held
         return number, held.mark
 
     def _going_on(self, root: Runs) -> int | None:
@@ -205,6 +211,18 @@ class RunFolder:
         trainings = [number for number, mark in marks.items() if mark.get("stage") not in EVALUATIONS]
         own = [number for number in trainings if _of(marks[number], _own(os.environ))]
         return own if own and _restarted(os.environ) else [*own, *(number for number in trainings if number not in own)]
+
+
+def _check_writable(where: str) -> None:
+    """Find out before the first step what the first save would find; at a URL only that can."""
+    if "://" in where:
+        return
+    there = next(each for each in (Path(where), *Path(where).parents) if os.path.exists(each))
+    if not os.access(there, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        why = "is on a read-only file system" if os.statvfs(there).f_flag & os.ST_RDONLY else "may not be written to by this user"
+        raise PermissionError(
+            f"checkpoints are to be kept in {where}, and {there} {why}: choose another root_dir, or another dirpath of ModelCheckpoint"
+        )
 
 
 def _inner(wanted: str) -> str | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import uuid
 from pathlib import Path
 from typing import Any
@@ -186,6 +189,60 @@ def test_a_place_of_the_users_own(tmp_path: Path, kind: str, caplog: pytest.LogC
     after = there()
     assert {name: after[name] for name in before} == before
     assert (tmp_path / "runs" / "metrics.csv").read_bytes() == logs
+
+
+def test_checkpoints_beside_everything_else(tmp_path: Path) -> None:
+    runs, link = tmp_path / "runs", tmp_path / "link"
+    link.symlink_to(runs)
+
+    def trained(kept: Path, epochs: int = 2, resume: Any = None) -> Any:
+        result = fit(runs, CSVLogger(), keeping(dirpath=kept), epochs=epochs).run(Net(), DATA, DATA, resume=resume)
+        return result.folder, Path(os.path.realpath(result.last_checkpoint)), result.step
+
+    assert trained(runs) == (runs, runs / "step=00000008", 8)
+    before = files(runs)
+    assert trained(link) == (runs / "version_1", runs / "version_1" / "step=00000008", 8)
+    assert trained(runs, 3, "auto") == (runs / "version_1", runs / "version_1" / "step=00000012", 12)
+    assert trained(runs, 3, runs) == (runs / "version_1", runs / "version_1" / "step=00000012", 12)
+    assert trained(runs / "version_1", 4, "auto") == (runs / "version_1", runs / "version_1" / "step=00000016", 16)
+    after = files(runs)
+    assert {name: after[name] for name in before} == before
+
+
+def test_a_full_disk_takes_no_name(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    name = json.loads((two / "version_1" / "run.json").read_text())["id"]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space left"):
+            fit(two, epochs=3).run(Net(), DATA, DATA, resume="auto")
+    assert json.loads((two / "version_1" / "run.json").read_text())["id"] == name
+    assert fit(two, epochs=3).run(Net(), DATA, DATA, resume="auto").folder == two / "version_1"  # nothing holds it
+
+
+def test_a_place_that_cannot_be_written_to_is_an_error_before_the_first_step(two: Path) -> None:
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        shutil.copytree(two, place, dirs_exist_ok=True)
+        (place / "checkpoints").chmod(0o555)
+        place.chmod(0o555)
+        module = Net()
+        try:
+            if not user:
+                os.seteuid(65534)  # whom permissions concern
+            with pytest.raises(PermissionError, match=rf"kept in {place}/version_2/checkpoints, and {place} may not be written to by this user"):
+                fit(place).run(module, DATA, DATA)
+            with pytest.raises(PermissionError, match=rf"kept in {place}/checkpoints, and {place}/checkpoints may not be written to"):
+                fit(place, epochs=3).run(module, DATA, DATA, resume=place / "checkpoints")
+            assert module.weight.item() == 0.0
+            assert fit(place, Callback()).run(module, DATA, DATA).step == 8  # writes nothing
+        finally:
+            os.seteuid(user)
+            place.chmod(0o755)
+            (place / "checkpoints").chmod(0o755)
 
 
 def test_a_run_within_a_run(tmp_path: Path) -> None:

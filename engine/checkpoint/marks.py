@@ -14,7 +14,8 @@ RUN = "run.json"
 Mark = dict[str, Any]
 """What ``run.json`` says: ``id``, ``stage``, ``job`` (list of text), ``host``, ``pid``, ``process``, ``since``, ``status``."""
 RUNNING, ENDED, FAILED = "running", "ended", "failed"
-_LONGEST = 1 << 16
+LONGEST = 1 << 16
+"""Of a ``run.json`` no more is read (bytes)."""
 
 
 def new_mark(name: str, stage: str, job: list[str]) -> Mark:
@@ -36,7 +37,7 @@ def packed(mark: Mark) -> bytes:
 
 def parsed(text: bytes) -> Mark:
     try:
-        found = json.loads(text[:_LONGEST])
+        found = json.loads(text[:LONGEST])
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -72,7 +73,7 @@ def _process(pid: int) -> str | None:
 def read(descriptor: int) -> Mark:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         return {}
-    return parsed(os.pread(descriptor, _LONGEST, 0))
+    return parsed(os.pread(descriptor, LONGEST, 0))
 
 
 def in_use(folder: str, mark: Mark) -> str:

@@ -22,7 +22,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-from engine.checkpoint.marks import ENDED, FAILED, RUN, RUNNING, Mark, continued, in_use, packed, parsed, read, runs_here, who
+from engine.checkpoint.marks import ENDED, FAILED, LONGEST, RUN, RUNNING, Mark, continued, in_use, packed, parsed, read, runs_here, who
 from engine.checkpoint.places import Place, place, reach
 from engine.errors import FolderInUse
 from engine.log import logger
@@ -77,8 +77,8 @@ class Runs:
 
     def of(self, checkpoint: str) -> int | None:
         """The number of the run that a checkpoint belongs to, or a folder of checkpoints; ``None``: it is no run's of this place."""
-        wanted = {_plain(checkpoint), _plain(checkpoint.rstrip("/").rpartition("/")[0] or ".")}
-        return next((number for number in self.newest_first() if _plain(self.place(number).root) in wanted), None)
+        wanted = {plain(checkpoint), plain(checkpoint.rstrip("/").rpartition("/")[0] or ".")}
+        return next((number for number in self.newest_first() if plain(self.place(number).root) in wanted), None)
 
     def claim(self, mark: Mark) -> tuple[int, Held]:
         """A folder for a new run, which nobody has used.
@@ -212,13 +212,18 @@ class LocalHeld:
     def __init__(self, descriptor: int, folder: Path, made: list[Path], mark: Mark, new: bool) -> None:
         self.mark, self._new = mark, new
         self._descriptor, self._folder, self._made = descriptor, folder, made
-        self._write()
+        try:
+            self._write()
+        except OSError:
+            self.forget()
+            raise
         _held.add(self)
 
     def _write(self) -> None:
-        text = packed(self.mark)
-        os.ftruncate(self._descriptor, 0)
+        # In place, without making it shorter first: a kill, or a full disk, in between would leave a run without a name.
+        text = packed(self.mark).ljust(min(os.fstat(self._descriptor).st_size, LONGEST))
         os.pwrite(self._descriptor, text, 0)
+        os.ftruncate(self._descriptor, len(text))
 
     def close(self, failed: bool = False, wrote: bool = True) -> None:
         if self._descriptor < 0:
@@ -326,5 +331,6 @@ class RemoteHeld:
                 self._files.pipe_file(self._path, packed(self.mark))
 
 
-def _plain(path: str) -> str:
+def plain(path: str) -> str:
+    """One text for each way to write a path."""
     return path.rstrip("/") if "://" in path else os.path.realpath(path)
