@@ -12,6 +12,9 @@ from torch import nn
 
 from engine import Callback, Duration, Every, Run
 
+_LONGEST = 200
+"""Of a checkpoint's name: file systems take 255 bytes, and it gets additions of ours (bytes)."""
+
 
 class ModelCheckpoint(Callback):
     """Saves every Duration, when training ends, fails or is terminated; keeps the best and the last.
@@ -237,8 +240,7 @@ class ModelCheckpoint(Callback):
             raise ValueError(
                 f"ModelCheckpoint(filename={self.filename!r}): there is no {error}; there are epoch, step, {', '.join(sorted(run.metrics))}"
             ) from error
-        if not name or name.startswith("."):
-            raise ValueError(f"ModelCheckpoint(filename={self.filename!r}) gives {name!r}: names must not be empty or begin with a dot")
+        _check_name(self.filename, name)
         taken = {other for step, other in self.names.items() if step != run.step}
         return f"{name}-step={run.step}" if name in taken else name
 
@@ -297,9 +299,18 @@ def _check(mode: str, save_top_k: Any, keeps_others: bool, max_failures: Any, fi
         raise ValueError(f"ModelCheckpoint(max_failures={max_failures!r}): it must be a number of failures, at least 1")
     try:
         names = re.findall(r"{([^{}:!]*)", filename)
-        filename.format_map(dict.fromkeys(names, 0))
+        example = filename.format_map(dict.fromkeys(names, 0))
     except (ValueError, LookupError, AttributeError) as error:
         raise ValueError(f"ModelCheckpoint(filename={filename!r}) is no format ({error}); an example: 'epoch={{epoch}}-{{loss:.2f}}'") from error
+    _check_name(filename, example)
+
+
+def _check_name(filename: str, name: str) -> None:
+    if not name or name.startswith(".") or not name.isprintable() or len(name.encode()) > _LONGEST:
+        raise ValueError(
+            f"ModelCheckpoint(filename={filename!r:.300}) gives {name!r:.300}: names must not be empty, begin with a dot, have characters that "
+            f"cannot be printed, or be longer than {_LONGEST} bytes"
+        )
 
 
 def _all_held(run: Run) -> dict[int, str]:

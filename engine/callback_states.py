@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from engine.checkpoint.files import printable
 from engine.hooks import Hooked, overridden
 from engine.log import logger
 
@@ -58,7 +59,7 @@ def load_states(callbacks: Sequence[Hooked], saved: Mapping[str, Any], where: ob
         logger.warning(
             "%s has the state of %s, which no callback takes: it is lost to this run. A state is given to the callback that has the state_key "
             "under which it was saved; those here: %s",
-            where, ", ".join(lost), ", ".join(sorted(map(_key, callbacks))) or "none",
+            where, printable(", ".join(lost)), ", ".join(sorted(map(_key, callbacks))) or "none",
         )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from engine.callback_states import load_states, states
+from engine.checkpoint.files import printable
 from engine.checkpoint.manifest import FOLDERS
 from engine.checkpoint.places import same, split
 from engine.checkpoint.state import pack
@@ -316,7 +317,7 @@ class Checkpoints:
         for hook in self.hooks.on_load_checkpoint:
             hook(self, self.module, shared["user"])
         if shared["user"] and not self.hooks.on_load_checkpoint:
-            names = ", ".join(map(str, shared["user"]))
+            names = printable(", ".join(map(str, shared["user"])))
             logger.warning(
                 "%s has entries of on_save_checkpoint (%s), and nothing here has on_load_checkpoint: they are not read", loaded.path, names
             )

@@ -192,7 +192,7 @@ def check_optimizer(loaded: Loaded, index: int, optimizer: Any) -> None:
         missing += sorted(name for name, value in here.items() if name != "params" and name in group and unlike(group[name], value))
         if missing:
             raise ValueError(
-                f"{loaded.path} has the state of {kind or 'another optimizer'} for optimizer {index}, which is {own}: no usable "
+                f"{loaded.path} has the state of {printable(kind or 'another optimizer')} for optimizer {index}, which is {own}: no usable "
                 f"{', '.join(missing)} is saved. Give the optimizer that was saved, or begin it anew with Resume(path, optimizer=False)"
             )
     if type(optimizer).__module__.startswith("torch.optim."):

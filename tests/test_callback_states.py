@@ -66,6 +66,20 @@ def test_a_state_that_nobody_takes_is_a_warning(tmp_path: Path, caplog: pytest.L
     assert "those here: Keyed[by=10], Keyed[by=7]" in caplog.text
 
 
+def test_names_out_of_a_checkpoint_do_nothing_to_a_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Hostile(Counter):
+        state_key = "\x1b[2J\x07"
+
+        def on_save_checkpoint(self, run: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+            checkpoint["\x1b]0;title"] = 1
+
+    with caplog.at_level(logging.WARNING, "engine"):
+        resumed(tmp_path, [Hostile()], [])
+    assert r"has the state of \x1b[2J\x07, which" in caplog.text
+    assert r"entries of on_save_checkpoint (\x1b]0;title), and" in caplog.text
+    assert "\x1b" not in caplog.text
+
+
 def test_one_key_for_two_states_is_refused_before_the_first_step(tmp_path: Path) -> None:
     module = Weight()
     with pytest.raises(ValueError, match=r"callbacks of Counter and Counter both have the state_key 'Counter'.* override state_key"):

@@ -241,6 +241,21 @@ def test_wrong_names(filename: str) -> None:
         ModelCheckpoint(filename=filename)
 
 
+@pytest.mark.parametrize("filename", ["", "..", ".{step}", "a\x1b[31m{step}", "x" * 300])
+def test_names_that_are_not_possible_are_an_error_at_once(filename: str) -> None:
+    with pytest.raises(ValueError, match="names must not be empty, begin with a dot"):
+        ModelCheckpoint(filename=filename)
+
+
+def test_too_long_a_name_is_an_error_each_time(tmp_path: Path) -> None:
+    class Saves(Callback):
+        def on_train_batch_end(self, run: Any, *arguments: Any) -> None:
+            with pytest.raises(OSError, match="File name too long"):
+                run.save_checkpoint("x" * 300)
+
+    assert fit(tmp_path, Saves()).run(Net(), DATA).step == 12
+
+
 def test_an_unknown_metric_in_a_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no 'vla'; there are epoch, step"):
         fit(tmp_path, ModelCheckpoint(filename="{vla:.2f}")).run(Net(), DATA, DATA)

@@ -323,8 +323,11 @@ class Remote:
             self._whole(name)
         except FileNotFoundError:
             return False
-        except (DamagedCheckpoint, OSError):
+        except DamagedCheckpoint:
             return True
+        except OSError:  # it may not be read, or the place cannot be reached: what follows will find out
+            with suppress(OSError):
+                return name in self._names()
         return False
 
     def sweep(self) -> None:

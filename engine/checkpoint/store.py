@@ -270,8 +270,8 @@ def is_one(path: Path) -> bool:
     """Whether a checkpoint was put there, usable or not: something is called as its manifest is, or all of its folders are there."""
     try:
         return os.path.lexists(path / MANIFEST) or all((path / folder).is_dir() for folder in FOLDERS)
-    except OSError:  # it may not be looked into
-        return True
+    except OSError:  # it may not be looked into, or cannot be there at all: no permission for the folder above, too long a name
+        return os.path.lexists(path)
 
 
 def is_readable(path: Path) -> bool:

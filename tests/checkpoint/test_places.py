@@ -124,6 +124,25 @@ def test_damage_far_away(root: str) -> None:
     assert place(root).manifests() == {}
 
 
+@pytest.mark.parametrize("root", ["memory"], indirect=True)
+def test_a_place_that_cannot_be_looked_into_is_not_full_of_checkpoints(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A save looks for a name that is free: there must be one, or the training stands still.
+    assert not Local(tmp_path).busy("x" * 300)
+    save(f"{root}/one", 1.0)
+    where = Remote(root)
+
+    def fails(*arguments: Any, **options: Any) -> Any:
+        raise PermissionError("Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where.files, "cat_file", fails)
+        assert where.busy("one")  # it is there, whatever it is
+        assert not where.busy("another")
+        patch.setattr(where.files, "ls", fails)
+        assert not where.busy("one")
+    assert not where.busy("one")
+
+
 def test_names_that_lead_out_of_the_copy() -> None:
     url = f"memory://{uuid.uuid4().hex}"
     save(f"{url}/step=1")
