@@ -203,9 +203,13 @@ class Copies(Callback):
 
 @pytest.mark.parametrize("steps", [4, 6])
 def test_what_a_killed_job_had_still_to_remove_is_removed_by_the_next(tmp_path: Path, steps: int) -> None:
-    """The second checkpoint is complete, the first one is still there; with 4 steps there is nothing left to train. What a job goes on from stays."""
+    """The last checkpoint is complete, the one before is still there, an earlier one in part. What a job goes on from stays.
+
+    With 4 steps there is nothing left to train.
+    """
     fit(tmp_path, Copies(), ModelCheckpoint(every="2 steps"), max_steps=4, max_epochs=None).run(Net(), DATA)
     (tmp_path / "copy").rename(tmp_path / "checkpoints" / "step=00000002")
+    (tmp_path / "checkpoints" / ".step=00000001.removed" / "model").mkdir(parents=True)
     fit(tmp_path, ModelCheckpoint(every="2 steps"), max_steps=steps, max_epochs=None).run(Net(), DATA, resume="last")
     assert sorted(os.listdir(tmp_path / "checkpoints")) == sorted({"step=00000004", f"step={steps:08d}"})
 

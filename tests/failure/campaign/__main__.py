@@ -36,9 +36,11 @@ def main() -> int:
 
     place = Path(tempfile.mkdtemp(prefix="campaign-"))
     campaign = Campaign([SETUPS[name] for name in names], place, given.tree, given.seed, report)
-    rows = campaign.run(given.kills, given.at_once, given.job)
-    print(table(rows))
-    losses = [text for row in rows for text in row.found.texts]
+    try:
+        campaign.run(given.kills, given.at_once, given.job)
+    finally:  # also what was found before Ctrl-C
+        print(table(campaign.rows))
+    losses = [text for row in campaign.rows for text in row.found.texts]
     print("\n".join(losses) or "nothing was lost")
     if losses:
         print(f"the files of these jobs: {place}")

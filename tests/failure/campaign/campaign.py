@@ -44,7 +44,7 @@ class Campaign:
         self.place, self.seed, self.report = place, seed, report
         self.references = References(place, tree)
         self.rows = [Row(setup) for setup in setups]
-        self._lock = threading.Lock()
+        self._lock, self._over = threading.Lock(), False
 
     def run(self, kills: int, at_once: int = 2, job: int | None = None) -> list[Row]:
         """So many kills in all, or those of one job of each set-up. Ends early when something was lost.
@@ -56,8 +56,11 @@ class Campaign:
         wanted = [share + (index < more) for index in range(len(self.rows))]
         with ThreadPoolExecutor(at_once) as pool:
             works = [pool.submit(self._fill, row, count, job) for row, count in zip(self.rows, wanted, strict=True) if count]
-            for work in works:
-                work.result()
+            try:
+                for work in works:
+                    work.result()
+            finally:  # after an error, or Ctrl-C, each set-up ends the job that it is at
+                self._over = True
         return self.rows
 
     def clean(self) -> None:
@@ -67,7 +70,7 @@ class Campaign:
     def _fill(self, row: Row, kills: int, job: int | None) -> None:
         """Jobs of one set-up until it has its kills, or one has lost something."""
         missed, number = 0, job or 0
-        while row.kills.total() < kills and not row.found.texts and missed < MISSED:
+        while row.kills.total() < kills and not (row.found.texts or self._over) and missed < MISSED:
             before = row.kills.total()
             self._job(row, number, min(kills - before, len(DECK) + 1))
             missed = missed + 1 if row.kills.total() == before else 0

@@ -113,7 +113,7 @@ def live(setup: Setup, references: References, place: Path, seed: str, most: int
         typical = start.seconds or typical
         if start.hangs:
             life.found.lose("failed resumes", 1, f"start {life.starts - 1} hangs\n{start.output.read_text()[-SHOWN:]}")
-        life.found.lose("orphans", start.orphans, f"processes of start {life.starts - 1} outlived its launcher by {PATIENCE:g} s")
+        life.found.lose("orphans", start.orphans, f"processes of start {life.starts - 1} outlived their launcher")
         if code == 0:
             break
         if len(start.killed) < start.attempts:

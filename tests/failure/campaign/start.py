@@ -19,6 +19,8 @@ from typing import Any
 from .kills import Kill
 from .setups import Setup
 
+LINGER = 2.0
+"""Seconds that ranks may live on when their launcher was killed."""
 PATIENCE = 100.0
 """Seconds that an attempt may take, and that processes may take to end when others are killed."""
 
@@ -59,6 +61,7 @@ class Start:
         self._due: list[tuple[float, Kill, socket.socket | None]] = []
         self._pending: list[Kill] = []
         self._training: set[int] = set()
+        self._freed = float("inf")  # when the launcher was killed
         self._chance = random.Random(place.name)
         self._address = f"campaign-{uuid.uuid4().hex}"
         self._diaries = place / "diaries" / str(number)
@@ -79,12 +82,16 @@ class Start:
                 command, env=self._environment, cwd=self.place, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
             self._arm(0)
+            over = False
             try:
                 self._until(lambda: self._process.poll() is not None, server)
                 self.hangs = self._process.poll() is None
-                self._settle(server)
+                if not self.hangs:
+                    self._settle(server)
+                    over = True
             finally:
-                self._end_all()
+                if not over:
+                    self._end_all()
                 self._process.wait()
                 for key in list(self._selector.get_map().values()):
                     if key.fileobj is not server:
@@ -93,13 +100,14 @@ class Start:
         return self._process.returncode
 
     def _settle(self, server: socket.socket) -> None:
-        """Wait for what the launcher has left behind."""
-        if self.setup.binds and self.setup.waits:
-            self._until(lambda: not marked(self._address), server)
-            self.orphans = len(marked(self._address))
-        elif self.setup.waits:
-            self._end_all()  # a scheduler ends what is left of a job
-            self._until(lambda: not marked(self._address), server)
+        """Wait for what the launcher has left behind; workers of loaders may live on for some seconds, beside the next start."""
+        if not self.setup.waits:
+            return
+        if not self.setup.binds:
+            self._end_all()  # as a scheduler does with what is left of a job
+        self._until(lambda: not marked(self._address), server)
+        self.orphans += len(marked(self._address))
+        self._end_all()
 
     def _until(self, condition: Callable[[], bool], server: socket.socket) -> None:
         deadline = time.monotonic() + PATIENCE * (1 + len(self.plan))
@@ -144,6 +152,8 @@ class Start:
             self._fire(kill, None if kill.delay else connection)
         elif "counts" in message:
             self.counts[message["rank"]] = message["counts"]
+            if self.setup.binds and time.monotonic() > self._freed + LINGER:
+                self.orphans += 1
 
     def _meet(self, connection: socket.socket, message: dict[str, Any]) -> None:
         attempt, rank = message["attempt"], message["rank"]
@@ -152,7 +162,7 @@ class Start:
             self.attempts = attempt + 1
             self._arm(attempt)
         kill = self.plan[attempt] if attempt < len(self.plan) else None
-        connection.sendall(json.dumps(kill.asked() if kill and kill.watcher == rank else {}).encode() + b"\n")
+        _answer(connection, kill.asked() if kill and kill.watcher == rank else {})
         for kill in [each for each in self._pending if each.victim == f"rank {rank}"]:
             self._pending.remove(kill)
             self._fire(kill, None)
@@ -167,7 +177,7 @@ class Start:
             victims = marked(self._address)
             self._chance.shuffle(victims)
         elif kill.victim == "launcher":
-            victims = [self._process.pid]
+            victims, self._freed = [self._process.pid], time.monotonic()
         else:
             pid = self._ranks.get((self.attempts - 1, int(kill.victim[-1])))
             if pid is None:  # killed as soon as it is there
@@ -180,12 +190,17 @@ class Start:
             late = not kill.number and self.attempts - 1 in self._training
             self.killed.append(("steps" if late else kill.phase, kill.victim))
         if waiting is not None:
-            with contextlib.suppress(OSError):
-                waiting.sendall(b"\n")
+            _answer(waiting, {})
 
     def _end_all(self) -> None:
         for pid in marked(self._address):
             _kill(pid)
+
+
+def _answer(connection: socket.socket, what: dict[str, Any]) -> None:
+    """Let a rank go on, if it lives."""
+    with contextlib.suppress(OSError):
+        connection.sendall(json.dumps(what).encode() + b"\n")
 
 
 def _kill(pid: int) -> bool:
