@@ -20,5 +20,5 @@ def test_kills_lose_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["older", "lock"])
 def test_finds_a_fault(name: str) -> None:
-    row = find(FAULTS[name], 7)
+    row = find(FAULTS[name], 2)
     assert row.found.texts, f"{FAULTS[name].what}: not found by {row.kills.total()} kills"
