@@ -152,6 +152,7 @@ class Checkpoints:
         unchanging = self.module.automatic_optimization and not self.modes.switched
         with self.modes.evaluating():
             content = self.content(score)
+            content.shared["postponed"] += remove  # a job that is killed before it has removed them leaves that to the next one
             path = self.saver.save(name, content, asynchronous=asynchronous, tolerant=tolerant, remove=remove, unchanging=unchanging)
         self._saved = (key, name_of(path))
         if asynchronous:

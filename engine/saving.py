@@ -205,15 +205,18 @@ class Saver:
     def take_over(self, postponed: Any, path: Path | str) -> None:
         """What the checkpoint at ``path``, from which this job goes on, says of :attr:`postponed`.
 
-        The names count only if that checkpoint lies in this job's own place: in another one they are those of other checkpoints.
+        A name counts only for an older checkpoint in this job's own place: elsewhere, and of a newer one, it is that of something else.
 
         Raises:
             DamagedCheckpoint: ``postponed`` is not a list of names.
         """
         if not isinstance(postponed, list) or not all(map(is_entry, postponed)):
             raise DamagedCheckpoint(f"{path}: {SHARED}.json has no usable 'postponed': {postponed!r:.100}")
-        if same(place_of(path)[0], self.place):
-            self.postponed = list(postponed)
+        where, name = place_of(path)
+        if self.group.is_main and same(where, self.place):
+            self.place.sweep()  # before the first save, too: there may be nothing left to save
+            there = list(self.place.manifests())
+            self.postponed = [each for each in there[: there.index(name)] if each in postponed] if name in there else []
 
     def remove(self, names: Sequence[str]) -> None:
         """Delete checkpoints (on the main process); one that is in use is tried again later."""
@@ -229,10 +232,7 @@ class Saver:
             return True
 
     def _free(self, name: str) -> str:
-        """The name itself, or with a number where a checkpoint of that name must stay: it is read, resumed from, or waits for its removal.
-
-        So must one that this version cannot read.
-        """
+        """The name itself, or with a number where a checkpoint of that name must stay: it is read, resumed from, to be removed, or not readable."""
         found, number = name, 0
         while found in self.kept or found in self.postponed or self.place.busy(found):
             number += 1

@@ -69,6 +69,14 @@ def test_a_checkpoint_that_names_other_data_for_removal_is_refused(tmp_path: Pat
     assert {**tree(other), **tree(root / "folder")} == before
 
 
+def test_a_newer_checkpoint_is_not_the_one_that_an_older_names_for_removal(tmp_path: Path) -> None:
+    root = trained(tmp_path / "run")
+    rewrite(root / name(4), lambda shared: {**shared, "postponed": [name(8)]}, "state/shared.json")
+    before = tree(root / name(8))
+    fit(tmp_path / "run", ModelCheckpoint(every=2), max_steps=6, max_epochs=None).run(Net(), DATA, resume=root / name(4))
+    assert tree(root / name(8)) == before
+
+
 def test_names_in_a_checkpoint_of_another_folder_mean_nothing_here(tmp_path: Path) -> None:
     """Names of the same form stand in each folder; those that a checkpoint lists are of its own."""
     theirs, ours = trained(tmp_path / "theirs"), trained(tmp_path / "ours", steps=2, every=1)

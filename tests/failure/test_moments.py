@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,28 @@ def test_a_removal_that_fails_is_no_failed_save(tmp_path: Path, caplog: pytest.L
     assert "step=00000002 could not be removed: ValueError" in caplog.text
     assert "was not written" not in caplog.text
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step=00000002", "step=00000012"]
+
+
+class Copies(Callback):
+    """Keeps a copy of the first checkpoint."""
+
+    def on_train_batch_start(self, run: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if run.step == 3:
+            run.wait_for_checkpoint()
+            shutil.copytree(run.folder / "checkpoints" / "step=00000002", run.folder / "copy")
+
+
+@pytest.mark.parametrize("steps", [4, 6])
+def test_what_a_killed_job_had_still_to_remove_is_removed_by_the_next(tmp_path: Path, steps: int) -> None:
+    """The last checkpoint is complete, the one before is still there, an earlier one in part. What a job goes on from stays.
+
+    With 4 steps there is nothing left to train.
+    """
+    fit(tmp_path, Copies(), ModelCheckpoint(every="2 steps"), max_steps=4, max_epochs=None).run(Net(), DATA)
+    (tmp_path / "copy").rename(tmp_path / "checkpoints" / "step=00000002")
+    (tmp_path / "checkpoints" / ".step=00000001.removed" / "model").mkdir(parents=True)
+    fit(tmp_path, ModelCheckpoint(every="2 steps"), max_steps=steps, max_epochs=None).run(Net(), DATA, resume="last")
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == sorted({"step=00000004", f"step={steps:08d}"})
 
 
 def test_what_weights_were_taken_from_stays(tmp_path: Path) -> None:

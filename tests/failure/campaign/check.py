@@ -1,0 +1,121 @@
+"""What a job that was killed has lost, beside one that nobody disturbed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .watch import STEPS
+
+Line = dict[str, Any]
+OWN = ("elapsed_s", "last_s", "postponed")
+"""What a checkpoint says of the run that wrote it: its time, and what that run had still to remove."""
+THEIRS = ("torchelastic_", "pymp-")
+"""Temporary directories of torchrun and of Python's multiprocessing, which nobody removes after a kill."""
+LOSSES = ("steps lost", "samples lost", "weights differ", "failed resumes", "orphans", "left behind")
+
+
+@dataclass
+class Found:
+    """About one job, or several."""
+
+    losses: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LOSSES, 0))
+    repeated: int = 0
+    """Steps that were done a second time, because their checkpoint was not complete yet: no loss."""
+    texts: list[str] = field(default_factory=list)
+
+    def lose(self, what: str, count: int, text: str) -> None:
+        """Note a loss."""
+        if count:
+            self.losses[what] += count
+            self.texts.append(f"{what}: {text}")
+
+    def add(self, other: Found) -> None:
+        for what, count in other.losses.items():
+            self.losses[what] += count
+        self.repeated += other.repeated
+        self.texts += other.texts
+
+
+def attempts(place: Path) -> list[dict[int, list[Line]]]:
+    """The diaries of each attempt that came to train, in order: the whole lines by rank."""
+    found: dict[tuple[int, int], dict[int, list[Line]]] = {}
+    for path in place.glob("diaries/*/*"):
+        attempt, rank = map(int, path.name.split("."))
+        lines = []
+        for line in path.read_text().splitlines(keepends=True):
+            if line.endswith("\n"):
+                lines.append(json.loads(line))
+        if lines:
+            found.setdefault((int(path.parent.name), attempt), {})[rank] = lines
+    return [found[key] for key in sorted(found)]
+
+
+def check_steps(place: Path, reference: Path, ranks: int, found: Found) -> None:
+    """The steps on which the final weights rest are those of the undisturbed run; each attempt began at the newest complete checkpoint."""
+    tracks: list[dict[int, Line]] = [{} for _ in range(ranks)]
+    saved = done = 0
+    for number, attempt in enumerate(attempts(place)):
+        begins = {lines[0]["begin"] for lines in attempt.values()}
+        newest = max(saved, *(lines[0]["newest"] for rank, lines in attempt.items() if rank == 0), 0)
+        for begin in begins:
+            found.lose("steps lost", abs(newest - begin), f"attempt {number} began at step {begin}, the newest complete checkpoint was of {newest}")
+        begin = min(begins)
+        found.repeated += max(0, done - begin)
+        for rank, lines in attempt.items():
+            kept = {step: line for step, line in tracks[rank].items() if step <= lines[0]["begin"]}
+            tracks[rank] = kept | {line["step"]: line for line in lines[1:]}
+            done = max([done, *(line["step"] for line in lines[1:])])
+            saved = max([saved, newest, *(line["complete"] for line in lines[1:])])
+    (whole,) = attempts(reference)
+    for rank in range(ranks):
+        expected = {line["step"]: line for line in whole[rank][1:]}
+        assert sorted(expected) == list(range(1, STEPS + 1)), "the undisturbed run is not whole"
+        missing = sorted(expected.keys() ^ tracks[rank].keys())
+        found.lose("steps lost", len(missing), f"rank {rank}: steps {missing}")
+        for step in sorted(expected.keys() & tracks[rank].keys()):
+            wanted, got = expected[step], tracks[rank][step]
+            ids = set(wanted["ids"]) ^ set(got["ids"]) or (wanted["ids"] != got["ids"] and set(wanted["ids"])) or set()
+            found.lose("samples lost", len(ids), f"rank {rank}, step {step}: {got['ids']} instead of {wanted['ids']}")
+            found.lose("weights differ", int(wanted["weights"] != got["weights"]), f"rank {rank} after step {step}")
+
+
+def check_metrics(place: Path, reference: Path, found: Found) -> None:
+    """The last metrics, if the last attempt has trained: the step that a run goes on from is not reported again."""
+    if len(attempts(place)[-1][0]) > 1:
+        values = [json.loads((each / "metrics.json").read_text()) for each in (place, reference)]
+        found.lose("weights differ", int(values[0] != values[1]), f"metrics {values[0]} instead of {values[1]}")
+
+
+def check_files(place: Path, reference: Path, found: Found) -> None:
+    """The files are those of the undisturbed run, and the checkpoints say the same."""
+    mine, others = (sorted(str(path.relative_to(each / "root")) for path in (each / "root").rglob("*")) for each in (place, reference))
+    source = f"checkpoints/step={attempts(place)[-1][0][0]['begin']:08d}"  # what the last attempt went on from stays for the next one
+    beside = sorted(name for name in set(mine) ^ set(others) if not name.startswith(source))
+    found.lose("left behind", len(beside), f"in one root only: {', '.join(beside)}")
+    left = {path.name for path in (place / "tmp").iterdir() if not path.name.startswith(THEIRS)}
+    left -= {path.name for path in (reference / "tmp").iterdir()}
+    found.lose("left behind", len(left), f"in the temporary directory: {', '.join(sorted(left))}")
+    for name in others:
+        path, other = place / "root" / name, reference / "root" / name
+        kept = name.split("/")[2:3]
+        if kept and kept[0] in ("model", "optim", "state") and path.is_file() and not _alike(path, other):
+            found.lose("weights differ", 1, f"{name} is not that of the undisturbed run")
+
+
+def _alike(path: Path, other: Path) -> bool:
+    """The same bytes, but for what is a run's own."""
+    if path.read_bytes() == other.read_bytes():
+        return True
+    if path.name != "shared.json":
+        return False
+    values = [json.loads(each.read_bytes()) for each in (path, other)]
+    return bool(_without_own(values[0]) == _without_own(values[1]))
+
+
+def _without_own(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_own(each) for key, each in value.items() if key not in OWN}
+    return [_without_own(each) for each in value] if isinstance(value, list) else value

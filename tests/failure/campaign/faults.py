@@ -1,0 +1,104 @@
+"""``python -m tests.failure.campaign.faults``: does the campaign find what it is for? One fault each in copies of the library."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from .campaign import Campaign, Row
+from .setups import SETUPS, TREE
+
+
+class Fault(NamedTuple):
+    """A line of the library, made wrong."""
+
+    what: str
+    file: str
+    right: str
+    wrong: str
+    setup: str = "single"
+
+
+FAULTS = {
+    "older": Fault(
+        "a job goes on from the checkpoint before the newest", "engine/loading.py",
+        "list(reversed(manifests)), place.unusable()]", "list(reversed(list(manifests)[:-1] or list(manifests))), place.unusable()]",
+    ),
+    "early": Fault(
+        "a checkpoint has its name before it has its manifest", "engine/checkpoint/store.py",
+        "    write_json(partial / MANIFEST, manifest)\n    for folder in (*FOLDERS, \".\"):\n        sync(partial / folder)\n",
+        "    partial.rename(directory)\n    sync(directory)\n    write_json(directory / MANIFEST, manifest)\n    return\n",
+    ),
+    "lock": Fault(
+        "who is said to hold a folder holds it, dead or alive", "engine/checkpoint/runs.py",
+        "        free = _lock(descriptor, fcntl.LOCK_EX, before) and", "        free = before.get(\"status\") != RUNNING and",
+    ),
+    "random": Fault(
+        "random numbers start again", "engine/checkpoints.py",
+        "            loaded.give(\"random generators\", restore, own[\"rng\"])\n", "            pass\n",
+    ),
+    "position": Fault(
+        "an epoch starts again at its first sample", "engine/loop.py",
+        "loader.resume(state.epoch, state.position, run.take_stream())", "loader.resume(state.epoch, 0, run.take_stream())",
+    ),
+    "removal": Fault(
+        "what was still to be removed is forgotten", "engine/checkpoints.py",
+        "            content.shared[\"postponed\"] += remove", "            content.shared[\"postponed\"] += []",
+    ),
+    "orphan": Fault(
+        "ranks do not end with the process that has started them", "engine/launch/child.py",
+        "        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)", "        ctypes.CDLL(None)", "fit launch",
+    ),
+}  # fmt: skip
+"""One for each kind of loss."""
+
+
+def copied(fault: Fault, place: Path) -> Path:
+    """A copy of the library with the fault.
+
+    Raises:
+        ValueError: the line is not in the library any more.
+    """
+    for name in ("engine", "callbacks"):
+        shutil.copytree(TREE / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
+    path = place / fault.file
+    text = path.read_text()
+    if text.count(fault.right) != 1:
+        raise ValueError(f"{fault.file} has {text.count(fault.right)} times what the fault replaces:\n{fault.right}")
+    path.write_text(text.replace(fault.right, fault.wrong))
+    return place
+
+
+def find(fault: Fault, most: int, report: Callable[[str], None] = lambda line: None) -> Row:
+    """What a campaign of at most so many kills finds: it ends at the first loss."""
+    with tempfile.TemporaryDirectory(prefix="fault-", ignore_cleanup_errors=True) as directory:
+        place = Path(directory)
+        campaign = Campaign([SETUPS[fault.setup]], place / "jobs", copied(fault, place / "tree"), 0, report)
+        return campaign.run(most)[0]
+
+
+def main() -> int:
+    """The exit status: 1 when a fault was not found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.failure.campaign.faults", description=__doc__)
+    parser.add_argument("names", nargs="*", default=list(FAULTS), help=f"of {', '.join(FAULTS)}; all by default")
+    parser.add_argument("--kills", type=int, default=28, help="give a fault up after so many")
+    given = parser.parse_args()
+    missed = 0
+    for name in given.names:
+        began = time.monotonic()
+        row = find(FAULTS[name], given.kills)
+        missed += not row.found.texts
+        outcome = f"found after {row.kills.total()} kills" if row.found.texts else f"NOT found by {row.kills.total()} kills"
+        print(f"{name}: {FAULTS[name].what}: {outcome}, {time.monotonic() - began:.0f} s", flush=True)
+        print("".join(f"    {text[:300]}\n" for text in row.found.texts[:2]), end="", flush=True)
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,16 @@
+"""The training that is killed, started as a user's script: ``python job.py STRATEGY DEVICES DIARIES``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from watch import Watch
+
+if __name__ == "__main__":
+    watch = Watch()
+    # After the watch: importing torch is a part of the start in which the process may be killed.
+    import training
+
+    watch.event("start", "imported")
+    training.run(watch, sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

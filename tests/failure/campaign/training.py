@@ -1,0 +1,155 @@
+"""What the job trains: shuffled samples, dropout, windows of two micro-batches, a schedule, validation, two checkpoints kept."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from watch import STEPS, Watch, complete
+
+from callbacks import ModelCheckpoint
+from engine import Callback, Fit, TrainModule
+
+SAMPLES, EVERY, VALIDATE = 61, 2, 3
+"""Of the data; steps between two checkpoints, between two validations."""
+
+
+class Numbered(Dataset[Any]):
+    """Samples that say which they are."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.x, self.y = torch.randn(SAMPLES, 8, generator=generator), torch.randint(0, 3, (SAMPLES,), generator=generator)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.x[index], self.y[index]
+
+
+class AdamW(torch.optim.AdamW):
+    """One that tells when it steps."""
+
+    watch: Watch
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        self.watch.event("steps", "before optimizer.step")
+        found = super().step(*args, **kwargs)
+        self.watch.event("steps", "after optimizer.step")
+        return found
+
+
+class Net(TrainModule):
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.watch = watch
+        self.blocks_ = nn.ModuleList([nn.Sequential(nn.Linear(8, 12), nn.ReLU()), nn.Sequential(nn.Linear(12, 8), nn.ReLU())])
+        self.drop, self.head = nn.Dropout(0.3), nn.Linear(8, 3)
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.blocks_)
+
+    def loss(self, batch: Any) -> Any:
+        _, x, y = batch
+        for block in self.blocks_:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(self.drop(x)), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.watch.event("steps", "forward")
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.watch.event("validation", "batch")
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        AdamW.watch = self.watch
+        optimizer = AdamW(self.parameters(), lr=0.02)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97), "interval": "step"}]
+
+
+class Diary(Callback):
+    """A line at the start: from which step, and which checkpoint was the newest. One a step: its samples, and the weights after it, on this rank."""
+
+    def __init__(self, watch: Watch, place: Path) -> None:
+        self.watch, self.place = watch, place
+
+    def setup(self, run: Any, module: Any, stage: str) -> None:
+        self.watch.event("start", "setup")
+
+    def on_fit_start(self, run: Any, module: Any) -> None:
+        self.watch.event("start", "fit start")
+
+    def on_train_start(self, run: Any, module: Any) -> None:
+        self.ids: list[int] = []
+        self.step = run.step
+        self.file = (self.place / f"{self.watch.attempt}.{run.rank}").open("x", buffering=1)
+        self.write({"begin": run.step, "newest": self.watch.newest})
+        self.watch.begun()
+
+    def on_train_batch_end(self, run: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if run.engine.window.share.size:
+            self.ids += batch[0].tolist()
+        if run.step != self.step:
+            self.step = run.step
+            self.write({"step": run.step, "ids": self.ids, "weights": weights(module), "complete": complete(self.watch.root)})
+            self.ids = []
+        self.watch.event("steps", "batch end")
+
+    def on_validation_start(self, run: Any, module: Any) -> None:
+        self.watch.event("validation", "start")
+
+    def on_validation_epoch_end(self, run: Any, module: Any) -> None:
+        self.watch.event("validation", "epoch end")
+
+    def on_validation_end(self, run: Any, module: Any) -> None:
+        self.watch.event("validation", "end")
+
+    def on_train_end(self, run: Any, module: Any) -> None:
+        self.watch.ending()
+
+    def teardown(self, run: Any, module: Any, stage: str) -> None:
+        self.watch.event("end", "teardown")
+
+    def write(self, line: dict[str, Any]) -> None:
+        self.file.write(json.dumps(line) + "\n")
+
+
+def weights(module: nn.Module) -> int:
+    """A checksum of what this rank has of the parameters."""
+    found = 0
+    for parameter in module.parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        found = zlib.crc32(local.detach().numpy().tobytes(), found)
+    return found
+
+
+def run(watch: Watch, strategy: str, devices: int, diaries: Path) -> None:
+    """Train it to its end; it goes on from what is there."""
+    fit = Fit(
+        strategy=strategy,
+        devices=devices,
+        accelerator="cpu",
+        root_dir=watch.root,
+        max_steps=STEPS,
+        accumulate_grad_batches=2,
+        val_every=f"{VALIDATE} steps",
+        log_every_n_steps=1,
+        seed=3,
+        callbacks=[Diary(watch, diaries), ModelCheckpoint(every=EVERY, save_top_k=2)],
+    )
+    alone = devices == 1
+    loader = DataLoader(Numbered(), batch_size=4, shuffle=True, num_workers=int(alone), persistent_workers=alone)
+    result = fit.run(Net(watch), loader, DataLoader(Numbered(), batch_size=16), resume="auto")
+    if watch.rank == 0:
+        (watch.root.parent / "metrics.json").write_text(json.dumps(result.metrics))

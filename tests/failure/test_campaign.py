@@ -1,0 +1,24 @@
+"""A short kill campaign under every launcher, and whether it finds a fault that was put in. ``python -m tests.failure.campaign`` kills more often."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from campaign.campaign import Campaign
+from campaign.faults import FAULTS, find
+from campaign.setups import SETUPS, TREE
+
+
+@pytest.mark.slow
+def test_kills_lose_nothing(tmp_path: Path) -> None:
+    rows = Campaign(list(SETUPS.values()), tmp_path, TREE, 0, print).run(2 * len(SETUPS), at_once=3)
+    assert [text for row in rows for text in row.found.texts] == []
+    assert all(row.kills.total() >= 2 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["older", "lock"])
+def test_finds_a_fault(name: str) -> None:
+    row = find(FAULTS[name], 2)
+    assert row.found.texts, f"{FAULTS[name].what}: not found by {row.kills.total()} kills"
