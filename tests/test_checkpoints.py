@@ -101,6 +101,18 @@ def test_a_misspelt_name(root: Path) -> None:
         start(root, Net(), "lst")
 
 
+def test_a_file_in_place_of_a_checkpoint(root: Path, tmp_path: Path) -> None:
+    file = tmp_path / "other.ckpt"
+    file.write_bytes(b"of another trainer")
+    told = r"other\.ckpt is a file, but a checkpoint is a directory.* fit checkpoint convert "
+    with pytest.raises(NotADirectoryError, match=told):
+        start(root, Net(), file)
+    with pytest.raises(NotADirectoryError, match=told):
+        fit(root).validate(Net(), DATA, checkpoint=file)
+    with pytest.raises(NotADirectoryError, match=told):
+        Net.load_from_checkpoint(file)
+
+
 def test_weights_only(root: Path) -> None:
     module = Net()
     watch = start(root, module, Resume(path(root, 8), weights_only=True))

@@ -18,7 +18,14 @@ def folder(path: str | Path) -> Place | None:
     """The folder of checkpoints that a path or a URL means: itself, or its ``checkpoints/``, of the newest run that has any in it.
 
     ``None``: there are none, or it is a checkpoint itself.
+
+    Raises:
+        NotADirectoryError: it is a file.
     """
+    if "://" not in str(path) and Path(path).is_file():
+        raise NotADirectoryError(
+            f"{path} is a file, but a checkpoint is a directory. A file of another trainer becomes one with: fit checkpoint convert {path} OUT"
+        )
     where, name = split(path)
     if _has_manifest(where, name):
         return None
@@ -32,6 +39,7 @@ def find(path: str | Path) -> tuple[Place, list[str]]:
 
     Raises:
         FileNotFoundError: none is there, or the one that is named is not there.
+        NotADirectoryError: a file is there.
         DamagedCheckpoint: there are incomplete ones only; the message has the reason.
     """
     inner = folder(path)
