@@ -121,13 +121,21 @@ class Loaded:
 
 
 @contextmanager
-def opening(group: Group, place: Place, wanted: str, folders: tuple[str, ...] = FOLDERS, argument: str = "resume") -> Iterator[Loaded]:
+def opening(
+    group: Group,
+    place: Place,
+    wanted: str,
+    folders: tuple[str, ...] = FOLDERS,
+    argument: str = "resume",
+    report: Callable[..., None] = logger.error,
+) -> Iterator[Loaded]:
     """Open the checkpoint that ``wanted`` means, on all ranks; they share the work of checking it.
 
     Args:
         place: where the names ``"last"``, ``"auto"`` and ``"best"`` are looked for. One that cannot be used is reported and passed over.
         folders: those that will be read.
         argument: the name of the user's argument that ``wanted`` was given as, for messages.
+        report: what takes a message about one that is passed over.
 
     Raises:
         FileNotFoundError: there is none.
@@ -145,7 +153,7 @@ def opening(group: Group, place: Place, wanted: str, folders: tuple[str, ...] = 
             raise FileNotFoundError(f"{argument}={wanted!r}: {error}{'' if named else nearest(wanted, NAMES)}") from error
         if loaded is not None:
             for reason in reasons if group.is_main else ():
-                logger.error("%s; %s is taken", printable(reason), name)
+                report("%s; %s is taken", printable(reason), name)
             loaded.passed = passed
             with loaded.opened:
                 yield loaded

@@ -63,6 +63,31 @@ def test_a_missing_argument_is_named(tmp_path: Path) -> None:
     assert Needs.load_from_checkpoint(path, net="x").hparams.net == "x"
 
 
+def distance(a: Tensor, b: Tensor) -> Tensor:
+    return a - b
+
+
+class Acts(Tied):
+    def __init__(self, width: int, act: Any = nn.functional.relu, loss: Any = distance, mode: str = "a") -> None:
+        super().__init__(width)
+        self.save_hyperparameters()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None: ...
+
+
+def test_what_a_checkpoint_cannot_hold_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = save(tmp_path, Acts(3, act=nn.functional.gelu))
+    logger = logging.getLogger("engine")
+    logger.addHandler(caplog.handler)
+    Acts.load_from_checkpoint(path, act=nn.functional.gelu)
+    assert "engine" not in {each.name for each in caplog.records}
+    Acts.load_from_checkpoint(path)
+    logger.removeHandler(caplog.handler)
+    assert "the module was made with act=<built-in function gelu>, which a checkpoint cannot hold: defaults stand" in caplog.text
+    with pytest.raises(ValueError, match=r"\[3, 4\] here.*; it was made with width=3$"):
+        fit(tmp_path).validate(Acts(4), batches(1), checkpoint=path)
+
+
 class Configured(TrainModule):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
