@@ -314,7 +314,7 @@ class Checkpoints:
             loaded.give(type(self.datamodule).__name__, self.datamodule.load_state_dict, shared["datamodule"])
         elif shared["datamodule"]:
             logger.warning("%s has the state of a DataModule, and this run has none: it is lost to this run", loaded.path)
-        loaded.give("a callback", lambda states: load_states(self.callbacks, states, loaded.path), shared["callbacks"])
+        loaded.give("the callbacks", lambda states: load_states(self.callbacks, states, loaded.path, loaded.give), shared["callbacks"])
         for hook in self.hooks.on_load_checkpoint:
             hook(self, self.module, shared["user"])
         if shared["user"] and not self.hooks.on_load_checkpoint:

@@ -57,6 +57,13 @@ def _holds(here: torch.dtype, saved: torch.dtype) -> bool:
     return same and here.itemsize > saved.itemsize and torch.promote_types(here, saved) == here
 
 
+_STRICT = "Load it into the model that was saved, or with strict=False"
+_DOUBLE = (
+    "It was saved in double precision (precision='64-true'): strict=False rounds its values to the types here, as in load_from_checkpoint(path, "
+    "strict=False); to keep them, run under Fit(precision='64-true'), or call torch.set_default_dtype(torch.float64) before the module is made"
+)
+
+
 class Source:
     """What one open checkpoint holds of models and optimizers. Every rank reads for itself."""
 
@@ -111,11 +118,15 @@ class Source:
         """How ``own`` fits; with ``strict``, not at all is a :class:`engine.errors.DoesNotFit` that names what does not."""
         report = self.compare(own)
         if strict and report:
-            raise DoesNotFit(
-                f"{self.where} does not fit {type(module).__name__}: {report}. Load it into the model that was saved, or with strict=False"
-                f"{self._made_with(module) if report.missing or report.unexpected or report.other_shapes else ''}"
-            )
+            names = report.missing or report.unexpected or report.other_shapes
+            advice = f"{_STRICT}{self._made_with(module)}" if names else _DOUBLE if self._is_double(own) else _STRICT
+            raise DoesNotFit(f"{self.where} does not fit {type(module).__name__}: {report}. {advice}")
         return report
+
+    def _is_double(self, own: Mapping[str, Any]) -> bool:
+        """Whether it was saved in double precision, and the types of ``own`` are those of single precision."""
+        kinds = {(self.stored(name).dtype, value.dtype) for name, value in own.items() if isinstance(value, Tensor)}
+        return {saved for saved, here in kinds if not _holds(here, saved)} <= {torch.float64, torch.complex128}
 
     def _made_with(self, module: nn.Module) -> str:
         """How the hyperparameters of the saved module differ from those of this one."""
