@@ -225,8 +225,8 @@ def _check_torch(loaded: Loaded, index: int, optimizer: Any, saved: Any) -> None
                     raise DamagedCheckpoint(f"{loaded.path}: optim/optim.json has other entries for {name!r} than for other parameters")
 
 
-def load_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> None:
-    """Put back a scheduler's state.
+def check_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> None:
+    """Whether a scheduler can go on from a saved state.
 
     Raises:
         ValueError: it is the state of a scheduler of another kind, or sets what no state sets.
@@ -245,7 +245,25 @@ def load_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> No
             f"{loaded.path} has the state of {printable(what)} for scheduler {index}, which is {own}: give the scheduler that was saved, or begin "
             "optimizers and schedulers anew with Resume(path, optimizer=False)"
         )
-    loaded.give(f"scheduler {index} ({own})", scheduler.load_state_dict, state)
+
+
+def check_optimizers(loaded: Loaded, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
+    """Whether these go on from the checkpoint's, one by one; errors as of :func:`check_optimizer` and :func:`check_scheduler`."""
+    schedules = loaded.shared["schedulers"]
+    if len(loaded.source.optim) != len(optimizers) or len(schedules) != len(schedulers):
+        raise ValueError(
+            f"{loaded.path} has {len(loaded.source.optim)} optimizer(s) and {len(schedules)} scheduler(s), configure_optimizers gave "
+            f"{len(optimizers)} and {len(schedulers)}; Resume(path, optimizer=False) begins them anew"
+        )
+    for index, optimizer in enumerate(optimizers):
+        check_optimizer(loaded, index, optimizer)
+    for index, state in enumerate(schedules):
+        check_scheduler(loaded, index, schedulers[index], state)
+
+
+def load_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> None:
+    """Put back a scheduler's state, which has been checked."""
+    loaded.give(f"scheduler {index} ({type(scheduler).__name__})", scheduler.load_state_dict, state)
 
 
 def check_samples(path: Path | str, saved: Any, here: int | None, position: int, strict: bool) -> None:
