@@ -40,11 +40,12 @@ def states(callbacks: Sequence[Hooked]) -> dict[str, Any]:
     return {callback.state_key: callback.state_dict() for callback in callbacks}
 
 
-def load_states(callbacks: Sequence[Hooked], saved: Mapping[str, Any], where: object) -> None:
+def load_states(callbacks: Sequence[Hooked], saved: Mapping[str, Any], where: object, give: Callable[[str, Any, Any], None]) -> None:
     """Give the callbacks back what :func:`states` has kept; a state that nobody takes is a warning.
 
     Args:
         where: the checkpoint, for the warning.
+        give: is called with the name of a callback, its ``load_state_dict`` and the state.
     """
     left, waiting = dict(saved), list(callbacks)
     for name_of in (_key, _stem, _earlier_key(callbacks)):
@@ -53,7 +54,7 @@ def load_states(callbacks: Sequence[Hooked], saved: Mapping[str, Any], where: ob
             found = [key for key in left if (_stem_of(key) if name_of is _stem else key) == name]
             alone = sum(name_of(other) == name for other in waiting) == 1
             if len(found) == 1 and alone:
-                callback.load_state_dict(left.pop(found[0]))
+                give(f"the callback {_key(callback)}", callback.load_state_dict, left.pop(found[0]))
                 waiting.remove(callback)
     if lost := sorted(key for key, state in left.items() if state):
         logger.warning(

@@ -26,7 +26,7 @@ from engine.datamodule import DataModule
 from engine.distributed.collectives import gather_json
 from engine.engine import Engine
 from engine.hooks import Hooked, Hooks
-from engine.loading import Loaded, Resume, check_optimizer, check_samples, configure, fitting, load_scheduler, name_of, opening, rebase
+from engine.loading import Loaded, Resume, check_optimizers, check_samples, configure, fitting, load_scheduler, name_of, opening, rebase
 from engine.log import logger
 from engine.loop_state import state_of_loop
 from engine.metric_states import load_metric_states, metric_states
@@ -35,7 +35,7 @@ from engine.module import TrainModule
 from engine.optimizers import Modes, Schedule, counters
 from engine.result import Times, TrainState
 from engine.run_folder import RunFolder
-from engine.saving import Content, Saver, stepped
+from engine.saving import Content, Saver, stepped, together
 from engine.seed import restore
 
 
@@ -292,9 +292,8 @@ class Checkpoints:
             self._go_on_with_run(loaded, shared)
         else:
             self.state = self._state_of_loop(loaded, shared["loaders"])
-        if self.train_loader is not None and self.state.position and not self.state.epoch_done and shared["loaders"]:
-            check_samples(loaded.path, shared["loaders"][0].get("samples"), self.train_loader.samples, self.state.position, how.strict)
-        if how.optimizer:  # now that hooks have added the parameter groups that the training had added
+        together(self.engine.group, partial(self._check_loaded, loaded, how))  # hooks have added the parameter groups that the training had added
+        if how.optimizer:
             self._load_optimizers(loaded, shared["schedulers"], how)
         self._load_own(loaded)
         self.last_checkpoint = loaded.path
@@ -314,7 +313,7 @@ class Checkpoints:
             loaded.give(type(self.datamodule).__name__, self.datamodule.load_state_dict, shared["datamodule"])
         elif shared["datamodule"]:
             logger.warning("%s has the state of a DataModule, and this run has none: it is lost to this run", loaded.path)
-        loaded.give("a callback", lambda states: load_states(self.callbacks, states, loaded.path), shared["callbacks"])
+        loaded.give("the callbacks", lambda states: load_states(self.callbacks, states, loaded.path, loaded.give), shared["callbacks"])
         for hook in self.hooks.on_load_checkpoint:
             hook(self, self.module, shared["user"])
         if shared["user"] and not self.hooks.on_load_checkpoint:
@@ -358,19 +357,21 @@ class Checkpoints:
                 loaded.give("the logged metrics", self.recorder.load_logged_metrics, logged)
             self._stream_state = next(iter(known["streams"]), None)
 
+    def _check_loaded(self, loaded: Loaded, how: Resume) -> None:
+        """Whether the data, the optimizers and the schedulers are those of the checkpoint."""
+        loaders = loaded.shared["loaders"]
+        if self.train_loader is not None and self.state.position and not self.state.epoch_done and loaders:
+            check_samples(loaded.path, loaders[0].get("samples"), self.train_loader.samples, self.state.position, how.strict)
+        if how.optimizer:
+            check_optimizers(loaded, self.optimizers, [each.scheduler for each in self.schedulers])
+
     def _load_optimizers(self, loaded: Loaded, schedules: list[Any], how: Resume) -> None:
         source = loaded.source
-        if len(source.optim) != len(self.optimizers) or len(schedules) != len(self.schedulers):
-            raise ValueError(
-                f"{loaded.path} has {len(source.optim)} optimizer(s) and {len(schedules)} scheduler(s), configure_optimizers gave "
-                f"{len(self.optimizers)} and {len(self.schedulers)}; Resume(path, optimizer=False) begins them anew"
-            )
         given = [[{k: v for k, v in group.items() if k not in {"params", *counters(o)}} for group in o.param_groups] for o in self.optimizers]
         for index, optimizer in enumerate(self.optimizers):
             state = source.optim[str(index)]
             if not how.strict:
                 state = fitting(state, self.engine.strategy.optimizer_parts(optimizer, self.module), self.module, source)
-            check_optimizer(loaded, index, optimizer)
             take = partial(self.engine.strategy.load_optimizer, optimizer, self.module, source=source)
             loaded.give(f"optimizer {index} ({type(optimizer).__name__})", take, state)
             optimizer._opt_called = self.state.step > 0  # else torch warns of a scheduler that steps first, at an epoch's end

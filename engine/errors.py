@@ -37,3 +37,7 @@ class FolderInUse(RuntimeError):
 
 class CheckError(RuntimeError):
     """What ``check=True`` found to differ between the ranks before the first step."""
+
+
+class DoesNotFit(ValueError):
+    """The weights of a checkpoint are not those of the module. The message names what differs, and how the saved module was made."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -49,6 +50,37 @@ def argument_name(owner: object, frame: FrameType | None, value: object) -> str 
     return next((name for name, given in init_arguments(owner, frame).items() if given is value), None)
 
 
+def kept_arguments(cls: Callable[..., Any], saved: Mapping[str, Any], whole: str | None = None) -> dict[str, Any]:
+    """Of hyperparameters that were saved, the arguments of ``cls`` that they give, by name; arguments as of :func:`constructor_arguments`."""
+    parameters = inspect.signature(cls).parameters
+    named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    whole = _whole(named, [name for name, p in named.items() if p.default is p.empty and name not in saved], saved, whole)
+    if whole is not None:
+        return {whole: HParams(saved)}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {name: value for name, value in saved.items() if takes_any or name in named}
+
+
+def replaced_by_defaults(cls: Callable[..., Any], texts: Mapping[str, str], given: Iterable[str]) -> dict[str, str]:
+    """Hyperparameters whose values a checkpoint could not hold, by name, and for which the constructor has another default.
+
+    Args:
+        texts: of the values of all hyperparameters, as a checkpoint's manifest has them.
+        given: names of those that are held, or given otherwise.
+    """
+    defaults = {name: p.default for name, p in inspect.signature(cls).parameters.items() if p.default is not p.empty and name not in set(given)}
+    lost = {name: str(texts[name]) for name in defaults if name in texts}
+    return {name: text for name, text in lost.items() if _ADDRESS.sub("", text) != _ADDRESS.sub("", as_text(defaults[name]))}
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+def as_text(value: Any) -> str:
+    """What a manifest says of a hyperparameter that is no plain value."""
+    return repr(value)[:200]
+
+
 def constructor_arguments(
     cls: type, saved: Mapping[str, Any], overrides: Mapping[str, Any], whole: str | None = None
 ) -> tuple[list[Any], dict[str, Any]]:
@@ -71,13 +103,12 @@ def constructor_arguments(
     named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     missing = [name for name, p in named.items() if p.default is p.empty and name not in saved and name not in overrides]
-    if whole is None and saved and len(missing) == 1 and not named.keys() & saved.keys():
-        whole = missing[0]
-    entries = {name: value for name, value in overrides.items() if whole in named and name in saved and name not in named}
+    whole = _whole(named, missing, saved, whole)
+    entries = {name: value for name, value in overrides.items() if whole is not None and name in saved and name not in named}
     overrides = {name: value for name, value in overrides.items() if name not in entries}
     if not takes_any and (strange := [name for name in overrides if name not in named]):
         raise TypeError(f"{cls.__name__}.__init__ has no argument {strange[0]!r}{nearest(strange[0], named)}; it has {', '.join(named) or 'none'}")
-    if whole is not None and whole in named:
+    if whole is not None:
         found = {whole: HParams({**saved, **entries}), **overrides}
     else:
         found = {**{name: value for name, value in saved.items() if takes_any or name in named}, **overrides}
@@ -89,3 +120,10 @@ def constructor_arguments(
         )
     first = [name for name, p in named.items() if p.kind is p.POSITIONAL_ONLY and name in found]
     return [found.pop(name) for name in first], found
+
+
+def _whole(named: Mapping[str, Any], missing: Sequence[str], saved: Mapping[str, Any], whole: str | None) -> str | None:
+    """The constructor's argument that takes all hyperparameters as one dict, if one does."""
+    if whole is None and saved and len(missing) == 1 and not named.keys() & saved.keys():
+        return missing[0]
+    return whole if whole in named else None

@@ -121,13 +121,21 @@ class Loaded:
 
 
 @contextmanager
-def opening(group: Group, place: Place, wanted: str, folders: tuple[str, ...] = FOLDERS, argument: str = "resume") -> Iterator[Loaded]:
+def opening(
+    group: Group,
+    place: Place,
+    wanted: str,
+    folders: tuple[str, ...] = FOLDERS,
+    argument: str = "resume",
+    report: Callable[..., None] = logger.error,
+) -> Iterator[Loaded]:
     """Open the checkpoint that ``wanted`` means, on all ranks; they share the work of checking it.
 
     Args:
         place: where the names ``"last"``, ``"auto"`` and ``"best"`` are looked for. One that cannot be used is reported and passed over.
         folders: those that will be read.
         argument: the name of the user's argument that ``wanted`` was given as, for messages.
+        report: what takes a message about one that is passed over.
 
     Raises:
         FileNotFoundError: there is none.
@@ -145,7 +153,7 @@ def opening(group: Group, place: Place, wanted: str, folders: tuple[str, ...] = 
             raise FileNotFoundError(f"{argument}={wanted!r}: {error}{'' if named else nearest(wanted, NAMES)}") from error
         if loaded is not None:
             for reason in reasons if group.is_main else ():
-                logger.error("%s; %s is taken", printable(reason), name)
+                report("%s; %s is taken", printable(reason), name)
             loaded.passed = passed
             with loaded.opened:
                 yield loaded
@@ -217,8 +225,8 @@ def _check_torch(loaded: Loaded, index: int, optimizer: Any, saved: Any) -> None
                     raise DamagedCheckpoint(f"{loaded.path}: optim/optim.json has other entries for {name!r} than for other parameters")
 
 
-def load_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> None:
-    """Put back a scheduler's state.
+def check_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> None:
+    """Whether a scheduler can go on from a saved state.
 
     Raises:
         ValueError: it is the state of a scheduler of another kind, or sets what no state sets.
@@ -237,7 +245,25 @@ def load_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> No
             f"{loaded.path} has the state of {printable(what)} for scheduler {index}, which is {own}: give the scheduler that was saved, or begin "
             "optimizers and schedulers anew with Resume(path, optimizer=False)"
         )
-    loaded.give(f"scheduler {index} ({own})", scheduler.load_state_dict, state)
+
+
+def check_optimizers(loaded: Loaded, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
+    """Whether these go on from the checkpoint's, one by one; errors as of :func:`check_optimizer` and :func:`check_scheduler`."""
+    schedules = loaded.shared["schedulers"]
+    if len(loaded.source.optim) != len(optimizers) or len(schedules) != len(schedulers):
+        raise ValueError(
+            f"{loaded.path} has {len(loaded.source.optim)} optimizer(s) and {len(schedules)} scheduler(s), configure_optimizers gave "
+            f"{len(optimizers)} and {len(schedulers)}; Resume(path, optimizer=False) begins them anew"
+        )
+    for index, optimizer in enumerate(optimizers):
+        check_optimizer(loaded, index, optimizer)
+    for index, state in enumerate(schedules):
+        check_scheduler(loaded, index, schedulers[index], state)
+
+
+def load_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> None:
+    """Put back a scheduler's state, which has been checked."""
+    loaded.give(f"scheduler {index} ({type(scheduler).__name__})", scheduler.load_state_dict, state)
 
 
 def check_samples(path: Path | str, saved: Any, here: int | None, position: int, strict: bool) -> None:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint.fields import SHARED_FORM, checked
+from engine.checkpoint.files import printable
 from engine.checkpoint.finding import opened
 from engine.checkpoint.source import Source, own_state
 from engine.checkpoint.store import SHARED
 from engine.gradients import Loss
 from engine.hooks import overridden
-from engine.hparams import HParams, argument_name, constructor_arguments, init_arguments
+from engine.hparams import HParams, argument_name, constructor_arguments, init_arguments, replaced_by_defaults
 from engine.log import logger, warn_once
 from engine.migration import MODULE, missing
 from engine.module_hooks import ModuleHooks
@@ -226,6 +227,10 @@ class TrainModule(ModuleHooks):
             shared = checked(f"{found.directory}: {SHARED}.json", found.tree(SHARED) or {}, SHARED_FORM)
             saved = {str(name): value for name, value in shared.get("hparams", {}).items()}
             positional, named = constructor_arguments(cls, saved, overrides, shared.get("hparams_name"))
+            texts = found.manifest.get("hparams")
+            if lost := replaced_by_defaults(cls, texts if isinstance(texts, dict) else {}, {*saved, *overrides}):
+                made = printable(", ".join(f"{name}={text}" for name, text in lost.items()))
+                logger.warning("%s: the module was made with %s, which a checkpoint cannot hold: defaults stand; give them here", path, made)
             module = cls(*positional, **named)
             module.configure_model()
             module.built = True

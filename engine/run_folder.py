@@ -198,19 +198,35 @@ class RunFolder:
 
     def _named(self, root: Runs) -> Place:
         """Where the names are looked for when the run does not go on from there."""
-        if self._earlier is not None:
-            return place(self._earlier.checkpoints)
-        return root.place(next((n for n in self._candidates(root) if has_checkpoints(root.place(n))), 0))
+        return _newest(root) if self._earlier is None else place(self._earlier.checkpoints)
 
     def _candidates(self, root: Runs) -> list[int]:
         """The trainings that names may mean, the likeliest first."""
         if self._earlier is not None:
             number = root.with_id(self._earlier.id)
             return [] if number is None else [number]
-        marks = {number: root.mark(number) for number in root.newest_first()}
-        trainings = [number for number, mark in marks.items() if mark.get("stage") not in EVALUATIONS]
-        own = [number for number in trainings if _of(marks[number], _own(os.environ))]
-        return own if own and _restarted(os.environ) else [*own, *(number for number in trainings if number not in own)]
+        return _trainings(root)
+
+
+def source_of(root_dir: Path, kept: str | Path | None, wanted: str) -> tuple[Place, str]:
+    """As :meth:`RunFolder.source`, for one process alone that makes no run."""
+    inner = None if wanted in NAMES else _inner(wanted)
+    if inner is not None:
+        return place(inner), "last"
+    return _newest(runs(root_dir, "checkpoints") if kept is None else runs(kept)), wanted
+
+
+def _newest(root: Runs) -> Place:
+    """Where the checkpoints of the newest training are that has any."""
+    return root.place(next((n for n in _trainings(root) if has_checkpoints(root.place(n))), 0))
+
+
+def _trainings(root: Runs) -> list[int]:
+    """The trainings that names may mean, the likeliest first."""
+    marks = {number: root.mark(number) for number in root.newest_first()}
+    trainings = [number for number, mark in marks.items() if mark.get("stage") not in EVALUATIONS]
+    own = [number for number in trainings if _of(marks[number], _own(os.environ))]
+    return own if own and _restarted(os.environ) else [*own, *(number for number in trainings if number not in own)]
 
 
 def _check_writable(where: str) -> None:

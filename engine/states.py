@@ -12,11 +12,11 @@ from torch import nn
 from engine.checkpoint.export import export_tensors
 from engine.checkpoint.places import split
 from engine.data.loader import PreparedLoader
-from engine.loading import Loaded, check_optimizer, check_samples, describe, fitting, load_scheduler, opening
+from engine.loading import Loaded, check_optimizers, check_samples, describe, fitting, load_scheduler, opening
 from engine.log import logger
 from engine.prepared import PreparedScheduler
 from engine.preparing import Preparing
-from engine.saving import Content, Saver, stepped
+from engine.saving import Content, Saver, stepped, together
 from engine.seed import capture, restore
 from engine.window import Window
 
@@ -115,19 +115,11 @@ class States(Preparing):
             if report:
                 logger.warning("%s fits in part: %s", input_dir, report)
             shared = loaded.shared
-            here = (len(self._stepper.known), len(self._schedulers), len(self._loaders))
-            of_run = "state" in shared  # its one loader is the training data's; others are read from their start
-            known = max(here[2], 1) if of_run else len(shared["loaders"])
-            found = (len(source.optim), len(shared["schedulers"]), known)
-            if found != here:
-                raise ValueError(
-                    f"{input_dir} has (optimizers, schedulers, loaders) = {found}, and {here} were prepared: prepare the same objects before loading"
-                )
+            together(self.group, partial(self._check_loaded, loaded, strict))
             for index, optimizer in enumerate(self._stepper.known):
                 state = source.optim[str(index)]
                 if not strict:
                     state = fitting(state, self.strategy.optimizer_parts(optimizer, module), module, source)
-                check_optimizer(loaded, index, optimizer)
                 take = partial(self.strategy.load_optimizer, optimizer, module, source=source)
                 loaded.give(f"optimizer {index} ({type(optimizer).__name__})", take, state)
             for index, state in enumerate(shared["schedulers"]):
@@ -138,8 +130,6 @@ class States(Preparing):
             if shared["seed"] is not None:
                 self.seed = shared["seed"]
             for loader, state, stream in zip(self._loaders, shared["loaders"], streams, strict=False):
-                if state["position"]:
-                    check_samples(loaded.path, state.get("samples"), loader.samples, state["position"], strict)
                 loader.reseed(self.seed, state.get("order"))
                 loader.load_state_dict({**state, "stream": stream})
             self.load_shared_state(loaded)
@@ -148,6 +138,22 @@ class States(Preparing):
             if own is not None:
                 loaded.give("random generators", restore, own["rng"])
             return loaded.manifest
+
+    def _check_loaded(self, loaded: Loaded, strict: bool) -> None:
+        """Whether the optimizers, the schedulers and the data are those of the checkpoint."""
+        shared, source = loaded.shared, loaded.source
+        here = (len(self._stepper.known), len(self._schedulers), len(self._loaders))
+        of_run = "state" in shared  # its one loader is the training data's; others are read from their start
+        known = max(here[2], 1) if of_run else len(shared["loaders"])
+        found = (len(source.optim), len(shared["schedulers"]), known)
+        if found != here:
+            raise ValueError(
+                f"{loaded.path} has (optimizers, schedulers, loaders) = {found}, and {here} were prepared: prepare the same objects before loading"
+            )
+        check_optimizers(loaded, self._stepper.known, [each.scheduler for each in self._schedulers])
+        for loader, state in zip(self._loaders, shared["loaders"], strict=False):
+            if state["position"]:
+                check_samples(loaded.path, state.get("samples"), loader.samples, state["position"], strict)
 
     def save_model(self, model: nn.Module, save_directory: str | Path, max_shard_size: int | str = "5GB") -> list[Path]:
         """Write a prepared model's weights as ``.safetensors`` files that ``transformers`` and ``load_file`` read; all ranks call this.

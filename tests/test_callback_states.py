@@ -80,6 +80,16 @@ def test_names_out_of_a_checkpoint_do_nothing_to_a_terminal(tmp_path: Path, capl
     assert "\x1b" not in caplog.text
 
 
+class Strange(Keyed):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["cuont"]
+
+
+def test_a_state_that_does_not_fit_names_its_callback(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"does not fit the callback Keyed\[by=10\]: KeyError: 'cuont'"):
+        resumed(tmp_path, [Keyed(1), Keyed(10)], [Keyed(1), Strange(10)])
+
+
 def test_one_key_for_two_states_is_refused_before_the_first_step(tmp_path: Path) -> None:
     module = Weight()
     with pytest.raises(ValueError, match=r"callbacks of Counter and Counter both have the state_key 'Counter'.* override state_key"):

@@ -38,6 +38,7 @@ LAYERS: dict[str, int] = {
     "engine.saving": 3,
     "engine.loading": 3,
     "engine.run_folder": 3,
+    "engine.recorded": 3,
     "engine.possible": 4,
     "engine.processes": 4,
     "engine.preparing": 4,

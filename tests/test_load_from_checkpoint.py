@@ -63,6 +63,46 @@ def test_a_missing_argument_is_named(tmp_path: Path) -> None:
     assert Needs.load_from_checkpoint(path, net="x").hparams.net == "x"
 
 
+def distance(a: Tensor, b: Tensor) -> Tensor:
+    return a - b
+
+
+class Acts(Tied):
+    def __init__(self, width: int, act: Any = nn.functional.relu, loss: Any = distance, mode: str = "a") -> None:
+        super().__init__(width)
+        self.save_hyperparameters()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None: ...
+
+
+def test_what_a_checkpoint_cannot_hold_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = save(tmp_path, Acts(3, act=nn.functional.gelu))
+    logger = logging.getLogger("engine")
+    logger.addHandler(caplog.handler)
+    Acts.load_from_checkpoint(path, act=nn.functional.gelu)
+    assert "engine" not in {each.name for each in caplog.records}
+    Acts.load_from_checkpoint(path)
+    logger.removeHandler(caplog.handler)
+    assert "the module was made with act=<built-in function gelu>, which a checkpoint cannot hold: defaults stand" in caplog.text
+    with pytest.raises(ValueError, match=r"\[4, 6\] here.*; it was made with width=3$"):
+        fit(tmp_path).validate(Acts(4), batches(1), checkpoint=path)
+
+
+def test_double_precision_says_how_it_is_loaded(tmp_path: Path) -> None:
+    module = Tied(3)
+    path = save(tmp_path, module, precision="64-true")
+    how = r"strict=False rounds its values .*load_from_checkpoint\(path, strict=False\); to keep them, .*torch.set_default_dtype\(torch.float64\)"
+    with pytest.raises(ValueError, match=rf"of another type: .*It was saved in double precision \(precision='64-true'\): {how}"):
+        Tied.load_from_checkpoint(path)
+    rounded = Tied.load_from_checkpoint(path, strict=False)
+    assert torch.equal(rounded.model["head"].weight, module.model["head"].weight.float())
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert same(Tied.load_from_checkpoint(path), module)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 class Configured(TrainModule):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()

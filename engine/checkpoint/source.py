@@ -13,6 +13,9 @@ from engine.checkpoint.fields import checked_optimizer
 from engine.checkpoint.files import DamagedCheckpoint, printable
 from engine.checkpoint.store import Opened
 from engine.checkpoint.tensors import Stored
+from engine.config.readable import HIDDEN
+from engine.errors import DoesNotFit
+from engine.hparams import HParams
 
 
 @dataclass
@@ -54,11 +57,19 @@ def _holds(here: torch.dtype, saved: torch.dtype) -> bool:
     return same and here.itemsize > saved.itemsize and torch.promote_types(here, saved) == here
 
 
+_STRICT = "Load it into the model that was saved, or with strict=False"
+_DOUBLE = (
+    "It was saved in double precision (precision='64-true'): strict=False rounds its values to the types here, as in load_from_checkpoint(path, "
+    "strict=False); to keep them, run under Fit(precision='64-true'), or call torch.set_default_dtype(torch.float64) before the module is made"
+)
+
+
 class Source:
     """What one open checkpoint holds of models and optimizers. Every rank reads for itself."""
 
     def __init__(self, opened: Opened) -> None:
         self.where = opened.directory
+        self._hparams = opened.manifest.get("hparams")
         self._model, self._optim = opened.tensors("model"), opened.tensors("optim")
         tree = opened.tree("model/model", {})
         if not isinstance(tree, dict) or not all(isinstance(tree.get(name), dict) for name in ("aliases", "extra")):
@@ -104,13 +115,29 @@ class Source:
             self._model.read_into(now)
 
     def check(self, module: nn.Module, own: Mapping[str, Any], strict: bool) -> Report:
-        """How ``own`` fits; with ``strict``, not at all is a ``ValueError`` that names what does not."""
+        """How ``own`` fits; with ``strict``, not at all is a :class:`engine.errors.DoesNotFit` that names what does not."""
         report = self.compare(own)
         if strict and report:
-            raise ValueError(
-                f"{self.where} does not fit {type(module).__name__}: {report}. Load it into the model that was saved, or with strict=False"
-            )
+            names = report.missing or report.unexpected or report.other_shapes
+            advice = f"{_STRICT}{self._made_with(module)}" if names else _DOUBLE if self._is_double(own) else _STRICT
+            raise DoesNotFit(f"{self.where} does not fit {type(module).__name__}: {report}. {advice}")
         return report
+
+    def _is_double(self, own: Mapping[str, Any]) -> bool:
+        """Whether it was saved in double precision, and the types of ``own`` are those of single precision."""
+        kinds = {(self.stored(name).dtype, value.dtype) for name, value in own.items() if isinstance(value, Tensor)}
+        return {saved for saved, here in kinds if not _holds(here, saved)} <= {torch.float64, torch.complex128}
+
+    def _made_with(self, module: nn.Module) -> str:
+        """How the hyperparameters of the saved module differ from those of this one."""
+        own = getattr(module, "hparams", None)
+        if not isinstance(own, HParams) or not isinstance(self._hparams, dict):
+            return ""
+        if not self._hparams:
+            return "; it holds no hyperparameters (save_hyperparameters): make the module with the arguments that it was trained with"
+        other = {str(n): v for n, v in self._hparams.items() if n not in own or (isinstance(v, type(own[n])) and v != own[n] and v != HIDDEN)}
+        shown = ", ".join(f"{name}={value!s:.40}" for name, value in other.items())
+        return f"; it was made with {printable(shown)}" if shown else ""
 
     def load_model(self, module: nn.Module, own: Mapping[str, Any], strict: bool) -> Report:
         """Fill parameters and buffers of ``module`` in place.

@@ -7,6 +7,7 @@ its parts lie, so any number of ranks reads what any other number wrote, and ``s
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -116,8 +117,8 @@ class TensorFiles:
 
         for name, entry in self._entries.items():
             assert isinstance(entry, TensorStorageMetadata)  # the other kind is pickled, and never written here
-            if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
-                raise DamagedCheckpoint(f"{self.directory}: parts of {name!r} are missing")
+            if bad := _untiled(entry.size, [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]):
+                raise DamagedCheckpoint(f"{self.directory}: parts of {name!r} {bad}")
             if name.endswith(COMPLEX):
                 name = name.removesuffix(COMPLEX)
                 self.stored[name] = Stored(name, entry.size[:-1], torch.complex128)
@@ -171,6 +172,30 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
     found: dict[str, Tensor] = _checked(path, lambda: load_file(path))
     return {name.removesuffix(COMPLEX): torch.view_as_complex(t) if name.endswith(COMPLEX) else t for name, t in found.items()}
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where a part begins in its tensor, and its shape."""
+
+
+def _untiled(shape: Sequence[int], parts: Sequence[Box]) -> str:
+    """What is wrong with parts that do not fill a tensor of ``shape``, each of its elements once; nothing: they do."""
+    if any(len(begin) != len(shape) or any(b < 0 or b + n > most for b, n, most in zip(begin, size, shape, strict=True)) for begin, size in parts):
+        return "lie outside of it"
+    if sum(math.prod(size) for _, size in parts) != math.prod(shape):
+        return "are missing"
+    if len(parts) == 1 or not math.prod(shape):
+        return ""
+    # Along the dim in which most parts begin elsewhere, few lie side by side.
+    dim = max(range(len(shape)), key=lambda d: len({begin[d] for begin, _ in parts}))
+    beside: list[Box] = []
+    for begin, size in sorted(parts, key=lambda part: part[0][dim]):
+        beside = [(b, s) for b, s in beside if b[dim] + s[dim] > begin[dim]]
+        for other, extent in beside:
+            if all(b < o + e and o < b + n for b, n, o, e in zip(begin, size, other, extent, strict=True)):
+                return "overlap, and others are missing"
+        beside.append((begin, size))
+    return ""
 
 
 def _pairs(tensor: Any) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from engine.cli.exits import UsageError
+from engine.config.readable import plain
 from engine.config.writing import flow
 from engine.errors import nearest
 
@@ -38,6 +39,8 @@ class Part:
     """Where the file says it, by the parameter's dotted name; ``""`` is the part itself."""
     overrides: list[tuple[str, str]] = field(default_factory=list)
     """Dotted names and texts of the command line."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments that are given as they are, below all else: those that a checkpoint was made with."""
 
     @property
     def title(self) -> str:
@@ -73,7 +76,7 @@ class Parsed:
             raise UsageError(_explained(part, str(error))) from None
         except Exception as error:  # of a module that a class path names, or of jsonargparse about one
             raise _mendable(part, error) from None
-        given = {*part.init_args, *(key.removesuffix("+").split(".")[0] for key, _ in part.overrides)}
+        given = {*part.fixed, *part.init_args, *(key.removesuffix("+").split(".")[0] for key, _ in part.overrides)}
         if missing := [name for name in _untyped(part.target) if name not in given]:
             raise UsageError(_needs(part, missing))
 
@@ -84,6 +87,7 @@ class Parsed:
         except Exception as error:  # of a constructor, or of jsonargparse about one
             raise _mendable(self.part, error) from None
         arguments.pop(_SECTION.replace("-", "_"))
+        arguments |= self.part.fixed
         return self.part.target(**arguments), arguments
 
     def plain(self) -> tuple[dict[str, Any], list[str]]:
@@ -93,7 +97,8 @@ class Parsed:
         left_out = [name for name in vars(values) if not self._repeatable(name)]
         for name in left_out:
             values.pop(name)
-        return self._as_values(values), left_out
+        kept = {name: plain(value) for name, value in self.part.fixed.items()}
+        return {**kept, **self._as_values(values)}, left_out
 
     def _repeatable(self, name: str) -> bool:
         """Whether the text of a parameter's value gives that value again."""
@@ -119,9 +124,9 @@ def parser_of(part: Part) -> ArgumentParser:
     parser.add_argument(f"--{_SECTION}", action="config")
     try:
         if isinstance(part.target, type):
-            parser.add_class_arguments(part.target, None, fail_untyped=False)
+            parser.add_class_arguments(part.target, None, fail_untyped=False, skip=set(part.fixed))
         else:
-            parser.add_function_arguments(part.target, None, fail_untyped=False)
+            parser.add_function_arguments(part.target, None, fail_untyped=False, skip=set(part.fixed))
     except (ValueError, TypeError) as error:
         raise UsageError(f"{part.name} {part.path}: its parameters cannot be read: {' '.join(str(error).split())}") from error
     return parser

@@ -30,6 +30,8 @@ Without TARGET the sections model:, data: and callbacks: of the file of settings
 
 'fit COMMAND TARGET --help' lists the parameters of the classes."""
 
+_SAVED = "the module is made with the hyperparameters that it holds, but for those that --set or the file of settings gives"
+
 _ABOUT = {
     "run": "Train a TrainModule with data and callbacks, each built from the parameters of its constructor.",
     "validate": "Run the validation loop with a checkpoint's weights and print the metrics.",
@@ -105,9 +107,10 @@ def parser(command: str) -> argparse.ArgumentParser:
     top.add_argument("--config", metavar="FILE", help="the file of settings (default: $FIT_CONFIG, then ./fit.yaml if there is one)")
     top.add_argument("--print-config", action="store_true", help="print everything that would run as such a file, and do not run it")
     if command == "run":
-        top.add_argument("--resume", metavar="CHECKPOINT", help="last, auto (last, if there is one), best, or a checkpoint's path or URL")
+        top.add_argument("--resume", metavar="CHECKPOINT", help=f"last, auto (last, if there is one), best, or a checkpoint's path or URL; {_SAVED}")
         return top
-    top.add_argument("--checkpoint", metavar="CHECKPOINT", help="last, best, or a checkpoint's path or URL; without it the constructor's weights")
+    text = f"last, best, or a checkpoint's path or URL; without it the constructor's weights; {_SAVED}"
+    top.add_argument("--checkpoint", metavar="CHECKPOINT", help=text)
     top.add_argument("--json", action="store_true", help="print one JSON value")
     if command == "predict":
         top.add_argument("--output", metavar="FILE", help="what ends in .safetensors: tensors over all samples; in .jsonl: one line a sample")

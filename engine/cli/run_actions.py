@@ -18,14 +18,17 @@ from engine.callback import Callback
 from engine.cli.building import Parsed
 from engine.cli.describing import class_help, config_text
 from engine.cli.exits import OK, UsageError
+from engine.cli.hyperparameters import compare, completed
 from engine.cli.plan import Plan, plan
 from engine.cli.predictions import check_output, write
 from engine.cli.reporting import reported
 from engine.cli.targets import importable_here
 from engine.datamodule import DataModule
+from engine.errors import DoesNotFit
 from engine.fit import Fit
 from engine.log import logger
 from engine.module import TrainModule
+from engine.recorded import recorded
 from engine.result import Result
 from engine.run import Run
 from engine.seed import seed_everything
@@ -46,25 +49,45 @@ def _run(command: str, arguments: argparse.Namespace) -> int:
     if arguments.help:
         print(class_help(command, wanted.parts))
         return OK
-    parsed = [Parsed(part) for part in wanted.parts]
+    _log_to_terminal()
+    checkpoint = arguments.resume if command == "run" else arguments.checkpoint
+    parsed = [Parsed(part) for part in wanted.parts] if checkpoint is None else _of_checkpoint(wanted, command, checkpoint)
     if arguments.print_config:
         print(config_text(wanted.resolved, parsed), end="")
         return OK
     if command == "predict":
         check_output(arguments.output)
-    _log_to_terminal()
     seen = _Loaders()
     as_json = command != "run" and arguments.json
     # What the run and its callbacks print must not get between the lines of the answer.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         fit, module, data = _built(wanted, parsed, seen)
-        answer = _done(command, fit, module, data, arguments)
+        try:
+            answer = _done(command, fit, module, data, arguments)
+        except DoesNotFit as error:
+            given = f"the module's arguments are given as --set model.NAME=VALUE (fit {command} {wanted.model.path} --help lists them)"
+            raise UsageError(f"{error}; {given}") from error
     if not fit.is_main_process:
         return OK
     if command == "predict":
         answer = write(answer, seen.count > 1, arguments.output)
     _tell(command, answer, arguments)
     return OK
+
+
+def _of_checkpoint(plan: Plan, command: str, wanted: str) -> list[Parsed]:
+    """The parts of a run that takes a checkpoint: the module has the parameters that this was made with, where none are given."""
+    rest = [Parsed(part) for part in plan.parts[1:]]
+    saving = (_callback(each) for each in rest if getattr(each.part.target, "runs_last", False))
+    kept = next((callback.checkpoints_in for callback in saving if callback.checkpoints_in is not None), None)
+    settings = plan.resolved.settings
+    found = recorded(settings.root_dir, kept, wanted, "resume" if command == "run" else "checkpoint")
+    if found is None:
+        return [Parsed(plan.model), *rest]
+    model = Parsed(completed(plan.model, found))
+    for each in [model, *(each for each in rest if each.part.name == "data")]:
+        compare(each, found)
+    return [model, *rest]
 
 
 def _built(wanted: Plan, parsed: list[Parsed], *more: Callback) -> tuple[Fit, TrainModule, Any]:

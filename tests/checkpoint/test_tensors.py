@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from saved import record_of
 
-from engine.checkpoint.files import BLOCK, blocks
-from engine.checkpoint.tensors import FORMATS, TensorFiles, write_tensors
+from engine.checkpoint.files import BLOCK, DamagedCheckpoint, blocks
+from engine.checkpoint.tensors import FORMATS, TensorFiles, _untiled, write_tensors
 
 
 def every_format() -> dict[str, torch.Tensor]:
@@ -87,3 +87,38 @@ def test_blocks_have_their_own_checksums(tmp_path: Path) -> None:
     assert len(written["crc32"]) == 2
     assert blocks({"a": written}, ["a"]) == [("a", 0), ("a", 1)]
     assert record_of(path) == written
+
+
+@pytest.mark.parametrize(
+    ("parts", "wrong"),
+    [
+        ([((0, 0), (2, 4)), ((2, 0), (4, 4))], ""),
+        ([((0, 0), (6, 1)), ((0, 1), (3, 3)), ((3, 1), (3, 3))], ""),
+        ([((0, 0), (2, 4)), ((4, 0), (2, 4))], "are missing"),
+        ([((0, 0), (2, 4)), ((1, 0), (2, 4)), ((4, 0), (2, 4))], "overlap, and others are missing"),  # row 1 twice, row 3 never
+        ([((0, 0), (6, 2)), ((0, 1), (6, 1)), ((0, 3), (6, 1))], "overlap, and others are missing"),
+        ([((0, 0), (2, 4)), ((0, 0), (2, 4)), ((4, 0), (2, 4))], "overlap, and others are missing"),
+        ([((0, 0), (2, 4)), ((2, 0), (2, 5)), ((4, 0), (2, 4))], "are missing"),
+        ([((0, 0), (2, 4)), ((-1, 0), (3, 4)), ((4, 0), (1, 4)), ((5, 0), (1, 4))], ""),
+    ],
+)
+def test_parts_fill_a_tensor_once(tmp_path: Path, parts: list[tuple[tuple[int, ...], tuple[int, ...]]], wrong: str) -> None:
+    whole = torch.arange(24.0).reshape(6, 4)
+    for rank, (begin, shape) in enumerate(parts):
+        part = whole[max(begin[0], 0) : begin[0] + shape[0], begin[1] : begin[1] + shape[1]]
+        part = part if part.shape == shape else torch.zeros(shape)
+        write_tensors(tmp_path / f"rank={rank}.safetensors", {"a": part}, {"a": begin})
+    if min(min(begin) for begin, _ in parts) < 0:
+        wrong = "."
+    if wrong:
+        with pytest.raises(DamagedCheckpoint, match=wrong):
+            TensorFiles(tmp_path)
+    else:
+        assert torch.equal(TensorFiles(tmp_path).whole()["a"], whole)
+
+
+def test_many_parts_are_compared_quickly(tmp_path: Path) -> None:
+    """Those of 40,000 ranks in an order of their own; each is compared with those that lie beside it."""
+    cut = [((row, column), (1, 2)) for column in (0, 2) for row in range(20_000)]
+    assert _untiled((20_000, 4), cut) == ""
+    assert _untiled((20_000, 4), [*cut[:-1], ((7, 1), (1, 2))]) == "overlap, and others are missing"

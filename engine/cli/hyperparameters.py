@@ -1,0 +1,164 @@
+"""The parameters of a module that a checkpoint was made with, under those that the command line and the file of settings give."""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import inspect
+import logging
+import os
+import shlex
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.files import printable
+from engine.cli.building import Parsed, Part, parameters, parser_of
+from engine.cli.exits import UsageError
+from engine.config.construct import parameters as hints_of
+from engine.config.readable import HIDDEN, plain, without_secrets
+from engine.config.writing import flow
+from engine.distributed.environment import detect
+from engine.hparams import kept_arguments, replaced_by_defaults
+from engine.log import logger
+from engine.recorded import Recorded
+
+
+def completed(part: Part, found: Recorded) -> Part:
+    """``part`` with the checkpoint's values for those parameters that neither the command line nor the file gives.
+
+    Values that a checkpoint holds go to the constructor as they are. Of those that it only has as text (``fit run`` writes all down), numbers,
+    text, enums, dataclasses and lists of such are read again. What names code is not: a checkpoint is somebody's input.
+
+    Raises:
+        UsageError: the module was made with a class or a function that is not given here; has what to give.
+    """
+    names = parameters(parser_of(part))
+    tops = dict.fromkeys(name.split(".")[0] for name in names)
+    held = kept_arguments(part.target, found.hparams, found.hparams_name)
+    texts, hints = found.sections["model"], hints_of(part.target)
+    current = _defaults(part)
+    fixed = {name: value for name, value in held.items() if name not in tops}  # of a constructor that takes anything
+    init_args, origins, taken = dict(part.init_args), dict(part.origins), dict(fixed)
+    for name in tops:
+        nested = any(each.startswith(f"{name}.") for each in names)
+        partly = _partly(part, name, nested)
+        text = texts.get(name, plain(held.get(name)))
+        if partly is False:
+            continue  # given as a whole
+        if partly is None and name in held:
+            fixed[name] = taken[name] = held[name]
+        elif (name not in texts and name not in held) or (partly is None and text == current.get(name, current)):
+            continue
+        elif _fits(hints.get(name, Any), text):
+            own = init_args.get(name, {})
+            init_args[name] = {**text, **own} if isinstance(text, Mapping) and isinstance(own, Mapping) else text
+            origins.setdefault(name, f"checkpoint {found.path}")
+            taken[name] = text
+        elif partly is None:
+            shown = printable(flow(text))
+            raise UsageError(
+                f"{found.path}: the module was made with {name}={shown}, which is not taken from a checkpoint: it may name code, or holds a secret. "
+                f"Give it, as in --set {shlex.quote(f'model.{name}={shown}')}"
+            )
+    _tell(part, found, {name: value for name, value in taken.items() if plain(value) != current.get(name, current)})
+    given = {*held, *texts, *part.init_args, *(key.removesuffix("+").split(".")[0] for key, _ in part.overrides)}
+    for name, text in replaced_by_defaults(part.target, found.texts, given).items():
+        made = printable(f"{name}={text}")
+        _say(logging.WARNING, "%s: the module was made with %s, which a checkpoint cannot hold: the default stands here", found.path, made)
+    return replace(part, init_args=init_args, origins=origins, fixed=fixed)
+
+
+def compare(parsed: Parsed, found: Recorded) -> None:
+    """Warn of parameters that are given here with other values than the checkpoint was made with."""
+    part, here = parsed.part, parsed.plain()[0]
+    there = dict(found.sections[part.name])
+    if part.name == "model":
+        there = {**there, **plain(kept_arguments(part.target, found.hparams, found.hparams_name))}
+    for name, value in there.items():
+        if name in here and here[name] != value and HIDDEN not in str(value):
+            shown = without_secrets({"here": {name: here[name]}, "there": {name: value}})
+            what = f"{part.name}.{name}={flow(shown['here'][name])}", f"the {flow(shown['there'][name])} of {found.path}"
+            _say(logging.WARNING, "%s: %s stands, not %s", part.origin(name), *map(printable, what))
+
+
+def _tell(part: Part, found: Recorded, values: Mapping[str, Any]) -> None:
+    if values:
+        shown = ", ".join(f"{name}={flow(value)}" for name, value in without_secrets(plain(values)).items())
+        _say(logging.INFO, "%s: from the checkpoint %s: %s", part.title, found.path, printable(shown))
+
+
+def _say(level: int, text: str, *values: object) -> None:
+    """Every rank reads the checkpoint; one of them says so."""
+    if detect(os.environ).rank == 0:
+        logger.log(level, text, *values)
+
+
+def _defaults(part: Part) -> dict[str, Any]:
+    """The constructor's defaults, as YAML has them."""
+    try:
+        return Parsed(replace(part, init_args={}, overrides=[])).plain()[0]
+    except UsageError:  # some have none
+        defaults = {name: each.default for name, each in inspect.signature(part.target).parameters.items()}
+        return {name: plain(default) for name, default in defaults.items() if default is not inspect.Parameter.empty}
+
+
+def _partly(part: Part, name: str, nested: bool) -> bool | None:
+    """Whether only some of a parameter's value is given (an entry, one more element); ``None``: nothing of it is."""
+    keys = [key for key, _ in part.overrides if key.removesuffix("+").split(".")[0] == name]
+    if name in keys or (name in part.init_args and not (nested and isinstance(part.init_args[name], Mapping))):
+        return False
+    return True if keys or name in part.init_args else None
+
+
+_SCALARS = (bool, int, float, str, type(None))
+_LISTS = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
+_DICTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    """Whether a plain value is of the type ``hint``, and nothing that reads it as that type can import or call anything."""
+    kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if kind is typing.Annotated:
+        return _fits(inner[0], value)
+    if kind is typing.Union or kind is types.UnionType:
+        return all(map(_is_data, inner)) and any(_fits(each, value) for each in inner)
+    if kind is typing.Literal:
+        return value in inner
+    if not _is_data(hint):
+        return False
+    if kind in _DICTS:
+        mapping = isinstance(value, Mapping) and "class_path" not in value
+        return mapping and all(_fits(inner[1], each) if inner else _is_plain(each) for each in value.values())
+    if kind in _LISTS:
+        return isinstance(value, list) and all(_fits(inner[min(i, len(inner) - 1)], v) if inner else _is_plain(v) for i, v in enumerate(value))
+    if dataclasses.is_dataclass(kind):
+        known = hints_of(kind)  # type: ignore[arg-type]
+        return isinstance(value, Mapping) and all(name in known and _fits(known[name], each) for name, each in value.items())
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return isinstance(value, str) and value in kind.__members__
+    return isinstance(value, str if kind is Path else (int, float) if kind is float else type(None) if kind is None else kind)
+
+
+def _is_data(hint: Any) -> bool:
+    """Whether values of a type are made of numbers, text, and dicts and lists of such."""
+    kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if kind is typing.Literal or kind is None or kind is Ellipsis:
+        return True
+    if kind in (typing.Union, types.UnionType) or kind in _LISTS or kind in _DICTS:
+        return all(map(_is_data, inner))
+    if kind is typing.Annotated:
+        return _is_data(inner[0])
+    if dataclasses.is_dataclass(kind):
+        return all(map(_is_data, hints_of(kind).values()))  # type: ignore[arg-type]
+    return isinstance(kind, type) and (kind in _SCALARS or kind is Path or issubclass(kind, Enum))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return "class_path" not in value and all(map(_is_plain, value.values()))
+    return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, _SCALARS)
