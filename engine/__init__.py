@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 _NAMES = {
     "Fit": "engine.fit",
     "TrainModule": "engine.module",
-    "DataModule": "engine.datamodule",
+    "DataModule": "engine.data.datamodule",
     "Engine": "engine.engine",
-    "CombinedLoader": "engine.data.combined",
-    "Loss": "engine.gradients",
-    "Precision": "engine.precision",
+    "CombinedLoader": "engine.data.combined_loaders",
+    "Loss": "engine.step.gradients",
+    "Precision": "engine.step.precision",
     "FP8": "engine.transforms.float8",
     "Callback": "engine.callback",
-    "Resume": "engine.loading",
-    "Run": "engine.run",
-    "Result": "engine.result",
-    "TrainState": "engine.result",
+    "Resume": "engine.checkpoint.resume",
+    "Run": "engine.loop.run",
+    "Result": "engine.loop.result",
+    "TrainState": "engine.loop.result",
     "Strategy": "engine.strategies.base",
     "Single": "engine.strategies.base",
     "DDP": "engine.strategies.ddp",
@@ -27,12 +27,12 @@ _NAMES = {
     "MeshParallel": "engine.strategies.mesh_parallel",
     "Duration": "engine.config.duration",
     "Every": "engine.config.duration",
-    "CheckError": "engine.errors",
-    "FolderInUse": "engine.errors",
-    "HangError": "engine.errors",
-    "MismatchError": "engine.errors",
-    "RankError": "engine.errors",
-    "seed_everything": "engine.seed",
+    "CheckError": "engine.utils.errors",
+    "FolderInUse": "engine.utils.errors",
+    "HangError": "engine.utils.errors",
+    "MismatchError": "engine.utils.errors",
+    "RankError": "engine.utils.errors",
+    "seed_everything": "engine.utils.seed",
 }
 __all__ = ["__version__", "launch", *sorted(_NAMES)]
 __version__ = "0.1.0"
@@ -40,25 +40,19 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from engine import launch as launch
     from engine.callback import Callback as Callback
+    from engine.checkpoint.resume import Resume as Resume
     from engine.config.duration import Duration as Duration
     from engine.config.duration import Every as Every
-    from engine.data.combined import CombinedLoader as CombinedLoader
-    from engine.datamodule import DataModule as DataModule
+    from engine.data.combined_loaders import CombinedLoader as CombinedLoader
+    from engine.data.datamodule import DataModule as DataModule
     from engine.engine import Engine as Engine
-    from engine.errors import CheckError as CheckError
-    from engine.errors import FolderInUse as FolderInUse
-    from engine.errors import HangError as HangError
-    from engine.errors import MismatchError as MismatchError
-    from engine.errors import RankError as RankError
     from engine.fit import Fit as Fit
-    from engine.gradients import Loss as Loss
-    from engine.loading import Resume as Resume
+    from engine.loop.result import Result as Result
+    from engine.loop.result import TrainState as TrainState
+    from engine.loop.run import Run as Run
     from engine.module import TrainModule as TrainModule
-    from engine.precision import Precision as Precision
-    from engine.result import Result as Result
-    from engine.result import TrainState as TrainState
-    from engine.run import Run as Run
-    from engine.seed import seed_everything as seed_everything
+    from engine.step.gradients import Loss as Loss
+    from engine.step.precision import Precision as Precision
     from engine.strategies.base import Single as Single
     from engine.strategies.base import Strategy as Strategy
     from engine.strategies.ddp import DDP as DDP
@@ -66,6 +60,12 @@ if TYPE_CHECKING:
     from engine.strategies.fsdp import FSDP as FSDP
     from engine.strategies.mesh_parallel import MeshParallel as MeshParallel
     from engine.transforms.float8 import FP8 as FP8
+    from engine.utils.errors import CheckError as CheckError
+    from engine.utils.errors import FolderInUse as FolderInUse
+    from engine.utils.errors import HangError as HangError
+    from engine.utils.errors import MismatchError as MismatchError
+    from engine.utils.errors import RankError as RankError
+    from engine.utils.seed import seed_everything as seed_everything
 
 
 def __getattr__(name: str) -> Any:

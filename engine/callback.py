@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from engine.run import Run
+from engine.loop.run import Run
 
 
 class Callback:

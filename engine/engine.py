@@ -11,24 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine import accelerator as accelerators
-from engine import gradients, strategies
-from engine.config.schema import check
+from engine import strategies
+from engine.config.settings import check
 from engine.data.sampler import ALONE, Share
 from engine.distributed import collectives, failures, relaunch
 from engine.distributed.environment import Environment, detect
 from engine.distributed.group import Group, join
-from engine.gradients import Loss
-from engine.precision import Precision
 from engine.preparing import raw
 from engine.states import States
-from engine.stepper import OwnedStepper, Stepper, Then
+from engine.step import gradients
+from engine.step.gradients import Loss
+from engine.step.precision import Precision
+from engine.step.stepper import OwnedStepper, Stepper, Then
+from engine.step.window import Window
 from engine.strategies.base import Strategy
 from engine.transforms import batch_norm
 from engine.transforms.float8 import FP8, Layers
 from engine.transforms.order import Transforms
-from engine.tree import batch_size, map_tensors
-from engine.window import Window
+from engine.utils import accelerator as accelerators
+from engine.utils.tree import batch_size, map_tensors
 
 
 class Engine(States):

@@ -10,33 +10,33 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Never
 
-from engine import possible, prepare
 from engine.callback import Callback
-from engine.callback_states import check_keys
+from engine.checkpoint.resume import Resume
+from engine.checkpoint.run_folder import Trained
 from engine.config.duration import Duration
-from engine.config.readable import described
+from engine.config.masked import described
 from engine.config.resolve import UNSET, Resolved, resolve
-from engine.config.schema import Settings, check
-from engine.crew import crew
-from engine.datamodule import DataModule
+from engine.config.settings import Settings, check
+from engine.data.datamodule import DataModule
 from engine.distributed import failures
 from engine.distributed.environment import detect
 from engine.engine import Engine
-from engine.hooks import Hooks
-from engine.loading import Resume
-from engine.loop import call_all, evaluate, predict, train, validate
-from engine.migration import refuse_replaced
+from engine.health.rank_checks import compare, compare_models
+from engine.interop.lightning_names import refuse_replaced
+from engine.launch.local_ranks import crew
+from engine.loop import compatibility, setup
+from engine.loop.callback_states import check_keys
+from engine.loop.hook_calls import Hooks
+from engine.loop.lifecycle import housed, session
+from engine.loop.result import Result
+from engine.loop.run import Run
+from engine.loop.train import call_all, evaluate, predict, train, validate
+from engine.loop.watching import collected, watched
+from engine.loop.whole_weights import holding, whole_state
 from engine.module import TrainModule
-from engine.precision import Precision
-from engine.result import Result
-from engine.run import Run
-from engine.run_folder import Trained
-from engine.session import housed, session
-from engine.startup import compare, compare_models
+from engine.step.precision import Precision
 from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8
-from engine.watching import collected, watched
-from engine.whole import holding, whole_state
 
 
 class Fit:
@@ -44,7 +44,7 @@ class Fit:
 
     Every argument may also come from the environment (``FIT_PRECISION=bf16-mixed``) or a YAML file (``fit.yaml``, or the one that
     ``FIT_CONFIG`` names); what is given in code wins, then the environment, then the file. Values and their
-    defaults are documented at :class:`engine.config.schema.Settings`.
+    defaults are documented at :class:`engine.config.settings.Settings`.
 
     Args:
         strategy: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, a dict with such a name and settings of its own,
@@ -151,7 +151,7 @@ class Fit:
         self.sections: dict[str, Any] = resolved.sections
         """What ``fit run`` has built model, data and callbacks from."""
         self._trained: Trained | None = None  # of the newest training
-        possible.check(self.settings, self.origins, detect(os.environ))
+        compatibility.check(self.settings, self.origins, detect(os.environ))
 
     @property
     def is_main_process(self) -> bool:
@@ -199,7 +199,7 @@ class Fit:
         with self._start(module, "fit") as run, housed(run, resume, self._trained), session(run, datamodule):
             self._trained = run.home.trained()
             compare_models(run)
-            prepare.training(run, train_loader, val_loaders, datamodule)
+            setup.training(run, train_loader, val_loaders, datamodule)
             if resume is not None:
                 run.resume(resume)
             call_all(run, run.hooks.on_fit_start)
@@ -235,7 +235,7 @@ class Fit:
         """
         datamodule, loaders = _datamodule(datamodule, loaders)
         with self._start(module, "predict") as run, housed(run, checkpoint, self._trained), session(run, datamodule):
-            prepared = prepare.evaluation(run, "predict", loaders, datamodule, "predict_step")
+            prepared = setup.evaluation(run, "predict", loaders, datamodule, "predict_step")
             if not prepared:
                 return []
             run.load_weights(checkpoint)
@@ -286,7 +286,7 @@ class Fit:
     ) -> list[dict[str, float]]:
         datamodule, loaders = _datamodule(datamodule, loaders)
         with self._start(module, stage) as run, housed(run, checkpoint, self._trained), session(run, datamodule):
-            prepared = prepare.evaluation(run, name, loaders, datamodule, f"{name}_step")
+            prepared = setup.evaluation(run, name, loaders, datamodule, f"{name}_step")
             if not prepared:
                 return []
             run.load_weights(checkpoint)
@@ -328,7 +328,7 @@ class Fit:
             refuse_replaced(module, *settings.callbacks)
             callbacks = tuple(c for c in _with_own(module, settings.callbacks) if not (settings.fast_dev_run and c.runs_last))
             check_keys(callbacks, Callback)
-            config = possible.shown(settings, origins, engine.strategy, engine.precision) | described(self.sections, origins)
+            config = compatibility.shown(settings, origins, engine.strategy, engine.precision) | described(self.sections, origins)
             yield Run(settings, engine, module, callbacks, Hooks(callbacks, module, Callback, TrainModule), stage, config)
 
 

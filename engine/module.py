@@ -11,18 +11,18 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.fields import SHARED_FORM, checked
+from engine.checkpoint.directory import SHARED
+from engine.checkpoint.field_checks import SHARED_FORM, checked
 from engine.checkpoint.files import printable
-from engine.checkpoint.finding import opened
-from engine.checkpoint.source import Source, own_state
-from engine.checkpoint.store import SHARED
-from engine.gradients import Loss
-from engine.hooks import overridden
-from engine.hparams import HParams, argument_name, constructor_arguments, init_arguments, replaced_by_defaults
-from engine.log import logger, warn_once
-from engine.migration import MODULE, missing
-from engine.module_hooks import ModuleHooks
-from engine.strategies.deferred import reset
+from engine.checkpoint.reader import Source, own_state
+from engine.checkpoint.user_paths import opened
+from engine.config.hyperparameters import HParams, argument_name, constructor_arguments, init_arguments, replaced_by_defaults
+from engine.interop.lightning_names import MODULE, missing
+from engine.loop.hook_calls import overridden
+from engine.loop.module_hooks import ModuleHooks
+from engine.step.gradients import Loss
+from engine.strategies.deferred_init import reset
+from engine.utils.log import logger, warn_once
 
 
 class Context(Protocol):

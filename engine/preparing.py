@@ -11,16 +11,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from engine import gradients
-from engine.data.combined import CombinedLoader
-from engine.data.loader import PreparedLoader
-from engine.metrics import Recorder
-from engine.precision import Precision
-from engine.prepared import AutocastForward, PreparedOptimizer, PreparedScheduler
+from engine.data.combined_loaders import CombinedLoader
+from engine.data.prepared_loader import PreparedLoader
+from engine.metrics.recorder import Recorder
 from engine.processes import Processes
-from engine.stepper import Stepper
+from engine.step import gradients
+from engine.step.precision import Precision
+from engine.step.stepper import Stepper
+from engine.step.wrappers import AutocastForward, PreparedOptimizer, PreparedScheduler
 from engine.strategies.base import Strategy
-from engine.strategies.wrappers import check_plain
+from engine.strategies.foreign_wrappers import check_plain
 from engine.transforms import batch_norm
 from engine.transforms.float8 import Layers
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from engine.distributed import collectives
 from engine.distributed.group import Group
-from engine.tree import map_tensors
-from engine.window import Window
+from engine.step.window import Window
+from engine.utils.tree import map_tensors
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -10,15 +10,15 @@ from typing import Any
 from torch import nn
 
 from engine.checkpoint.export import export_tensors
-from engine.checkpoint.places import split
-from engine.data.loader import PreparedLoader
-from engine.loading import Loaded, check_optimizers, check_samples, describe, fitting, load_scheduler, opening
-from engine.log import logger
-from engine.prepared import PreparedScheduler
+from engine.checkpoint.resume import Loaded, check_optimizers, check_samples, describe, fitting, load_scheduler, opening
+from engine.checkpoint.storage import split
+from engine.checkpoint.writer import Content, Saver, stepped, together
+from engine.data.prepared_loader import PreparedLoader
 from engine.preparing import Preparing
-from engine.saving import Content, Saver, stepped, together
-from engine.seed import capture, restore
-from engine.window import Window
+from engine.step.window import Window
+from engine.step.wrappers import PreparedScheduler
+from engine.utils.log import logger
+from engine.utils.seed import capture, restore
 
 
 class States(Preparing):
@@ -190,7 +190,7 @@ class States(Preparing):
         )
 
     def shared_state(self, optimizers: Sequence[Any], schedulers: Sequence[Any], loaders: Sequence[Any]) -> dict[str, Any]:
-        """What every checkpoint has of what is the same on all ranks; the form is :mod:`engine.checkpoint.form`'s.
+        """What every checkpoint has of what is the same on all ranks; the form is :mod:`engine.checkpoint.snapshot`'s.
 
         Args:
             optimizers: their classes are kept; their states are each rank's.

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint.places import split
-from engine.checkpoint.source import Source, whole
-from engine.checkpoint.store import RANK, SHARED, Opened
+from engine.checkpoint.directory import RANK, SHARED, Opened
+from engine.checkpoint.reader import Source, whole
+from engine.checkpoint.storage import split
+from engine.checkpoint.writer import Content, Saver
 from engine.distributed.environment import Environment
 from engine.distributed.group import Group
-from engine.saving import Content, Saver
 
 
 def alone() -> Group:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.accelerator import visible_index
+from engine.utils.accelerator import visible_index
 
 
 def test_a_single_device_that_a_launcher_left_is_the_processs_own() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.errors import nearest
+from engine.utils.errors import nearest
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from models import Weight, fit, ones
 
 from engine import Callback
-from engine.garbage import FULL, Collector
+from engine.health.garbage import FULL, Collector
 
 
 class Node:

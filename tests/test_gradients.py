@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import gradients
 from engine.data.sampler import Share
-from engine.gradients import Loss
-from engine.window import Window
+from engine.step import gradients
+from engine.step.gradients import Loss
+from engine.step.window import Window
 
 
 def alone(value: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 from models import Weight
 
 from engine import Callback, TrainModule
-from engine.hooks import Hooks
+from engine.loop.hook_calls import Hooks
 
 
 class Counts(Callback):

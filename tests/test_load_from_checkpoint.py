@@ -12,11 +12,11 @@ from models import fit, on_ranks
 from torch import Tensor, nn
 from trained import Tied, batches, on_two_ranks, save
 
-import engine.checkpoint.places
+import engine.checkpoint.storage
 from engine import TrainModule
+from engine.checkpoint.directory import remove
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.store import remove
-from engine.hparams import constructor_arguments
+from engine.config.hyperparameters import constructor_arguments
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:

@@ -19,10 +19,10 @@ from tiny import DATA, Net, fit
 from callbacks import ModelCheckpoint
 from engine import Resume
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.foreign import DistributedFiles
+from engine.checkpoint.foreign_files import DistributedFiles
+from engine.checkpoint.listing import problems
 from engine.checkpoint.manifest import FORMAT
-from engine.checkpoint.overview import problems
-from engine.checkpoint.places import place
+from engine.checkpoint.storage import place
 from engine.cli.checkpoint import main
 
 

@@ -152,7 +152,7 @@ def test_what_training_step_may_return(tmp_path: Path, make: Any, weight: float)
 
 
 def test_a_forgotten_return_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.log._said", set())
+    monkeypatch.setattr("engine.utils.log._said", set())
     module = Returns(lambda loss, i: None)
     with pytest.warns(UserWarning, match=r"Returns.training_step returned None for every batch so far: nothing is trained") as told:
         result = fit(tmp_path).run(module, ones(3))

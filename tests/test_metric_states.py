@@ -11,8 +11,8 @@ from torch import nn
 
 from engine.distributed.environment import Environment
 from engine.distributed.group import Group
-from engine.metric_states import load_metric_states, metric_states, unchanged
-from engine.metrics import Recorder
+from engine.metrics.recorder import Recorder
+from engine.metrics.torchmetrics_states import load_metric_states, metric_states, unchanged
 
 
 class Holder(nn.Module):

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from engine import Callback
 from engine.distributed.environment import Environment
 from engine.distributed.group import Group
-from engine.metrics import Recorder
+from engine.metrics.recorder import Recorder
 
 # Seven samples, classes and predictions: 5 of 7 are right.
 TARGETS = torch.tensor([0, 1, 2, 0, 1, 2, 0])

@@ -13,9 +13,9 @@ from processes import run_script
 from torch import nn
 
 from engine import Callback, DataModule, TrainModule
-from engine.config.elsewhere import hint
-from engine.config.schema import Settings
-from engine.migration import DATA, MODULE, REPLACED
+from engine.config.other_trainers import hint
+from engine.config.settings import Settings
+from engine.interop.lightning_names import DATA, MODULE, REPLACED
 
 NAMES = """
 import inspect, json, os, warnings

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from callbacks import ModelCheckpoint
 from engine import Resume, TrainModule
-from engine.optimizers import Modes
+from engine.step.optimizers import Modes
 
 
 class Net(TrainModule):

@@ -15,7 +15,7 @@ from models import Weight, fit, ones
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import engine.log
+import engine.utils.log
 from engine import Callback, TrainModule
 
 

@@ -12,8 +12,8 @@ import torchmetrics
 
 from callbacks import ModelCheckpoint
 from engine import Fit, TrainModule
-from engine.precision import Precision, Scaler
-from engine.tree import move
+from engine.step.precision import Precision, Scaler
+from engine.utils.tree import move
 
 CPU = torch.device("cpu")
 

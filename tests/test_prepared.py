@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from engine import Engine
-from engine.prepared import PreparedOptimizer, PreparedScheduler
+from engine.step.wrappers import PreparedOptimizer, PreparedScheduler
 
 
 def bare_lbfgs(steps: int) -> tuple[list[float], Tensor]:

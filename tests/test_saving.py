@@ -17,8 +17,8 @@ from torch import nn
 
 from callbacks import ModelCheckpoint
 from engine import Callback, Engine
-from engine.checkpoint.staging import Staging
-from engine.saving import Saver, split
+from engine.checkpoint.host_copies import Staging
+from engine.checkpoint.writer import Saver, split
 
 
 class Gate:

@@ -10,8 +10,8 @@ import numpy
 import pytest
 import torch
 
-from engine.checkpoint.state import pack, unpack
-from engine.seed import capture, isolated, restore, seed_everything
+from engine.checkpoint.json_tree import pack, unpack
+from engine.utils.seed import capture, isolated, restore, seed_everything
 
 
 def draw() -> tuple[Any, ...]:

@@ -9,11 +9,11 @@ import torch
 from torch.optim import SGD
 
 from engine.data.sampler import Share
-from engine.gradients import Loss
-from engine.precision import Scaler
-from engine.stepper import Stepper
+from engine.step.gradients import Loss
+from engine.step.precision import Scaler
+from engine.step.stepper import Stepper
+from engine.step.window import Window
 from engine.strategies import Single
-from engine.window import Window
 
 INF = float("inf")
 

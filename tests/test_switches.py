@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import Weight, fit, ones
 
-from engine.config.schema import Settings
+from engine.config.settings import Settings
 
 
 def now() -> tuple[bool, ...]:

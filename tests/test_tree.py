@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.tree import batch_size, map_tensors, move
+from engine.utils.tree import batch_size, map_tensors, move
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from callbacks import ModelCheckpoint
 from engine import Engine, Loss
-from engine.window import packed
+from engine.step.window import packed
 
 
 def engine_of(**settings: Any) -> Engine:

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.checkpoint.directory import SHARED, write_tree
 from engine.checkpoint.files import Record
-from engine.checkpoint.finding import folder, local_copy
-from engine.checkpoint.foreign import METADATA, PICKLE, DistributedFiles, InMemory, SafetensorsFile, Tensors, load_pickle
+from engine.checkpoint.foreign_files import METADATA, PICKLE, DistributedFiles, InMemory, SafetensorsFile, Tensors, load_pickle
+from engine.checkpoint.json_tree import pack, same_memory
 from engine.checkpoint.manifest import MANIFEST
-from engine.checkpoint.places import Place, split
-from engine.checkpoint.renumber import named, nested
-from engine.checkpoint.state import pack, same_memory
-from engine.checkpoint.store import SHARED, write_tree
+from engine.checkpoint.optimizer_names import named, nested
+from engine.checkpoint.storage import Place, split
 from engine.checkpoint.tensors import Stored, TensorFiles, storable, write_tensors
+from engine.checkpoint.user_paths import folder, local_copy
 
 SHARD = 2 << 30
 """Bytes of tensors that are in memory at a time, and in one file."""

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.files import write_json
-from engine.checkpoint.finding import opened, outgoing
-from engine.checkpoint.source import Source
-from engine.checkpoint.state import same_memory
+from engine.checkpoint.json_tree import same_memory
+from engine.checkpoint.reader import Source
 from engine.checkpoint.tensors import Stored, TensorFiles, storable, write_tensors
-from engine.config.size import size_in_bytes
+from engine.checkpoint.user_paths import opened, outgoing
+from engine.config.file_size import size_in_bytes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """What an export may turn floating point tensors into."""

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from engine.checkpoint.files import BLOCK, DamagedCheckpoint, Record, is_entry
-from engine.checkpoint.state import pack, unpack
+from engine.checkpoint.json_tree import pack, unpack
 
 FORMAT = 3
 READABLE = (FORMAT - 1, FORMAT)

@@ -15,9 +15,9 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from engine.cli.exits import UsageError
-from engine.config.readable import plain
-from engine.config.writing import flow
-from engine.errors import nearest
+from engine.config.masked import plain
+from engine.config.yaml_writer import flow
+from engine.utils.errors import nearest
 
 _SECTION = "fit-section"
 """The option under which a parser takes what the file says; no parameter is called so."""

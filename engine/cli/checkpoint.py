@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.config.size import size_in_bytes
+from engine.config.file_size import size_in_bytes
 
 ACTIONS = "engine.cli.checkpoint_actions"
 """The module with a function for each sub-command."""

@@ -13,9 +13,9 @@ from typing import Any
 from engine.checkpoint.convert import convert
 from engine.checkpoint.export import export_checkpoint
 from engine.checkpoint.files import printable
-from engine.checkpoint.overview import entries, facts, problems, prune
+from engine.checkpoint.listing import entries, facts, problems, prune
 from engine.cli.main import table
-from engine.config.readable import rows as settings_rows
+from engine.config.masked import rows as settings_rows
 
 
 def run(arguments: argparse.Namespace) -> int:

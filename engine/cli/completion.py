@@ -11,8 +11,8 @@ from importlib.metadata import entry_points
 
 from engine.cli import main as cli
 from engine.cli.targets import CALLBACKS
-from engine.config.named import PRECISIONS
-from engine.config.schema import Settings
+from engine.config.name_and_options import PRECISIONS
+from engine.config.settings import Settings
 
 _BASH = """\
 # fit's completion for bash 4.3 or later. In ~/.bashrc: eval "$(fit completion bash)"

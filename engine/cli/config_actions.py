@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine import possible
-from engine.cli import accelerate
 from engine.cli.config_questions import ask
 from engine.cli.exits import FAILED, UsageError, complain
-from engine.config.documents import document
+from engine.config.commented_file import document
 from engine.config.resolve import SECTIONS, Resolved, resolve
-from engine.config.writing import write_atomically
+from engine.config.yaml_writer import write_atomically
+from engine.interop import accelerate
+from engine.loop import compatibility
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -70,7 +70,7 @@ def _check(path: Path) -> int:
 def _judge(path: Path) -> Resolved:
     """The settings of a file alone; an error where they are not possible."""
     resolved = resolve({}, {}, path, sections=SECTIONS)
-    possible.check(resolved.settings, resolved.origins)
+    compatibility.check(resolved.settings, resolved.origins)
     return resolved
 
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from engine import strategies
-from engine.config import reading
-from engine.config.documents import documentation
-from engine.config.named import named
-from engine.config.readable import plain
-from engine.config.schema import PRECISIONS, Settings
-from engine.config.values import read_value
-from engine.config.writing import flow
-from engine.precision import Precision
+from engine.config import yaml_reader
+from engine.config.commented_file import documentation
+from engine.config.masked import plain
+from engine.config.name_and_options import named
+from engine.config.settings import PRECISIONS, Settings
+from engine.config.yaml_values import read_value
+from engine.config.yaml_writer import flow
+from engine.step.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _settle(question: Question, values: dict[str, Any], read: Callable[[str], st
 def _take(name: str, answer: str, values: dict[str, Any]) -> None:
     """Check an answer and keep it. An option is checked by what it belongs to, so that impossible pairs are said at once."""
     setting, _, option = name.partition(".")
-    node = reading.compose(answer, "this answer")
+    node = yaml_reader.compose(answer, "this answer")
     if not option:
         given = read_value(setting, node, "this answer")
         _make(setting, given)
@@ -99,7 +99,7 @@ def _take(name: str, answer: str, values: dict[str, Any]) -> None:
     before = values[setting]
     if node is None:
         raise ValueError(f"{name} is empty: there is no default")
-    options = {**(before if isinstance(before, dict) else {"name": before}), option: reading.construct(node)}
+    options = {**(before if isinstance(before, dict) else {"name": before}), option: yaml_reader.construct(node)}
     # The place on the disk is asked for next.
     _make(setting, named(setting, {"nvme_path": ".", **options} if "nvme" in options.values() else options))
     values[setting] = options

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.cli.building import Parsed, Part, parameters, parser_of
-from engine.config.readable import readable
+from engine.config.masked import readable
 from engine.config.resolve import Resolved
-from engine.config.writing import flow
+from engine.config.yaml_writer import flow
 
 
 def config_text(resolved: Resolved, parsed: Sequence[Parsed]) -> str:

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from engine import possible
 from engine.cli.main import table, version
-from engine.config.readable import readable, rows
+from engine.config.masked import readable, rows
 from engine.config.resolve import SECTIONS, resolve
 from engine.distributed.environment import detect, hints
+from engine.loop import compatibility
 
 _PACKAGES = (
     *("fit-trainer", "torch", "torchmetrics", "lightning-utilities", "safetensors", "numpy", "rich", "pyyaml"),
@@ -64,11 +64,11 @@ def collect(environ: Mapping[str, str]) -> dict[str, Any]:
     else:
         report["settings"] = readable(resolved.settings, resolved.origins)
         try:
-            possible.check(resolved.settings, resolved.origins)
+            compatibility.check(resolved.settings, resolved.origins)
         except (ValueError, TypeError, OSError) as error:
             report["errors"].append(str(error))
         else:
-            report["settings"] = possible.shown(resolved.settings, resolved.origins)
+            report["settings"] = compatibility.shown(resolved.settings, resolved.origins)
     return report
 
 

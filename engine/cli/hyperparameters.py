@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.files import printable
+from engine.checkpoint.recorded_arguments import Recorded
 from engine.cli.building import Parsed, Part, parameters, parser_of
 from engine.cli.exits import UsageError
 from engine.config.construct import parameters as hints_of
-from engine.config.readable import HIDDEN, plain, without_secrets
-from engine.config.writing import flow
+from engine.config.hyperparameters import kept_arguments, replaced_by_defaults
+from engine.config.masked import HIDDEN, plain, without_secrets
+from engine.config.yaml_writer import flow
 from engine.distributed.environment import detect
-from engine.hparams import kept_arguments, replaced_by_defaults
-from engine.log import logger
-from engine.recorded import Recorded
+from engine.utils.log import logger
 
 
 def completed(part: Part, found: Recorded) -> Part:

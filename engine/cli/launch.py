@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from engine.errors import nearest
 from engine.launch.job import Job, LaunchError, make_job
+from engine.utils.errors import nearest
 
 AGENT = "engine.launch.agent"
 """The module whose ``run(job) -> exit status`` starts the ranks of this machine and answers for them."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 
 from engine.cli.exits import STATUSES, guarded, open_streams
-from engine.errors import nearest
+from engine.utils.errors import nearest
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("engine.cli.run", "train what a Python path or a file of settings describes"),

@@ -12,13 +12,13 @@ from engine.callback import Callback
 from engine.cli.building import COMMAND_LINE, Part
 from engine.cli.exits import UsageError
 from engine.cli.targets import CALLBACKS, load
-from engine.config import reading
+from engine.config import yaml_reader
 from engine.config.resolve import Resolved, resolve
-from engine.config.values import KINDS
-from engine.datamodule import DataModule
-from engine.errors import nearest
-from engine.log import logger
+from engine.config.yaml_values import KINDS
+from engine.data.datamodule import DataModule
 from engine.module import TrainModule
+from engine.utils.errors import nearest
+from engine.utils.log import logger
 
 SECTIONS = ("model", "data", "callbacks")
 _KEYS = ("class_path", "init_args")
@@ -73,14 +73,14 @@ def _places(file: Path | None) -> dict[str, str]:
     if file is None:
         return {}
     origin, found = f"file {file}", {}
-    root = reading.compose(reading.read_file(file), origin, lines=True)
-    for name, node, where in reading.entries(root, origin, lines=True):
+    root = yaml_reader.compose(yaml_reader.read_file(file), origin, lines=True)
+    for name, node, where in yaml_reader.entries(root, origin, lines=True):
         found[name] = where
         inner = enumerate(node.value) if node.id == "sequence" else [(None, node)]
         for index, each in inner:
             prefix = name if index is None else f"{name}.{index}"
             found[prefix] = where if index is None else f"{origin}:{each.start_mark.line + 1}"
-            found.update({f"{prefix}.{key}": place for key, place in reading.places(each, origin, lines=True).items()})
+            found.update({f"{prefix}.{key}": place for key, place in yaml_reader.places(each, origin, lines=True).items()})
     return found
 
 

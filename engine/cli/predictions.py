@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.cli.exits import UsageError
-from engine.errors import nearest
+from engine.utils.errors import nearest
 
 ENDINGS = (".safetensors", ".jsonl")
 

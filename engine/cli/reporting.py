@@ -15,7 +15,7 @@ from types import TracebackType
 from engine.cli.exits import FAILED, USAGE, UsageError, complain
 from engine.distributed import failures
 from engine.distributed.environment import detect
-from engine.errors import RankError
+from engine.utils.errors import RankError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _OURS = (f"{_PACKAGE}{os.sep}", f"{_PACKAGE.parent / 'callbacks'}{os.sep}")

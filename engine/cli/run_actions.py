@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from engine.callback import Callback
+from engine.checkpoint.recorded_arguments import recorded
 from engine.cli.building import Parsed
 from engine.cli.describing import class_help, config_text
 from engine.cli.exits import OK, UsageError
@@ -23,15 +24,14 @@ from engine.cli.plan import Plan, plan
 from engine.cli.predictions import check_output, write
 from engine.cli.reporting import reported
 from engine.cli.targets import importable_here
-from engine.datamodule import DataModule
-from engine.errors import DoesNotFit
+from engine.data.datamodule import DataModule
 from engine.fit import Fit
-from engine.log import logger
+from engine.loop.result import Result
+from engine.loop.run import Run
 from engine.module import TrainModule
-from engine.recorded import recorded
-from engine.result import Result
-from engine.run import Run
-from engine.seed import seed_everything
+from engine.utils.errors import DoesNotFit
+from engine.utils.log import logger
+from engine.utils.seed import seed_everything
 
 
 def run(command: str, arguments: argparse.Namespace) -> int:

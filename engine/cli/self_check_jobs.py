@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from engine import accelerator
 from engine.callback import Callback
-from engine.config.schema import Settings
-from engine.crew import crew
+from engine.config.settings import Settings
 from engine.distributed import collectives
 from engine.distributed.environment import detect
 from engine.fit import Fit
+from engine.launch.local_ranks import crew
+from engine.loop.run import Run
 from engine.module import TrainModule
-from engine.run import Run
+from engine.utils import accelerator
 
 SEED = 7
 EPOCHS = 2

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from engine.cli.exits import UsageError
-from engine.errors import nearest
+from engine.utils.errors import nearest
 
 CALLBACKS = "callbacks"
 """The package in which bare names of callbacks are looked up."""

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine.errors import nearest
+from engine.utils.errors import nearest
 
 Check = Callable[[str, Any], Any]
 

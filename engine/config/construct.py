@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.config.named import Named
-from engine.errors import nearest
+from engine.config.name_and_options import Named
+from engine.utils.errors import nearest
 
 Readers = Mapping[Any, Callable[[str], Any]]
 """For types that no YAML value has: what makes one of text, or raises a ValueError that lists the possible ones."""

@@ -9,7 +9,7 @@ from datetime import timedelta
 from fractions import Fraction
 from typing import Any, Literal, overload
 
-from engine.errors import nearest
+from engine.utils.errors import nearest
 
 Unit = Literal["epochs", "steps", "seconds"]
 

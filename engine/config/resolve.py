@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.config import overrides as command_line
-from engine.config import reading
-from engine.config.elsewhere import hint
-from engine.config.reading import Node
-from engine.config.schema import OVERFIT, Settings, fast_dev_run_overrides
-from engine.config.values import KINDS, read_value
+from engine.config import command_line as command_line
+from engine.config import yaml_reader
+from engine.config.other_trainers import hint
+from engine.config.settings import OVERFIT, Settings, fast_dev_run_overrides
+from engine.config.yaml_reader import Node
+from engine.config.yaml_values import KINDS, read_value
 
 PREFIX = "FIT_"
 RESERVED = ("FIT_CONFIG", "FIT_PARENT_PID")
@@ -44,7 +44,7 @@ class Resolved:
     origins: dict[str, str]
     """For each setting: ``"command line seed=1"``, ``"code"``, ``"environment FIT_PRECISION"``, ``"file fit.yaml:3"``, ``"fast_dev_run"``,
     ``"overfit_batches"``
-    or ``"default"``. The options of a strategy or a precision have their own in :attr:`engine.config.named.Named.origins`."""
+    or ``"default"``. The options of a strategy or a precision have their own in :attr:`engine.config.name_and_options.Named.origins`."""
     sections: dict[str, Any] = field(default_factory=dict)
     """What the file has in the sections that were asked for, as plain values."""
     file: Path | None = None
@@ -79,7 +79,7 @@ def resolve(
     for name, node, origin in _from_file(path) if path is not None else ():
         if name in sections:
             try:
-                theirs[name] = reading.construct(node)
+                theirs[name] = yaml_reader.construct(node)
             except ValueError as error:
                 raise ValueError(f"{origin}: {name} {error}") from None
         else:
@@ -113,7 +113,7 @@ def _from_environment(environ: Mapping[str, str]) -> _Entries:
             known = ", ".join(PREFIX + kind.upper() for kind in KINDS)
             meant = f"; did you mean {variable.upper()}?" if name in KINDS else hint(name, KINDS)
             raise ValueError(f"environment {variable}: {name!r} is no setting of Fit{meant}; unset it, or choose from {known}")
-        yield name, reading.compose(text, f"environment {variable}"), f"environment {variable}"
+        yield name, yaml_reader.compose(text, f"environment {variable}"), f"environment {variable}"
 
 
 def _path(environ: Mapping[str, str], file: Path | None) -> Path | None:
@@ -129,12 +129,12 @@ def _path(environ: Mapping[str, str], file: Path | None) -> Path | None:
 
 def _from_file(path: Path) -> list[tuple[str, Node, str]]:
     origin = f"file {path}"
-    root = reading.compose(reading.read_file(path), origin, lines=True)
+    root = yaml_reader.compose(yaml_reader.read_file(path), origin, lines=True)
     if root is None:
         return []
     if root.id != "mapping":
         raise ValueError(f"{origin}: holds a {root.id}; write one 'name: value' a line")
-    return list(reading.entries(root, origin, lines=True))
+    return list(yaml_reader.entries(root, origin, lines=True))
 
 
 def _check_name(name: str, origin: str) -> None:

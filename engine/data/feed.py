@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from torch.utils.data import Dataset, IterableDataset
 
-from engine.data.combined import CombinedLoader, combined
-from engine.data.indices import Micro, indexed
+from engine.data.combined_loaders import CombinedLoader, combined
+from engine.data.indexed import Micro, indexed
 from engine.data.stream import Stream
 from engine.distributed.group import Group
 

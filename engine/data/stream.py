@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from engine.data.indices import Micro
+from engine.data.indexed import Micro
 from engine.data.sampler import mixed, shares
-from engine.data.stateful import Source, end_workers, presharded, source_for
+from engine.data.stream_position import Source, end_workers, presharded, source_for
 from engine.distributed.collectives import gather_json, gather_row
 from engine.distributed.group import Group
-from engine.log import warn_once
-from engine.seed import isolated
-from engine.tree import batch_size
+from engine.utils.log import warn_once
+from engine.utils.seed import isolated
+from engine.utils.tree import batch_size
 
 
 class Stream:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.distributed.group import Group
-from engine.errors import nearest
-from engine.tree import map_tensors
+from engine.utils.errors import nearest
+from engine.utils.tree import map_tensors
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 

@@ -16,7 +16,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from engine.distributed.environment import Environment
-from engine.errors import HangError, RankError
+from engine.utils.errors import HangError, RankError
 
 # What gloo, NCCL and the store say when it is the other side that has gone.
 _PEER_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "gloo", "nccl")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from engine.distributed import failures, relaunch, stores
 from engine.distributed.environment import Environment
 from engine.distributed.meeting import meet
-from engine.log import logger
+from engine.utils.log import logger
 
 LEAVE_S = 5.0
 """How long a process that ends normally waits for the others (s): without it about 15 % of FSDP2 runs abort at exit."""

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from engine.distributed import command_line, failures, scratch, stores
 from engine.distributed.environment import Environment
 from engine.distributed.interrupt import Interrupt
-from engine.errors import RankError
-from engine.log import logger
+from engine.utils.errors import RankError
+from engine.utils.log import logger
 
 SETTLE_S = 0.3
 """After a death: time for ranks that die of the same cause to leave their tracebacks, so that the first can be told (s)."""

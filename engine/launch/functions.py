@@ -17,10 +17,10 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from engine.distributed import scratch
 from engine.distributed.environment import detect
-from engine.errors import RankError
 from engine.launch import agent, child, rendezvous
 from engine.launch.job import Job, check_devices, cores
 from engine.launch.output import Direct
+from engine.utils.errors import RankError
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.config.resolve import SECTIONS, resolve
-from engine.errors import nearest
+from engine.utils.errors import nearest
 
 
 class LaunchError(ValueError):

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from engine.config.construct import construct
-from engine.config.named import Named
-from engine.config.readable import fields_of
-from engine.config.schema import check
-from engine.errors import nearest
+from engine.config.masked import fields_of
+from engine.config.name_and_options import Named
+from engine.config.settings import check
 from engine.strategies.base import Single, Strategy
+from engine.utils.errors import nearest
 
 _BUILT_IN = {
     "single": ("engine.strategies.base", "Single"),

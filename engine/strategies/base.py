@@ -12,17 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from engine.checkpoint.source import Report, Source, own_state, whole
+from engine.checkpoint.reader import Report, Source, own_state, whole
 from engine.checkpoint.tensors import Stored
-from engine.config.schema import Settings
+from engine.config.settings import Settings
 from engine.distributed.collectives import all_reduce
 from engine.distributed.group import Group
-from engine.gradients import joins, traces
-from engine.precision import Precision, Scaler
-from engine.strategies import deferred
-from engine.strategies.flat import flat, whole_again
+from engine.step.gradients import joins, traces
+from engine.step.precision import Precision, Scaler
+from engine.step.window import Window
+from engine.strategies import deferred_init
+from engine.strategies.tensor_class_states import flat, whole_again
 from engine.transforms.blocks import user_module
-from engine.window import Window
 
 
 @dataclass(kw_only=True)
@@ -104,8 +104,8 @@ class Strategy:
 
     def place(self, model: nn.Module) -> None:
         """Called before ``setup``: the model on its device and in its dtype, in place. What has no values yet gets them."""
-        if deferred.is_deferred(model):
-            deferred.materialise(model, self.group.device, deferred.initialiser(model))
+        if deferred_init.is_deferred(model):
+            deferred_init.materialise(model, self.group.device, deferred_init.initialiser(model))
         self.precision.convert(model)
         model.to(self.group.device)
         self.transform(model)

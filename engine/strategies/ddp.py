@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from engine.errors import nearest
 from engine.strategies.base import Strategy, class_name, spread, sum_over_ranks, trained
-from engine.strategies.repeated import Reached
-from engine.strategies.replica import Replica, average
+from engine.strategies.changing_replica import Replica, average
+from engine.strategies.weight_zero_batches import Reached
 from engine.transforms.blocks import user_module
+from engine.utils.errors import nearest
 
 HOOKS = ("fp16", "bf16", "powersgd")
 

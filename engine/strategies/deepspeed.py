@@ -15,25 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from engine import gradients
-from engine.checkpoint.source import Report, Source, whole
-from engine.config.schema import Settings
+from engine.checkpoint.reader import Report, Source, whole
+from engine.config.settings import Settings
 from engine.distributed.group import Group
-from engine.log import warn_once
-from engine.precision import Precision
+from engine.step import gradients
+from engine.step.precision import Precision
 from engine.strategies import deepspeed_config, deepspeed_state
 from engine.strategies.base import Strategy, class_name, named_state, numbered_state, spread, sum_over_ranks
 from engine.strategies.deepspeed_config import Asked
-from engine.strategies.deepspeed_model import (
-    ELEMENTWISE,
-    Driven,
-    LossScale,
-    calm,
-    check_optimizer,
-    import_deepspeed,
-    use_process_group,
-)
+from engine.strategies.deepspeed_model import ELEMENTWISE, Driven, LossScale, calm, check_optimizer, import_deepspeed, use_process_group
 from engine.strategies.deepspeed_state import Spread
+from engine.utils.log import warn_once
 
 _IN_ZERO = {  # field of DeepSpeed -> its name in "zero_optimization"
     "stage": "stage",

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config.schema import Settings
-from engine.errors import nearest
+from engine.config.settings import Settings
+from engine.utils.errors import nearest
 
 KNOWN = frozenset(
     (

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from engine import gradients
-from engine.strategies.additions import Divided
+from engine.step import gradients
+from engine.strategies.added_modules import Divided
 from engine.strategies.deepspeed_state import Spread
-from engine.tree import map_tensors
+from engine.utils.tree import map_tensors
 
 ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop")
 """Optimizers of torch that treat each element by itself, so that a flat part of the parameters is stepped as the whole would be."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.checkpoint.source import Report, Source, whole
+from engine.checkpoint.reader import Report, Source, whole
 from engine.strategies.base import numbered_state
 
 

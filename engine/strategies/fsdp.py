@@ -18,19 +18,19 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from engine.checkpoint.source import Source, own_state
+from engine.checkpoint.reader import Source, own_state
 from engine.checkpoint.tensors import Stored
-from engine.config.schema import Settings
+from engine.config.settings import Settings
 from engine.distributed.collectives import all_reduce
 from engine.distributed.group import Group
 from engine.distributed.mesh import degrees, make_mesh
-from engine.gradients import parameters_of
-from engine.log import warn_once
-from engine.strategies import deferred, shards
-from engine.strategies.additions import Divided
+from engine.step.gradients import parameters_of
+from engine.strategies import deferred_init, dtensors
+from engine.strategies.added_modules import Divided
 from engine.strategies.base import Strategy, class_name, spread, sum_over_ranks
-from engine.strategies.flat import SHARDED
+from engine.strategies.tensor_class_states import SHARDED
 from engine.transforms import blocks, float8
+from engine.utils.log import warn_once
 
 
 @dataclass(kw_only=True)
@@ -121,7 +121,7 @@ class FSDP(Strategy):
     # -- the model --------------------------------------------------------------------------------------------------------------
 
     def building(self) -> AbstractContextManager[Any]:
-        return super().building() if self.group.world_size == 1 else deferred.parameters_deferred()
+        return super().building() if self.group.world_size == 1 else deferred_init.parameters_deferred()
 
     def place(self, model: nn.Module) -> None:
         if self.group.world_size == 1:
@@ -158,9 +158,9 @@ class FSDP(Strategy):
             self._watches.pop().remove()
 
     def _check(self, model: nn.Module) -> None:
-        if any(shards.is_sharded(p) for p in model.parameters()):
+        if any(dtensors.is_sharded(p) for p in model.parameters()):
             raise ValueError(f"parts of {class_name(model)} are sharded already, but not the whole: give a new module, or the one prepared before")
-        self._initialise = deferred.initialiser(model) if self.group.is_main else None
+        self._initialise = deferred_init.initialiser(model) if self.group.is_main else None
 
     def _shard(self, model: nn.Module) -> None:
         self.transform(model)
@@ -212,7 +212,7 @@ class FSDP(Strategy):
         Raises:
             ValueError: some are and others are not, or they differ in type otherwise.
         """
-        own = {name: p for name, p in module.named_parameters() if p.requires_grad and p not in ignored and not shards.is_sharded(p)}
+        own = {name: p for name, p in module.named_parameters() if p.requires_grad and p not in ignored and not dtensors.is_sharded(p)}
         types = dict.fromkeys(p.dtype for p in own.values())  # a set has another order in each process
         if len(types) > 1:
             most = max(types, key=lambda dtype: sum(p.dtype == dtype for p in own.values()))
@@ -225,11 +225,11 @@ class FSDP(Strategy):
 
     def _settle(self, module: nn.Module) -> None:
         """What of the module is not sharded yet, on the device, with rank 0's values; what has none yet gets them there."""
-        if deferred.is_deferred(module, self._away):
-            deferred.return_freed_memory()
-            deferred.materialise(module, self.group.device, self._initialise, self._replaced.__setitem__, self._away)
+        if deferred_init.is_deferred(module, self._away):
+            deferred_init.return_freed_memory()
+            deferred_init.materialise(module, self.group.device, self._initialise, self._replaced.__setitem__, self._away)
         tensors = (*module.parameters(), *module.buffers())
-        own = [t for t in tensors if not shards.is_sharded(t) and not t.is_meta and t not in self._settled]
+        own = [t for t in tensors if not dtensors.is_sharded(t) and not t.is_meta and t not in self._settled]
         for tensor in own:
             tensor.data = tensor.data.to(self.group.device)
             self._settled[tensor] = True
@@ -241,7 +241,7 @@ class FSDP(Strategy):
         for name, old in before.items():
             if after[name] is not old:
                 self._replaced[old] = after[name]
-                if not shards.is_sharded(old):
+                if not dtensors.is_sharded(old):
                     old.data = old.data.new_empty(0)  # an optimizer that was made before still has it
 
     def _now(self, parameter: Tensor) -> Tensor:
@@ -268,10 +268,10 @@ class FSDP(Strategy):
                     parameters[i] = new
                     if old in optimizer.state:
                         state = optimizer.state.pop(old)
-                        optimizer.state[new] = {key: shards.part(value, new) for key, value in state.items()}
-            if type(optimizer).__module__.startswith("torchao.optim") and any(shards.is_sharded(p) for p in parameters):
+                        optimizer.state[new] = {key: dtensors.part(value, new) for key, value in state.items()}
+            if type(optimizer).__module__.startswith("torchao.optim") and any(dtensors.is_sharded(p) for p in parameters):
                 warn_once(f"{type(optimizer).__name__}: a checkpoint of this training will be an error. Its states are of blocks; {SHARDED}")
-            kinds = {shards.is_sharded(p) for p in parameters if p not in self._away}
+            kinds = {dtensors.is_sharded(p) for p in parameters if p not in self._away}
             if len(kinds) > 1 and not (group.get("foreach") is False and not group.get("fused")):
                 if group.get("foreach") or group.get("fused"):
                     warn_once(f"{type(optimizer).__name__} has sharded and whole parameters in one group: foreach and fused are switched off for it")
@@ -292,12 +292,12 @@ class FSDP(Strategy):
                     model.set_requires_all_reduce(enabled)
 
     def traces(self, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> list[tuple[Any, int]]:
-        away = shards.accumulated(models)
-        grads = (shards.gradient(p, away) for p in parameters_of(optimizers))
+        away = dtensors.accumulated(models)
+        grads = (dtensors.gradient(p, away) for p in parameters_of(optimizers))
         return [(None, 0) if grad is None else (grad, grad._version) for grad in grads]
 
     def discard(self, models: Sequence[nn.Module]) -> None:
-        shards.discard(models)
+        dtensors.discard(models)
 
     def _average(self, root: nn.Module, parameter: Tensor) -> None:
         """Of a parameter that ``fully_shard`` leaves alone; averaging what is averaged already changes nothing."""
@@ -319,13 +319,13 @@ class FSDP(Strategy):
         return sum_over_ranks(self.group, value, self.speaks)
 
     def local(self, grads: list[Tensor]) -> list[Tensor]:
-        return grads if self.group.world_size == 1 else shards.local(grads)
+        return grads if self.group.world_size == 1 else dtensors.local(grads)
 
     def norm(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
         if self.group.world_size == 1 or math.isnan(norm_type):
             return super().norm(grads, norm_type)
         device = torch.device("cpu") if self.cpu_offload else self.group.device
-        return shards.norm(self.group, grads, norm_type, self._holders, device)
+        return dtensors.norm(self.group, grads, norm_type, self._holders, device)
 
     def _holders(self, grad: Tensor) -> int:
         """How many ranks hold a part of this gradient, or a copy."""
@@ -338,7 +338,7 @@ class FSDP(Strategy):
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
 
     def part_like(self, stored: Stored, parameter: Tensor) -> Tensor:
-        if shards.is_sharded(parameter) and stored.shape == parameter.shape:
+        if dtensors.is_sharded(parameter) and stored.shape == parameter.shape:
             return torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)
         return super().part_like(stored, parameter)
 
@@ -354,5 +354,5 @@ class FSDP(Strategy):
         return self._whole(own_state(module))
 
     def _whole(self, tree: dict[str, Any]) -> dict[str, Any]:
-        whole: dict[str, Any] = shards.whole(self.group, tree, self.group.is_main)
+        whole: dict[str, Any] = dtensors.whole(self.group, tree, self.group.is_main)
         return whole

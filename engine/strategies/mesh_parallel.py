@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
-from engine.checkpoint.source import Source
-from engine.config.schema import Settings
+from engine.checkpoint.reader import Source
+from engine.config.settings import Settings
 from engine.distributed.group import Group
 from engine.distributed.mesh import data_group
-from engine.errors import nearest
-from engine.strategies import shards, tensor_parallel
-from engine.strategies.depth import Depth
+from engine.strategies import dtensors, tensor_parallel
 from engine.strategies.fsdp import FSDP
 from engine.strategies.pipeline import SCHEDULES, Pipeline, Step, stages_of
+from engine.strategies.pipeline_parameters import Depth
 from engine.transforms.blocks import user_module
 from engine.transforms.order import Transforms
+from engine.utils.errors import nearest
 
 _IN_PARTS = "its parts are on several ranks, and no rank runs the whole"
 
@@ -153,8 +153,8 @@ class MeshParallel(FSDP):
         else:
             self._settle(model)
             for own in model.parameters():
-                if shards.is_sharded(own) and own.requires_grad:
-                    own.register_post_accumulate_grad_hook(shards.align)
+                if dtensors.is_sharded(own) and own.requires_grad:
+                    own.register_post_accumulate_grad_hook(dtensors.align)
         if self.pipelined:
             depth.tied = [(self._now(p), group, count) for p, group, count in depth.tied]
             for module in model.modules():  # a tied parameter has other modules on other stages
@@ -207,7 +207,7 @@ class MeshParallel(FSDP):
 
     def _whole(self, tree: dict[str, Any]) -> dict[str, Any]:
         """On the first rank of each stage."""
-        whole: dict[str, Any] = shards.whole(self.group, tree, self.group.rank % (self.group.world_size // self._sizes["pp"]) == 0)
+        whole: dict[str, Any] = dtensors.whole(self.group, tree, self.group.rank % (self.group.world_size // self._sizes["pp"]) == 0)
         return whole
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:

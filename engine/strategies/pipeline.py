@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
-from engine.errors import nearest
-from engine.gradients import Loss
-from engine.log import warn_once
-from engine.tree import batch_size, map_tensors
+from engine.step.gradients import Loss
+from engine.utils.errors import nearest
+from engine.utils.log import warn_once
+from engine.utils.tree import batch_size, map_tensors
 
 SCHEDULES = {
     "gpipe": ("ScheduleGPipe", 1, False),

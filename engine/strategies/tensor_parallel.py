@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel, parallelize_module
 
-from engine.errors import nearest
 from engine.strategies.base import class_name
 from engine.transforms.blocks import user_module
+from engine.utils.errors import nearest
 
 Plan = Mapping[str, ParallelStyle | str]
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from engine.errors import nearest
+from engine.utils.errors import nearest
 
 Choice = type[nn.Module] | str
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # without a forward pass of their own

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from engine.config.transforms import Recompute
+from engine.config.transform_settings import Recompute
 from engine.transforms.blocks import units, user_module
 from engine.transforms.rerun import Buffers, Pass
 

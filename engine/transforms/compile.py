@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from engine.config.transforms import Compile
+from engine.config.transform_settings import Compile
 from engine.transforms.blocks import units, user_module
 
 

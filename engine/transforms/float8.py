@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from engine.errors import nearest
-from engine.log import logger, warn_once
 from engine.transforms.blocks import user_module
+from engine.utils.errors import nearest
+from engine.utils.log import logger, warn_once
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 BACKENDS = ("torchao", "te")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from engine.config.transforms import Compile, Recompute
+from engine.config.transform_settings import Compile, Recompute
 from engine.transforms.checkpointing import recompute
 from engine.transforms.compile import compile_model, is_whole
 

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from engine.metric_states import unchanged
+from engine.metrics.torchmetrics_states import unchanged
 
 State = dict[nn.Module, dict[str, Tensor | None]]
 Seen = list[tuple[nn.Module, dict[str, tuple[Tensor, int]]]]

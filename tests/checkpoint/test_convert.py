@@ -21,11 +21,11 @@ from trained import Tied, batches, save
 from engine import Fit, Resume, TrainModule
 from engine.checkpoint import convert as converting
 from engine.checkpoint.convert import convert
+from engine.checkpoint.directory import SHARED, Opened
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.overview import facts, problems
-from engine.checkpoint.renumber import named, nested
-from engine.checkpoint.source import Source
-from engine.checkpoint.store import SHARED, Opened
+from engine.checkpoint.listing import facts, problems
+from engine.checkpoint.optimizer_names import named, nested
+from engine.checkpoint.reader import Source
 from engine.checkpoint.tensors import Stored
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")

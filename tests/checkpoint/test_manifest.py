@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import ModelCheckpoint
 from engine import Engine, Fit, TrainModule
+from engine.checkpoint.listing import entries
 from engine.checkpoint.manifest import FORMAT, READABLE
-from engine.checkpoint.overview import entries
-from engine.checkpoint.places import place
+from engine.checkpoint.storage import place
 
 STORED = Path(__file__).parent / "format_2"
 DATA = TensorDataset(torch.arange(16.0).reshape(8, 2) / 16)

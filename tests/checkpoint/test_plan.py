@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from engine.checkpoint import plan
-from engine.checkpoint.plan import Part, deal, divide, parts_of, rows
+from engine.checkpoint import write_shares
+from engine.checkpoint.write_shares import Part, deal, divide, parts_of, rows
 
 
 def test_what_all_hold_is_shared_out() -> None:
@@ -35,9 +35,9 @@ def test_whole_tensors_begin_at_nought_and_share_memory() -> None:
 
 
 def test_large_ranks_write_several_files(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(plan, "FILE", 16)
+    monkeypatch.setattr(write_shares, "FILE", 16)
     parts = {name: Part(torch.zeros(count), (0,)) for name, count in (("a", 4), ("b", 3), ("c", 2), ("d", 1))}
     assert [sorted(file) for file in divide(parts)] == [["a", "d"], ["b", "c"]]  # 40 bytes in two files of 20
     assert divide({}) == []
-    monkeypatch.setattr(plan, "FILE", 1)
+    monkeypatch.setattr(write_shares, "FILE", 1)
     assert len(divide(parts)) == 4  # no empty files

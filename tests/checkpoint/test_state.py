@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.checkpoint.state import pack, unpack
+from engine.checkpoint.json_tree import pack, unpack
 
 
 def round_trip(tree: Any) -> Any:

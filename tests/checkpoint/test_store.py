@@ -16,9 +16,9 @@ import pytest
 import torch
 from saved import read, resummed, save
 
+from engine.checkpoint.directory import Opened, begin, list_checkpoints, remove, sweep
 from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.manifest import FORMAT
-from engine.checkpoint.store import Opened, begin, list_checkpoints, remove, sweep
 
 ROOT = Path(__file__).parents[2]
 
@@ -263,7 +263,7 @@ import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from saved import read, resummed, save
-from engine.checkpoint.store import list_checkpoints, sweep
+from engine.checkpoint.directory import list_checkpoints, sweep
 
 root, again = Path(sys.argv[1]), sys.argv[3] == "again"
 for n in range(1, 1000):

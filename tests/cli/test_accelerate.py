@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from engine import possible, strategies
-from engine.cli import accelerate
+from engine import strategies
 from engine.cli.main import main
 from engine.config.resolve import Resolved, resolve
-from engine.precision import Precision
+from engine.interop import accelerate
+from engine.loop import compatibility
+from engine.step.precision import Precision
 from engine.strategies.base import Single
 from engine.strategies.ddp import DDP
 from engine.strategies.deepspeed import DeepSpeed
@@ -108,7 +109,7 @@ def taken_over(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str
     status = main(["config", "--from-accelerate", str(source), "--output", str(out), *options])
     assert status == 0, capsys.readouterr().err
     found = resolve({}, {}, out)
-    possible.check(found.settings, found.origins)
+    compatibility.check(found.settings, found.origins)
     return found, out.read_text()
 
 

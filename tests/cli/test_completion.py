@@ -15,7 +15,7 @@ from engine import strategies
 from engine.cli import completion
 from engine.cli.completion import VALUES, candidates
 from engine.cli.main import COMMANDS
-from engine.config.schema import Settings, check
+from engine.config.settings import Settings, check
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ import pytest
 from engine import strategies
 from engine.cli.config_questions import QUESTIONS, ask
 from engine.cli.main import main
-from engine.config.documents import CODE_ONLY, document, documentation
+from engine.config.commented_file import CODE_ONLY, document, documentation
 from engine.config.resolve import Resolved, resolve
-from engine.config.schema import Settings
+from engine.config.settings import Settings
 from engine.strategies.deepspeed import DeepSpeed
 
 ROOT = Path(__file__).parents[2]

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from engine import TrainModule
+from engine.checkpoint.recorded_arguments import Recorded
 from engine.cli.building import Parsed, Part
 from engine.cli.exits import UsageError
 from engine.cli.hyperparameters import completed
 from engine.cli.targets import importable_here, load
-from engine.recorded import Recorded
 
 NETS = '''
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from engine import TrainModule
-from engine.checkpoint.overview import facts
+from engine.checkpoint.listing import facts
 from engine.cli.building import Parsed, Part
 from engine.cli.exits import UsageError
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import checkpoints
 from engine.cli import self_check, self_check_jobs
 from engine.cli.self_check import CHECKS, Outcome
+from engine.loop import run_checkpoints
 
 RANKS = self_check_jobs.Ranks()
 
@@ -76,7 +76,7 @@ def test_checks_of_one_device_pass(folder: Path) -> None:
 
 
 def test_a_resume_that_loses_random_numbers_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "restore", lambda state: None)
+    monkeypatch.setattr(run_checkpoints, "restore", lambda state: None)
     with pytest.raises(AssertionError, match="losses without interruption"):
         self_check_jobs.resume("cpu", RANKS)
 

@@ -92,7 +92,7 @@ def prepare(folder: Path) -> dict[str, str]:
 
 def main(reports: Path) -> None:
     from engine import Fit
-    from engine.config.readable import readable
+    from engine.config.masked import readable
     from engine.config.resolve import resolve
 
     fit = Fit(seed=7)

@@ -13,9 +13,9 @@ import torch
 from callbacks import CSVLogger, ModelCheckpoint
 from engine import DDP, Callback, Fit, TrainModule
 from engine.cli.main import main
-from engine.config.readable import HIDDEN, plain, readable, without_secrets
+from engine.config.masked import HIDDEN, plain, readable, without_secrets
 from engine.config.resolve import resolve
-from engine.config.schema import Settings
+from engine.config.settings import Settings
 
 BATCHES = [torch.ones(2, 1) for _ in range(4)]
 

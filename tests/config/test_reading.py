@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import reading
+from engine.config import yaml_reader
 from engine.config.resolve import resolve
-from engine.config.writing import flow
+from engine.config.yaml_writer import flow
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = (
@@ -104,7 +104,7 @@ def test_files_that_are_none(in_tmp: Path) -> None:
     Path("latin.yaml").write_bytes("seed: 1\nroot_dir: caf\xe9\n".encode("latin-1"))
     with pytest.raises(ValueError, match=r"file latin.yaml:2: is not UTF-8 \(byte 0xe9\)"):
         resolve({}, {}, Path("latin.yaml"))
-    Path("huge.yaml").write_text("# " + "x" * reading.MAX_BYTES)
+    Path("huge.yaml").write_text("# " + "x" * yaml_reader.MAX_BYTES)
     with pytest.raises(ValueError, match=r"file huge.yaml: has more than 1,000,000 bytes"):
         resolve({}, {}, Path("huge.yaml"))
     Path("fit.yaml").mkdir()
@@ -129,11 +129,11 @@ def test_anchors_and_merges(in_tmp: Path) -> None:
     assert (found.settings.strategy.name, found.settings.strategy.options) == ("fsdp", {"bucket_cap_mb": 5})
     assert (found.settings.strategy.at("name"), found.settings.strategy.at("bucket_cap_mb")) == ("file a.yaml:3: ", "file a.yaml:2: ")
     text = "a: &a {x: 1, y: 1, z: 1}\nb: &b {y: 2, z: 2}\nc: {<<: [*b, *a], z: 3}\nd: {z: 4, <<: {<<: *a, y: 5}}\n"
-    node = reading.compose(text, "text", lines=True)
-    value = reading.construct(node)
+    node = yaml_reader.compose(text, "text", lines=True)
+    value = yaml_reader.construct(node)
     assert value["c"] == {"x": 1, "y": 2, "z": 3}
     assert value["d"] == {"x": 1, "y": 5, "z": 4}
-    places = reading.places(node, "text", lines=True)
+    places = yaml_reader.places(node, "text", lines=True)
     assert [places[f"c.{key}"] for key in "xyz"] == ["text:1", "text:2", "text:3"]
     assert [places[f"d.{key}"] for key in "xyz"] == ["text:1", "text:4", "text:4"]
 
@@ -148,4 +148,4 @@ def test_anchors_and_merges(in_tmp: Path) -> None:
 def test_what_is_written_is_read_back(value: object) -> None:
     line = flow(value)
     assert "\n" not in line
-    assert reading.construct(reading.compose(f"key: {line}  # why", "text")) == {"key": value}
+    assert yaml_reader.construct(yaml_reader.compose(f"key: {line}  # why", "text")) == {"key": value}

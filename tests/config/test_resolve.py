@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from engine import Fit
-from engine.config import elsewhere
+from engine.config import other_trainers
 from engine.config.duration import Duration
 from engine.config.resolve import UNSET, Resolved, resolve
-from engine.config.schema import Settings
+from engine.config.settings import Settings
 
 
 @pytest.fixture
@@ -187,5 +187,5 @@ def test_names_of_other_trainers(name: str, said: str, tmp_path: Path) -> None:
 
 
 def test_every_name_that_is_told_is_a_setting() -> None:
-    assert set(elsewhere._NAMES.values()) <= {field.name for field in fields(Settings)}
-    assert not (set(elsewhere._NAMES) | set(elsewhere._OTHERWISE)) & {field.name for field in fields(Settings)}
+    assert set(other_trainers._NAMES.values()) <= {field.name for field in fields(Settings)}
+    assert not (set(other_trainers._NAMES) | set(other_trainers._OTHERWISE)) & {field.name for field in fields(Settings)}

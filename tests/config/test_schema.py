@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.config.duration import Duration
-from engine.config.schema import PRECISIONS, Settings, check, precision_name
+from engine.config.settings import PRECISIONS, Settings, check, precision_name
 
 
 def test_a_run_without_any_limit_is_one_epoch() -> None:

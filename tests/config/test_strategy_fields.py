@@ -12,7 +12,7 @@ import torch
 
 from engine import DDP, FP8, FSDP, DeepSpeed, Engine, Fit, MeshParallel, Precision, Strategy, strategies
 from engine.config.construct import construct, converted
-from engine.config.named import Named
+from engine.config.name_and_options import Named
 from engine.config.resolve import resolve
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from engine import CombinedLoader, Engine, Fit, TrainModule
-from engine.data.combined import _own
-from engine.data.loader import PreparedLoader
+from engine.data.combined_loaders import _own
+from engine.data.prepared_loader import PreparedLoader
 from engine.data.sampler import Deal
 
 

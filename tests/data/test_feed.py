@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from engine.data.feed import feed_for
-from engine.data.indices import Batches, BatchIndices, SampleIndices
+from engine.data.indexed import Batches, BatchIndices, SampleIndices
 from engine.data.stream import Stream
 
 

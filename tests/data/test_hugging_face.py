@@ -15,7 +15,8 @@ from ranked import on_ranks
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from engine import CombinedLoader, Engine, log
+from engine import CombinedLoader, Engine
+from engine.utils import log
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 from engine import CombinedLoader, Fit, TrainModule
-from engine.data.in_order import in_order
+from engine.data.overfit_order import in_order
 
 pytestmark = pytest.mark.filterwarnings("ignore:overfit_batches. DataLoader is read")
 DATA = torch.arange(10.0)

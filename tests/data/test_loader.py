@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from engine import Engine
-from engine.data.loader import PreparedLoader
+from engine.data.prepared_loader import PreparedLoader
 from engine.data.sampler import ALONE
 
 

@@ -27,8 +27,9 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from callbacks import ModelCheckpoint
-from engine import Engine, Fit, TrainModule, log
-from engine.data.loader import PreparedLoader
+from engine import Engine, Fit, TrainModule
+from engine.data.prepared_loader import PreparedLoader
+from engine.utils import log
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +144,7 @@ class Endless(Sampler[int]):
 
 
 def test_a_sampler_without_an_end_needs_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.data.order._ENDLESS", 1000)
+    monkeypatch.setattr("engine.data.sampler_order._ENDLESS", 1000)
     loader = loaded(Endless())
     with pytest.raises(ValueError, match=r"Endless has no length, and gave more than 1000 indices for 20 samples.*limit_train_batches"):
         read(loader)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine import Engine
-from engine.data import loader as loaders
-from engine.data.prefetch import ahead, pinned
+from engine.data import prepared_loader as loaders
+from engine.data.device_prefetch import ahead, pinned
 from engine.data.sampler import Share
 
 

@@ -19,9 +19,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader import sampler as torchdata_sampler
 
-from engine import Engine, log
-from engine.data.loader import PreparedLoader
-from engine.data.stateful import FromWorkers, InProcess, Source, presharded, source_for
+from engine import Engine
+from engine.data.prepared_loader import PreparedLoader
+from engine.data.stream_position import FromWorkers, InProcess, Source, presharded, source_for
+from engine.utils import log
 
 
 @pytest.fixture(autouse=True)

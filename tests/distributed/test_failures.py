@@ -7,7 +7,7 @@ from processes import run_ranks
 
 from engine.distributed import failures
 from engine.distributed.environment import Environment
-from engine.errors import RankError
+from engine.utils.errors import RankError
 
 
 @pytest.mark.parametrize(

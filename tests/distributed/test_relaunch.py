@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
 from engine.distributed import collectives as c, environment, failures, group, relaunch
-from engine.errors import RankError
+from engine.utils.errors import RankError
 
 case, place = sys.argv[1], Path(sys.argv[2])
 env = environment.detect(os.environ)

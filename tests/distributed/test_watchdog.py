@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.distributed import stacks
 from engine.distributed.environment import Environment
 from engine.distributed.group import Group
-from engine.distributed.watchdog import Note, Watchdog, laggards
+from engine.health import stacks
+from engine.health.watchdog import Note, Watchdog, laggards
 
 
 def note(progress: float = 5, collectives: int = 10, waits: bool = True) -> Note:

@@ -20,8 +20,8 @@ from torch import nn
 from callbacks import ModelCheckpoint
 from engine import Callback, Engine
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.places import Local
-from engine.loading import opening
+from engine.checkpoint.resume import opening
+from engine.checkpoint.storage import Local
 
 
 def names(root: Path) -> list[str]:

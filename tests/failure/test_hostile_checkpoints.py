@@ -19,7 +19,7 @@ from saved import record_of, resummed
 from callbacks import ModelCheckpoint
 from engine import Engine, Fit, TrainModule
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.overview import entries, facts, problems
+from engine.checkpoint.listing import entries, facts, problems
 from engine.cli.checkpoint import main as command
 
 logging.disable(logging.CRITICAL)

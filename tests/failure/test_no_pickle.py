@@ -19,9 +19,9 @@ from processes import clean_environment, run_ranks, run_script
 from safetensors.torch import load_file
 from saved import read, resummed, save
 
+from engine.checkpoint.directory import Opened
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.source import Source
-from engine.checkpoint.store import Opened
+from engine.checkpoint.reader import Source
 
 SCRIPT = """
 import os, pickle, sys

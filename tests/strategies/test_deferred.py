@@ -14,7 +14,7 @@ from ranked import on_ranks
 from torch import Tensor, nn
 
 from engine import FSDP, Engine, Fit, MeshParallel, Strategy, TrainModule
-from engine.strategies.deferred import initialiser, is_deferred, materialise, parameters_deferred
+from engine.strategies.deferred_init import initialiser, is_deferred, materialise, parameters_deferred
 
 
 class Deep(TrainModule):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from callbacks import ModelCheckpoint
 from engine import TrainModule
-from engine.strategies.flat import flat, whole_again
+from engine.strategies.tensor_class_states import flat, whole_again
 
 optim = pytest.importorskip("torchao.optim")
 

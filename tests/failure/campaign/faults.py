@@ -27,28 +27,28 @@ class Fault(NamedTuple):
 
 FAULTS = {
     "older": Fault(
-        "a job goes on from the checkpoint before the newest", "engine/loading.py",
+        "a job goes on from the checkpoint before the newest", "engine/checkpoint/resume.py",
         "list(reversed(manifests)), place.unusable()]", "list(reversed(list(manifests)[:-1] or list(manifests))), place.unusable()]",
     ),
     "early": Fault(
-        "a checkpoint has its name before it has its manifest", "engine/checkpoint/store.py",
+        "a checkpoint has its name before it has its manifest", "engine/checkpoint/directory.py",
         "    write_json(partial / MANIFEST, manifest)\n    for folder in (*FOLDERS, \".\"):\n        sync(partial / folder)\n",
         "    partial.rename(directory)\n    sync(directory)\n    write_json(directory / MANIFEST, manifest)\n    return\n",
     ),
     "lock": Fault(
-        "who is said to hold a folder holds it, dead or alive", "engine/checkpoint/runs.py",
+        "who is said to hold a folder holds it, dead or alive", "engine/checkpoint/run_locks.py",
         "        free = _lock(descriptor, fcntl.LOCK_EX, before) and", "        free = before.get(\"status\") != RUNNING and",
     ),
     "random": Fault(
-        "random numbers start again", "engine/checkpoints.py",
+        "random numbers start again", "engine/loop/run_checkpoints.py",
         "            loaded.give(\"random generators\", restore, own[\"rng\"])\n", "            pass\n",
     ),
     "position": Fault(
-        "an epoch starts again at its first sample", "engine/loop.py",
+        "an epoch starts again at its first sample", "engine/loop/train.py",
         "loader.resume(state.epoch, state.position, run.take_stream())", "loader.resume(state.epoch, 0, run.take_stream())",
     ),
     "removal": Fault(
-        "what was still to be removed is forgotten", "engine/checkpoints.py",
+        "what was still to be removed is forgotten", "engine/loop/run_checkpoints.py",
         "            content.shared[\"postponed\"] += remove", "            content.shared[\"postponed\"] += []",
     ),
     "orphan": Fault(

@@ -30,7 +30,7 @@ FAULTS = {
         "divisor=total / (micro[rank] * world_size) if micro[rank] else 1.0", "divisor=float(len(sizes))",
     ),
     "window": Fault(
-        "the first epoch's window holds in all", "engine/loop.py",
+        "the first epoch's window holds in all", "engine/loop/train.py",
         "run.engine.accumulate_grad_batches = run.window_at(run.state.epoch)", "run.engine.accumulate_grad_batches = run.window_at(0)",
     ),
     "sampler": Fault(
@@ -39,19 +39,19 @@ FAULTS = {
         ("ddp3", "ddp2"),
     ),
     "metrics": Fault(
-        "all values of a mean weigh as the first", "engine/reductions.py",
+        "all values of a mean weigh as the first", "engine/metrics/reductions.py",
         "and len(set(weights)) == 1:", "and weights:",
     ),
     "scheduler": Fault(
-        "schedules count steps that were skipped", "engine/run.py",
+        "schedules count steps that were skipped", "engine/loop/run.py",
         "        if happened:\n            self.state.step += 1\n", "        self.state.step += happened\n        if self.state.step:\n",
     ),
     "clipping": Fault(
-        "the norm is that of the sum", "engine/gradients.py",
+        "the norm is that of the sum", "engine/step/gradients.py",
         "    if divisor is not None:\n        norm = norm / divisor\n", "",
     ),
     "scaler": Fault(
-        "the window's weight is forgotten where the scale is undone", "engine/precision.py",
+        "the window's weight is forgotten where the scale is undone", "engine/step/precision.py",
         "            inverse = inverse / divisor\n", "            pass\n",
     ),
     "ddp sync": Fault(
@@ -60,12 +60,12 @@ FAULTS = {
         ("ddp2",),
     ),
     "resume": Fault(
-        "what was logged in the epoch before the save is lost", "engine/checkpoints.py",
+        "what was logged in the epoch before the save is lost", "engine/loop/run_checkpoints.py",
         "self.recorder.load_state_dicts, [row[\"recorder\"] for row in rows]", "self.recorder.load_state_dicts, []",
     ),
     "manual optimization": Fault(
         "gradients are averaged for clipping only",
-        "engine/manual.py",
+        "engine/loop/manual_optimization.py",
         "        else:\n            self._average()\n        run.engine.step",
         "        run.engine.step",
         ("ddp2",),

@@ -1,0 +1,331 @@
+"""One checkpoint is one directory. It appears complete or not at all, and nothing in it is code.
+
+::
+
+    step=00000120/
+        manifest.json                   format, time, world size, counters, metrics; size and checksum of every other file, and its own
+        model/rank=00000.safetensors    what this rank wrote of the parameters and buffers
+        model/model.json                names that share a tensor; state of modules that is no tensor
+        optim/rank=00000.safetensors    of the optimizers' states
+        optim/optim.json                their structure
+        state/shared.json               [+ .safetensors] the same on all ranks: schedulers, scaler, callbacks, counters
+        state/rank=00001.json           [+ .safetensors] of each rank: random generators, position in streams
+
+It is written into the hidden sibling ``.step=00000120.partial``, synced to the disk, given its manifest, and renamed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from engine.checkpoint.files import DamagedCheckpoint, Record, blocks, inside, open_file, read_json, sync, verify, write_json
+from engine.checkpoint.json_tree import unpack
+from engine.checkpoint.manifest import FOLDERS, MANIFEST, age_of, check_manifest
+from engine.checkpoint.tensors import TensorFiles, read_tensors, write_tensors
+
+SHARED, RANK = "state/shared", "state/rank={:05d}"
+
+
+# -- writing --------------------------------------------------------------------------------------------------------------------------
+
+
+def draft(directory: Path) -> Path:
+    """Where the checkpoint that will be ``directory`` is put together."""
+    return directory.with_name(f".{directory.name}.partial")
+
+
+def begin(directory: Path) -> int:
+    """Make an empty draft; on one rank.
+
+    Returns:
+        A descriptor that keeps :func:`sweep` of other jobs away until it is closed (or its process is gone).
+
+    Raises:
+        FileExistsError: ``directory`` holds something that is no checkpoint.
+    """
+    if directory.exists() and not (directory / MANIFEST).is_file():
+        raise FileExistsError(f"{directory} exists and is no checkpoint ({MANIFEST} is missing): choose another place, or move it away")
+    partial = draft(directory)
+    _delete(partial)
+    descriptor = None
+    try:
+        for folder in FOLDERS:
+            (partial / folder).mkdir(parents=True)
+        descriptor = os.open(partial, os.O_RDONLY)
+        _flock(descriptor, fcntl.LOCK_EX)
+        sync(directory.parent)
+        sync(directory.parent.parent)  # the root may be new as well
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        if descriptor is not None:
+            os.close(descriptor)
+        raise
+    return descriptor
+
+
+def write_tree(folder: Path, stem: str, tree: tuple[Any, Mapping[str, Tensor]]) -> dict[str, Record]:
+    """Write ``<stem>.json`` and, when there are tensors, ``<stem>.safetensors``; ``tree`` is what :func:`pack` gave."""
+    value, tensors = tree
+    files = {f"{stem}.json": write_json(folder / f"{stem}.json", value)}
+    if tensors:
+        files[f"{stem}.safetensors"] = write_tensors(folder / f"{stem}.safetensors", tensors)
+    return files
+
+
+def seal(directory: Path, manifest: Mapping[str, Any], files: Mapping[str, Record]) -> None:
+    """Give a draft its manifest and make it the checkpoint ``directory``; on one rank, when all have written.
+
+    Args:
+        files: all files of the draft.
+
+    Raises:
+        FileNotFoundError: a file is not in the draft: some rank writes elsewhere.
+    """
+    partial = draft(directory)
+    for name, known in files.items():
+        if not (partial / name).is_file() or (partial / name).stat().st_size != known["bytes"]:
+            raise FileNotFoundError(f"{name} was written by its rank and is not in {partial}: all ranks need the same file system there")
+    write_json(partial / MANIFEST, manifest)
+    for folder in (*FOLDERS, "."):
+        sync(partial / folder)
+    old = directory.with_name(f".{directory.name}.replaced")
+    if (directory / MANIFEST).is_file():
+        _delete(old)
+        directory.rename(old)
+    try:
+        partial.rename(directory)
+    except OSError:
+        if old.exists():
+            old.rename(directory)
+        raise
+    sync(directory.parent)
+    _delete(old)
+
+
+# -- reading --------------------------------------------------------------------------------------------------------------------------
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files are all there with the right sizes; their content is not looked at.
+
+    Raises:
+        DamagedCheckpoint: it is incomplete, changed since it was written, or of an unknown form.
+        FileNotFoundError: there is no checkpoint at ``directory``; the error lists those beside it.
+    """
+    path = directory / MANIFEST
+    if not path.is_file():
+        beside = ", ".join(each.name for each in list_checkpoints(directory.parent)) or "none"
+        raise FileNotFoundError(f"{directory} holds no complete checkpoint ({MANIFEST} is missing); complete ones beside it: {beside}")
+    manifest = check_manifest(directory, read_json(inside(directory, MANIFEST)))
+    for name, known in manifest["files"].items():
+        file = inside(directory, name)
+        if not file.is_file():
+            raise DamagedCheckpoint(f"{directory}: {name} is missing")
+        if file.stat().st_size != known["bytes"]:
+            raise DamagedCheckpoint(f"{directory}: {name} has {file.stat().st_size} bytes, and had {known['bytes']} when it was written")
+    return manifest
+
+
+class Opened:
+    """A checkpoint that is being read; nobody removes it until :meth:`close`. A context manager.
+
+    Args:
+        directory: where it is.
+        share: this reader checks only its share of the files' checksums: ``(index, number of readers)``.
+        folders: those whose checksums are checked.
+
+    Raises:
+        DamagedCheckpoint, FileNotFoundError: as :func:`read_manifest`, and where a checksum is wrong.
+    """
+
+    def __init__(self, directory: Path, share: tuple[int, int] = (0, 1), folders: Iterable[str] = FOLDERS) -> None:
+        self.directory = directory
+        self.manifest = read_manifest(directory)
+        """As given to :func:`seal`, and ``format``, ``saved_at`` (seconds since 1970), ``world_size`` and ``files``."""
+        self._lock = _lock(directory, fcntl.LOCK_SH)
+        chosen = [name for name in sorted(self.files) if name.split("/")[0] in (*folders, name)]
+        try:
+            verify(directory, self.files, blocks(self.files, chosen)[share[0] :: share[1]])
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def files(self) -> dict[str, Record]:
+        found: dict[str, Record] = self.manifest["files"]
+        return found
+
+    def tensors(self, folder: str) -> TensorFiles:
+        """Those of ``model`` or ``optim``."""
+        there = {f"{folder}/{path.name}" for path in (self.directory / folder).glob("*.safetensors")}
+        if strange := sorted(there - self.files.keys()):
+            raise DamagedCheckpoint(f"{self.directory}: {strange[0]} is not in the manifest")
+        return TensorFiles(self.directory / folder, bool(there))
+
+    def tree(self, stem: str, tensors: Mapping[str, Any] | None = None) -> Any:
+        """What :func:`write_tree` wrote; ``None`` when there is no such file.
+
+        Args:
+            tensors: what stands for its tensors; by default they are read, onto the CPU.
+        """
+        if f"{stem}.json" not in self.files:
+            return None
+        if tensors is None:
+            name = f"{stem}.safetensors"
+            tensors = read_tensors(inside(self.directory, name)) if name in self.files else {}
+        value = read_json(inside(self.directory, f"{stem}.json"))
+        try:
+            return unpack(value, tensors)
+        except ValueError as error:
+            raise DamagedCheckpoint(f"{self.directory}: {stem}.json: {error}") from error
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+# -- keeping ---------------------------------------------------------------------------------------------------------------------------
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """The complete checkpoints directly in ``root``, in the order in which they were written, oldest first; see :func:`read_manifests`."""
+    return list(read_manifests(root))
+
+
+def read_manifests(root: Path) -> dict[Path, dict[str, Any]]:
+    """The manifests of the complete checkpoints directly in ``root``, in the order in which they were written, oldest first.
+
+    Complete: a manifest that is as it was written, and every file there with its right size. After a run that went back to an earlier
+    step, the newest is the last that this run wrote, not the one with the highest step.
+    """
+    found: list[tuple[Any, str, Path, dict[str, Any]]] = []
+    for path in directories(root):
+        # An old one that was moved aside stands in while its successor is not yet there.
+        with suppress(DamagedCheckpoint, OSError):
+            stands_in = path.suffix == ".replaced" and path.name.startswith(".") and not (root / path.stem[1:]).exists()
+            if (stands_in or not path.name.startswith(".")) and (path / MANIFEST).is_file():
+                manifest = read_manifest(path)
+                found.append((age_of(manifest), path.name, path, manifest))
+    return {path: manifest for _, _, path, manifest in sorted(found, key=lambda entry: entry[:2])}
+
+
+def remove(path: Path) -> bool:
+    """Delete a checkpoint: it is hidden, then its manifest goes, then the rest; a kill in between leaves nothing that looks like one.
+
+    Of a link to one only the link goes.
+
+    Returns:
+        False: it stays, because someone is reading it, or because no other complete one lies beside it.
+
+    Raises:
+        ValueError: ``path`` is there, but is no checkpoint.
+    """
+    if not path.exists():
+        return True
+    if not (path / MANIFEST).is_file():
+        raise ValueError(f"{path} is no checkpoint ({MANIFEST} is missing): it is not deleted")
+    if not any(other != path for other in list_checkpoints(path.parent)):
+        return False
+    lock = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if lock is None:
+        return False
+    try:
+        removed = path.with_name(f".{path.name}.removed")
+        _delete(removed)
+        path.rename(removed)
+        if not removed.is_symlink():
+            (removed / MANIFEST).unlink()
+        _delete(removed)  # another job's sweep may be at it
+    finally:
+        os.close(lock)
+    return True
+
+
+def is_read(path: Path) -> bool:
+    """Whether someone is reading this checkpoint now."""
+    if not (path / MANIFEST).is_file():
+        return False
+    lock = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if lock is not None:
+        os.close(lock)
+    return lock is None
+
+
+def is_one(path: Path) -> bool:
+    """Whether a checkpoint was put there, usable or not: something is called as its manifest is, or all of its folders are there."""
+    try:
+        return os.path.lexists(path / MANIFEST) or all((path / folder).is_dir() for folder in FOLDERS)
+    except OSError:  # it may not be looked into, or cannot be there at all: no permission for the folder above, too long a name
+        return os.path.lexists(path)
+
+
+def is_readable(path: Path) -> bool:
+    """Whether this version reads the manifest of the checkpoint at ``path``, and all files are there."""
+    try:
+        read_manifest(path)
+    except (DamagedCheckpoint, OSError):
+        return False
+    return True
+
+
+def sweep(root: Path) -> None:
+    """Delete what runs that were killed left in ``root``; what another job is writing there stays."""
+    complete = set(list_checkpoints(root))
+    for path in directories(root):
+        ours = path.name.startswith(".") and path.suffix in (".partial", ".replaced", ".removed") and path not in complete
+        with suppress(OSError):
+            if ours and all(each.name in (*FOLDERS, MANIFEST) for each in path.iterdir()):
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    if _flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                        shutil.rmtree(path, ignore_errors=True)
+                finally:
+                    os.close(descriptor)
+
+
+def directories(root: Path) -> list[Path]:
+    """Those directly in ``root``, which may not be there."""
+    return [path for path in sorted(root.iterdir()) if path.is_dir()] if root.is_dir() else []
+
+
+def _delete(path: Path) -> None:
+    """A directory with what is in it, as far as it can be deleted; a link without what it leads to."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _lock(directory: Path, mode: int) -> int | None:
+    """A descriptor that holds the lock of a checkpoint until it is closed; ``None``: someone else has it."""
+    descriptor = open_file(directory / MANIFEST)
+    if _flock(descriptor, mode):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _flock(descriptor: int, mode: int) -> bool:
+    """Whether the lock was got, or the file system has none: readers and drafts are not protected there."""
+    try:
+        fcntl.flock(descriptor, mode)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True

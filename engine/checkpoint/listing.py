@@ -1,0 +1,193 @@
+"""What checkpoints there are and how they are: for people, and for what keeps a folder small."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.directory import SHARED, Opened
+from engine.checkpoint.files import DamagedCheckpoint, blocks, read_json, verify
+from engine.checkpoint.manifest import FOLDERS, MANIFEST, check_manifest
+from engine.checkpoint.storage import Place
+from engine.checkpoint.tensors import TensorFiles
+from engine.checkpoint.user_paths import find, folder
+from engine.config.masked import without_secrets
+
+Entry = dict[str, Any]
+
+
+def entries(root: str | Path) -> list[Entry]:
+    """All checkpoints in a folder (or in its ``checkpoints/``), complete ones first, oldest first.
+
+    Returns:
+        For each ``name``, ``path``, ``complete``; for a complete one also ``step``, ``epoch``, ``saved_at`` (seconds since 1970), ``bytes``,
+        ``world_size``, ``metrics`` and ``score``; for another one ``reason``.
+
+    Raises:
+        FileNotFoundError: nothing there is a checkpoint, or began as one.
+    """
+    where = folder(root)
+    if where is None:  # a checkpoint rather than a folder of them, or nothing at all
+        where, names = find(root)
+        return [_entry(where, name, manifest) for name, manifest in where.manifests().items() if name in names]
+    found = [_entry(where, name, manifest) for name, manifest in where.manifests().items()]
+    damaged = where.damaged().items()
+    return [*found, *({"name": name, "path": str(where.path(name)), "complete": False, "reason": why} for name, why in damaged)]
+
+
+def _entry(where: Place, name: str, manifest: Mapping[str, Any]) -> Entry:
+    counters = _fields(manifest.get("counters"))
+    return {
+        "name": name,
+        "path": str(where.path(name)),
+        "complete": True,
+        "step": counters.get("step"),
+        "epoch": counters.get("epoch"),
+        "saved_at": manifest["saved_at"],
+        "bytes": sum(known["bytes"] for known in manifest["files"].values()),
+        "world_size": manifest["world_size"],
+        "metrics": _fields(manifest.get("metrics")),
+        "score": _score(manifest),
+    }
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """A dict, or nothing where a manifest has something else."""
+    return {str(name): each for name, each in value.items()} if isinstance(value, dict) else {}
+
+
+def _score(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The score that a checkpoint was saved with; ``None`` for anything that cannot be compared."""
+    score = _fields(manifest.get("score"))
+    value = score.get("value")
+    usable = type(value) is float or (type(value) is int and abs(value) < 1 << 1000)
+    return score if usable and isinstance(score.get("monitor"), str) and score.get("mode") in ("min", "max") else None
+
+
+def facts(path: str | Path, tensors: bool = False) -> dict[str, Any]:
+    """What a checkpoint says of itself; checksums are not looked at.
+
+    Args:
+        tensors: list them too, as ``{"model" or "optim": {name: {"shape", "dtype", "shards" (number of parts in files)}}}``.
+
+    Raises:
+        FileNotFoundError, DamagedCheckpoint: there is none, or a file is missing or cannot be read.
+    """
+    where, names = find(path)
+    with Opened(where.fetch(names[-1]), folders=()) as found:
+        entry = _entry(where, names[-1], found.manifest)
+        rest = {name: value for name, value in found.manifest.items() if name not in (*entry, "files", "crc32", "counters")}
+        shared = _fields(found.tree(SHARED))
+        report = {**entry, **rest, "files": {name: known["bytes"] for name, known in found.files.items()}}
+        if isinstance(shared.get("hparams"), dict):
+            report["hparams"] = without_secrets({str(name): value for name, value in shared["hparams"].items()})
+        if tensors:
+            report["tensors"] = {folder: _listed(found.tensors(folder)) for folder in ("model", "optim")}
+            report["tied"] = _fields(_fields(found.tree("model/model", {})).get("aliases"))
+        return report
+
+
+def _listed(files: TensorFiles) -> dict[str, Any]:
+    parts = files.parts()
+    return {
+        name: {"shape": list(known.shape), "dtype": str(known.dtype).removeprefix("torch."), "shards": parts[name]}
+        for name, known in files.stored.items()
+    }
+
+
+def problems(path: str | Path) -> dict[str, list[str]]:
+    """Read all of a checkpoint, or of all checkpoints in a folder, and say what is wrong.
+
+    Returns:
+        By path, one line for each file that is missing, changed or cannot be read; none for a checkpoint that is as it was written.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    where = folder(path)
+    if where is not None:
+        found = {str(where.path(name)): _problems(where, name) for name in where.manifests()}
+        return found | {str(where.path(name)): _problems(where, name, why) for name, why in where.damaged().items()}
+    try:
+        where, names = find(path)
+    except DamagedCheckpoint as error:
+        return {str(path): [str(error)]}
+    return {str(where.path(name)): _problems(where, name) for name in names}
+
+
+def _problems(where: Place, name: str, known: str = "") -> list[str]:
+    """Of one checkpoint, whose problem is ``known`` when it has no manifest that says more."""
+    try:
+        directory = where.fetch(name)
+        manifest = check_manifest(directory, read_json(directory / MANIFEST))
+    except (OSError, ValueError) as error:
+        return [known or str(error)]
+    files, found = manifest["files"], []
+    for file in files:
+        try:
+            verify(directory, files, blocks(files, [file]))
+        except (OSError, ValueError) as error:
+            found.append(str(error).removeprefix(f"{directory}: "))
+    there = {str(path.relative_to(directory)) for folder in FOLDERS for path in (directory / folder).glob("*") if path.is_file()}
+    found += [f"{file} is not in the manifest" for file in sorted(there - files.keys())]
+    if not found:
+        try:
+            _open(directory, files)
+        except (OSError, ValueError) as error:
+            found.append(str(error).removeprefix(f"{directory}: "))
+    return found
+
+
+def _open(directory: Path, files: Sequence[str] | Mapping[str, Any]) -> None:
+    """Open every file as what it is; errors as of the readers."""
+    with Opened(directory, folders=()) as opened:
+        for folder in ("model", "optim"):
+            known = opened.tensors(folder).stored
+            opened.tree(f"{folder}/{folder}", known if folder == "optim" else {})
+        for file in files:
+            if file.startswith("state/") and file.endswith(".json"):
+                opened.tree(file.removesuffix(".json"))
+
+
+def by_score(manifests: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Names of those with a score, the best first. Only scores of the newest one's monitor count: another's are no rivals.
+
+    Args:
+        manifests: oldest first.
+    """
+    newest = list(manifests)[::-1]
+    scores = {name: score for name in newest if (score := _score(manifests[name])) is not None}
+    scored = [name for name, score in scores.items() if not math.isnan(score["value"])]
+    if scored:
+        first = scores[scored[0]]
+        scored = [name for name in scored if (scores[name]["monitor"], scores[name]["mode"]) == (first["monitor"], first["mode"])]
+        scored.sort(key=lambda name: scores[name]["value"], reverse=first["mode"] == "max")
+    return scored
+
+
+def prune(root: str | Path, keep: int, keep_best: int = 0, dry_run: bool = False) -> dict[str, list[str]]:
+    """Delete complete checkpoints but the ``keep`` newest and the ``keep_best`` with the best scores. Incomplete ones are left alone.
+
+    Returns:
+        Names: ``removed`` (with ``dry_run`` those that would be), ``kept``, ``in_use`` (somebody is reading them: they stay too).
+
+    Raises:
+        ValueError: nothing would be kept.
+        FileNotFoundError: there is no complete checkpoint.
+    """
+    if keep < 0 or keep_best < 0 or keep + keep_best < 1:
+        raise ValueError(f"keep={keep}, keep_best={keep_best}: at least one checkpoint must be kept")
+    where = folder(root)
+    manifests = {} if where is None else where.manifests()
+    if where is None or not manifests:
+        find(root)  # says what is there instead
+        raise ValueError(f"{root} is a checkpoint: give the folder that it is in")
+    newest = list(manifests)[-keep:] if keep else []
+    kept = {*newest, *by_score(manifests)[:keep_best]} or {list(manifests)[-1]}
+    report: dict[str, list[str]] = {"removed": [], "kept": [name for name in manifests if name in kept], "in_use": []}
+    for name in manifests:
+        if name not in kept:
+            report["removed" if dry_run or where.remove(name) else "in_use"].append(name)
+    return report

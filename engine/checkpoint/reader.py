@@ -1,0 +1,189 @@
+"""A checkpoint as strategies read it: by names, whole tensors or this rank's parts, straight into memory that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.checkpoint.directory import Opened
+from engine.checkpoint.field_checks import checked_optimizer
+from engine.checkpoint.files import DamagedCheckpoint, printable
+from engine.checkpoint.tensors import Stored
+from engine.config.hyperparameters import HParams
+from engine.config.masked import HIDDEN
+from engine.utils.errors import DoesNotFit
+
+
+@dataclass
+class Report:
+    """What of a model and of a checkpoint did not find each other."""
+
+    missing: list[str] = field(default_factory=list)
+    """In the model only."""
+    unexpected: list[str] = field(default_factory=list)
+    """In the checkpoint only."""
+    other_shapes: list[str] = field(default_factory=list)
+    """In both, with different shapes."""
+    other_dtypes: list[str] = field(default_factory=list)
+    """In both, and the model's type cannot hold what the checkpoint's can."""
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.other_shapes or self.other_dtypes)
+
+    def __str__(self) -> str:
+        kinds = (
+            ("missing in the checkpoint", self.missing),
+            ("unexpected in it", self.unexpected),
+            ("of another shape", self.other_shapes),
+            ("of another type", self.other_dtypes),
+        )
+        parts = (f"{kind}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}" for kind, names in kinds if names)
+        return printable("; ".join(parts))
+
+
+_TRAINED = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _holds(here: torch.dtype, saved: torch.dtype) -> bool:
+    """Whether a model of the type ``here`` may take values of the type ``saved``: all of them fit, or both are types that one model is trained in,
+    by its precision."""
+    if here == saved or (here in _TRAINED and saved in _TRAINED):
+        return True
+    same = here.is_floating_point == saved.is_floating_point and here.is_complex == saved.is_complex and torch.bool not in (here, saved)
+    return same and here.itemsize > saved.itemsize and torch.promote_types(here, saved) == here
+
+
+_STRICT = "Load it into the model that was saved, or with strict=False"
+_DOUBLE = (
+    "It was saved in double precision (precision='64-true'): strict=False rounds its values to the types here, as in load_from_checkpoint(path, "
+    "strict=False); to keep them, run under Fit(precision='64-true'), or call torch.set_default_dtype(torch.float64) before the module is made"
+)
+
+
+class Source:
+    """What one open checkpoint holds of models and optimizers. Every rank reads for itself."""
+
+    def __init__(self, opened: Opened) -> None:
+        self.where = opened.directory
+        self._hparams = opened.manifest.get("hparams")
+        self._model, self._optim = opened.tensors("model"), opened.tensors("optim")
+        tree = opened.tree("model/model", {})
+        if not isinstance(tree, dict) or not all(isinstance(tree.get(name), dict) for name in ("aliases", "extra")):
+            raise DamagedCheckpoint(f"{self.where}: model/model.json has no aliases and extra states")
+        self.aliases: dict[str, str] = tree["aliases"]
+        self.extra: dict[str, Any] = tree["extra"]
+        if lost := sorted(set(map(str, self.aliases.values())) - self._model.stored.keys()):
+            raise DamagedCheckpoint(f"{self.where}: model/model.json names {lost[0]!r}, which is not there")
+        if not all(isinstance(name, str) for name in self.aliases.values()):
+            raise DamagedCheckpoint(f"{self.where}: model/model.json has no usable aliases")
+        self.optim: dict[str, Any] = opened.tree("optim/optim", self._optim.stored)
+        """``{number: state}`` of each optimizer, by names of parameters, with :class:`Stored` for tensors."""
+        if not isinstance(self.optim, dict) or set(self.optim) != {str(index) for index in range(len(self.optim))}:
+            raise DamagedCheckpoint(f"{self.where}: optim/optim.json is not a list of optimizers by number")
+        for number, state in self.optim.items():
+            checked_optimizer(f"{self.where}: optim/optim.json, optimizer {number},", state)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._model.stored or name in self.aliases or name in self.extra
+
+    def compare(self, own: Mapping[str, Any]) -> Report:
+        """How a model's state fits; tensors may be on the meta device."""
+        there = {*self._model.stored, *self.aliases, *self.extra}
+        tensors = {name: value for name, value in own.items() if isinstance(value, Tensor) and name in there}
+        shapes = [f"{n} ({list(self.stored(n).shape)} there, {list(t.shape)} here)" for n, t in tensors.items() if self.stored(n).shape != t.shape]
+        kinds = {name: (self.stored(name).dtype, value.dtype) for name, value in tensors.items()}
+        dtypes = [f"{name} ({saved} there, {here} here)" for name, (saved, here) in kinds.items() if not _holds(here, saved)]
+        return Report(sorted(own.keys() - there), sorted(there - own.keys()), shapes, dtypes)
+
+    def stored(self, name: str) -> Stored:
+        """The model's tensor of that name."""
+        found = self._model.stored.get(self.aliases.get(name, name))
+        return Stored(name, torch.Size(()), torch.float32) if found is None else found
+
+    def read_model(self, targets: Mapping[str, Tensor]) -> None:
+        """Fill tensors of the model."""
+        rest = dict(targets)
+        while rest:  # once, but where the model has two tensors for one of the checkpoint
+            now: dict[str, Tensor] = {}
+            for name in list(rest):
+                if now.setdefault(self.aliases.get(name, name), rest[name]) is rest[name]:
+                    del rest[name]
+            self._model.read_into(now)
+
+    def check(self, module: nn.Module, own: Mapping[str, Any], strict: bool) -> Report:
+        """How ``own`` fits; with ``strict``, not at all is a :class:`engine.utils.errors.DoesNotFit` that names what does not."""
+        report = self.compare(own)
+        if strict and report:
+            names = report.missing or report.unexpected or report.other_shapes
+            advice = f"{_STRICT}{self._made_with(module)}" if names else _DOUBLE if self._is_double(own) else _STRICT
+            raise DoesNotFit(f"{self.where} does not fit {type(module).__name__}: {report}. {advice}")
+        return report
+
+    def _is_double(self, own: Mapping[str, Any]) -> bool:
+        """Whether it was saved in double precision, and the types of ``own`` are those of single precision."""
+        kinds = {(self.stored(name).dtype, value.dtype) for name, value in own.items() if isinstance(value, Tensor)}
+        return {saved for saved, here in kinds if not _holds(here, saved)} <= {torch.float64, torch.complex128}
+
+    def _made_with(self, module: nn.Module) -> str:
+        """How the hyperparameters of the saved module differ from those of this one."""
+        own = getattr(module, "hparams", None)
+        if not isinstance(own, HParams) or not isinstance(self._hparams, dict):
+            return ""
+        if not self._hparams:
+            return "; it holds no hyperparameters (save_hyperparameters): make the module with the arguments that it was trained with"
+        other = {str(n): v for n, v in self._hparams.items() if n not in own or (isinstance(v, type(own[n])) and v != own[n] and v != HIDDEN)}
+        shown = ", ".join(f"{name}={value!s:.40}" for name, value in other.items())
+        return f"; it was made with {printable(shown)}" if shown else ""
+
+    def load_model(self, module: nn.Module, own: Mapping[str, Any], strict: bool) -> Report:
+        """Fill parameters and buffers of ``module`` in place.
+
+        Args:
+            own: ``module.state_dict(keep_vars=True)``; tensors on the meta device are other ranks'.
+            strict: anything that does not fit is an error.
+
+        Raises:
+            ValueError: it does not fit; nothing has been read.
+        """
+        report = self.check(module, own, strict)
+        wrong = {text.split(" ")[0] for text in report.other_shapes}
+        direct = {id(t) for t in (*module.parameters(), *module.buffers())}
+        fits = {name: value for name, value in own.items() if name in self and name not in wrong}
+        here = {name: value for name, value in fits.items() if isinstance(value, Tensor) and not value.is_meta}
+        made = {name: torch.empty_like(value, requires_grad=False) for name, value in here.items() if id(value) not in direct}
+        self.read_model({name: made.get(name, value) for name, value in here.items()})
+        rest = made | {name: self.extra[name] for name in fits if name in self.extra}
+        if rest:
+            module.load_state_dict(rest, strict=False)
+        return report
+
+    def read_optim(self, tree: Any, like: Callable[[Stored], Tensor]) -> Any:
+        """``tree`` with each :class:`Stored` in it read into what ``like`` gives for it."""
+        targets: dict[str, Tensor] = {}
+
+        def place(value: Any) -> Any:
+            if isinstance(value, Stored):
+                return targets.setdefault(value.name, like(value))
+            if isinstance(value, dict):
+                return {key: place(each) for key, each in value.items()}
+            if isinstance(value, (list, tuple)):
+                return type(value)(place(each) for each in value)
+            return value
+
+        found = place(tree)
+        self._optim.read_into(targets)
+        return found
+
+
+def whole(stored: Stored) -> Tensor:
+    """An empty tensor for all of it, on the CPU."""
+    return torch.empty(stored.shape, dtype=stored.dtype)
+
+
+def own_state(module: nn.Module) -> dict[str, Any]:
+    """The module's state with its parameters themselves; under FSDP, whatever was still gathered from a forward pass is freed by it."""
+    return dict(module.state_dict(keep_vars=True))

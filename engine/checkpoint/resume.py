@@ -1,0 +1,353 @@
+"""Which checkpoint a run goes on from, and how it is opened by all ranks together."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.checkpoint.directory import RANK, SHARED, Opened
+from engine.checkpoint.field_checks import OWN_FORM, SHARED_FORM, Fields, checked, unlike
+from engine.checkpoint.files import DamagedCheckpoint, printable
+from engine.checkpoint.listing import by_score
+from engine.checkpoint.manifest import FOLDERS
+from engine.checkpoint.reader import Source
+from engine.checkpoint.snapshot import own_form, shared_form
+from engine.checkpoint.storage import Place, split
+from engine.checkpoint.tensors import Stored
+from engine.checkpoint.writer import together
+from engine.distributed.collectives import gather_json
+from engine.distributed.group import Group
+from engine.utils.errors import nearest
+from engine.utils.log import logger
+
+NAMES = ("last", "auto", "best")
+"""What ``resume=`` and ``checkpoint=`` take besides paths and URLs."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What ``Fit.run(resume=...)`` goes on from, and how much of it is taken. A plain name or path means the same with the defaults."""
+
+    path: str | Path = "last"
+    """``"last"`` (the newest checkpoint of the newest run in ``root_dir``), ``"auto"`` (the same, if there is one), ``"best"`` (by the score
+    that ``ModelCheckpoint(monitor=...)`` saved with it), a checkpoint's path or URL, or a run's folder."""
+    weights_only: bool = False
+    """Take parameters and buffers, and begin a new run at step 0."""
+    optimizer: bool = True
+    """``False``: optimizers and schedulers begin anew; counters and data position go on."""
+    strict: bool = True
+    """``False``: parameters that only one side has, or that have other shapes, are left out and named in a warning."""
+    hyperparameters: str = "checkpoint"
+    """``"configured"``: learning rates, weight decays and the like are those of ``configure_optimizers`` rather than the saved ones; a
+    learning rate that a schedule has changed is changed by the same factor. Optimizer states and schedules go on."""
+
+    def __post_init__(self) -> None:
+        if self.hyperparameters not in ("checkpoint", "configured"):
+            raise ValueError(f"Resume(hyperparameters={self.hyperparameters!r}) is unknown; possible: 'checkpoint', 'configured'")
+
+
+class Loaded:
+    """A checkpoint that all ranks have opened and checked."""
+
+    def __init__(self, opened: Opened, place: Place, name: str, group: Group) -> None:
+        self.opened, self._group = opened, group
+        self.name, self.path = name, place.path(name)
+        self.passed: Sequence[str] = ()
+        """Names of newer ones that turned out to be damaged."""
+        self.manifest = opened.manifest
+
+    @cached_property
+    def source(self) -> Source:
+        """Its models and optimizers."""
+        return Source(self.opened)
+
+    @cached_property
+    def shared(self) -> Fields:
+        """What is the same on all ranks."""
+        return checked(f"{self.path}: {SHARED}.json", shared_form(self.opened.tree(SHARED)), SHARED_FORM)
+
+    def of_rank(self, rank: int) -> Fields | None:
+        """The state of one of the ranks that saved; none of a checkpoint that was converted."""
+        stem = RANK.format(rank)
+        state = self.opened.tree(stem)
+        return None if state is None else checked(f"{self.path}: {stem}.json", own_form(state), OWN_FORM)
+
+    def check(self, folders: Sequence[str]) -> None:
+        """Read what can be read before there is a module to read it into.
+
+        Raises:
+            DamagedCheckpoint: something is not of the form that it has to have.
+        """
+        if "model" in folders:
+            _ = self.source
+        if "state" in folders:
+            _ = self.shared
+            if self._group.rank < self.manifest["world_size"]:
+                self.of_rank(self._group.rank)
+
+    def give(self, what: str, take: Callable[[Any], Any], state: Any) -> None:
+        """Let an object take its saved state.
+
+        Raises:
+            ValueError: it does not know what to do with it; names the object. Errors of its own that say so stay as they are.
+        """
+        try:
+            take(state)
+        except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise ValueError(f"{self.path}: the saved state does not fit {what}: {type(error).__name__}: {printable(error)}") from error
+
+    def own(self, place: Any) -> Any:
+        """This rank's state, if all ranks are where they were; else ``None``, on all ranks.
+
+        Args:
+            place: where this rank is (JSON); its state has it under ``"place"``.
+        """
+        same = self.manifest["world_size"] == self._group.world_size
+        state = self.of_rank(self._group.rank) if same else None
+        return state if all(gather_json(self._group, state is not None and state["place"] == place)) else None
+
+    def every(self) -> list[Any]:
+        """The states of all ranks that saved; none of a checkpoint that was converted."""
+        found = (self.of_rank(rank) for rank in range(self.manifest["world_size"]))
+        return [state for state in found if state is not None]
+
+
+@contextmanager
+def opening(
+    group: Group,
+    place: Place,
+    wanted: str,
+    folders: tuple[str, ...] = FOLDERS,
+    argument: str = "resume",
+    report: Callable[..., None] = logger.error,
+) -> Iterator[Loaded]:
+    """Open the checkpoint that ``wanted`` means, on all ranks; they share the work of checking it.
+
+    Args:
+        place: where the names ``"last"``, ``"auto"`` and ``"best"`` are looked for. One that cannot be used is reported and passed over.
+        folders: those that will be read.
+        argument: the name of the user's argument that ``wanted`` was given as, for messages.
+        report: what takes a message about one that is passed over.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DamagedCheckpoint: the one whose path was given cannot be used, or none of those that are there; the message has the reasons.
+    """
+    named = wanted in NAMES
+    where, name = (place, "") if named else split(wanted)
+    candidates, unusable = together(group, partial(_there, place, wanted) if named and group.is_main else lambda: [[name], {}])[0]
+    reasons = [f"{where.path(name)}: {why}" for name, why in unusable.items()]
+    passed: list[str] = []
+    for name in candidates:
+        try:
+            loaded, damage = _open(group, where, name, folders)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{argument}={wanted!r}: {error}{'' if named else nearest(wanted, NAMES)}") from error
+        if loaded is not None:
+            for reason in reasons if group.is_main else ():
+                report("%s; %s is taken", printable(reason), name)
+            loaded.passed = passed
+            with loaded.opened:
+                yield loaded
+            return
+        if not named:
+            raise DamagedCheckpoint(damage)
+        reasons.append(damage)
+        passed.append(name)
+    what = f"no complete checkpoint{' with a score' if wanted == 'best' else ''} in {place.root}"
+    if not reasons:
+        raise FileNotFoundError(f"{argument}={wanted!r}: {what}")
+    listed = "".join(f"\n  {reason}" for reason in reasons)
+    raise DamagedCheckpoint(
+        f"{argument}={wanted!r}: {what} can be used, and these are there:{listed}\n"
+        "Repair them, give the path of another one, or move them away to start from step 0"
+    )
+
+
+def name_of(path: str | Path) -> str:
+    """The name of a checkpoint, from its path or URL."""
+    return str(path).rstrip("/").rpartition("/")[2]
+
+
+def describe(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> dict[str, Any]:
+    """The classes of optimizers and schedulers, for checkpoints: another one takes what it knows by name and leaves the rest."""
+    names = [[type(each).__name__ for each in some] for some in (optimizers, schedulers)]
+    return dict(zip(("optimizers", "schedulers"), names, strict=True))
+
+
+_KNOBS = frozenset(("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad", "decoupled_weight_decay", "initial_lr"))
+"""Hyperparameters that say how a step is computed, or that variants of one method lack."""
+
+
+def check_optimizer(loaded: Loaded, index: int, optimizer: Any) -> None:
+    """Whether an optimizer can go on from the state of the checkpoint's.
+
+    Raises:
+        ValueError: it is one of another kind, whose hyperparameters are missing or of other types; names them.
+    """
+    saved, kinds = loaded.source.optim[str(index)], loaded.shared.get("kinds", {}).get("optimizers", [])
+    kind, own = kinds[index] if index < len(kinds) else None, type(optimizer).__name__
+    for group, here in zip(saved["param_groups"], optimizer.param_groups, strict=False):
+        missing = sorted(here.keys() - group.keys() - {"params"} - (_KNOBS if kind != own else here.keys()))
+        missing += sorted(name for name, value in here.items() if name != "params" and name in group and unlike(group[name], value))
+        if missing:
+            raise ValueError(
+                f"{loaded.path} has the state of {printable(kind or 'another optimizer')} for optimizer {index}, which is {own}: no usable "
+                f"{', '.join(missing)} is saved. Give the optimizer that was saved, or begin it anew with Resume(path, optimizer=False)"
+            )
+    if type(optimizer).__module__.startswith("torch.optim."):
+        _check_torch(loaded, index, optimizer, saved)
+    if kind not in (None, own):
+        logger.warning("%s: optimizer %d was %s, and its state goes on in %s", loaded.path, index, printable(kind), own)
+
+
+def _check_torch(loaded: Loaded, index: int, optimizer: Any, saved: Any) -> None:
+    """What torch's own optimizers take for granted: values that their constructors allow, and the same entries for all parameters of a kind."""
+    taken = inspect.signature(type(optimizer)).parameters
+    for group in saved["param_groups"]:
+        given = {name: value for name, value in group.items() if name in taken and type(value) in (int, float, tuple)}
+        loaded.give(f"optimizer {index}", lambda values: type(optimizer)([torch.zeros(1, requires_grad=True)], **values), given)
+        kinds: dict[int, Any] = {}
+        for name in group["params"]:
+            entry = saved["state"].get(name)
+            if entry:
+                shape = {key: isinstance(value, Stored) for key, value in entry.items()}
+                dims = len(loaded.source.stored(str(name)).shape) if isinstance(optimizer, torch.optim.Adafactor) else 0  # matrices: rows, columns
+                if kinds.setdefault(dims, shape) != shape:
+                    raise DamagedCheckpoint(f"{loaded.path}: optim/optim.json has other entries for {name!r} than for other parameters")
+
+
+def check_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> None:
+    """Whether a scheduler can go on from a saved state.
+
+    Raises:
+        ValueError: it is the state of a scheduler of another kind, or sets what no state sets.
+    """
+    kinds, own = loaded.shared.get("kinds", {}).get("schedulers", []), type(scheduler).__name__
+    kind = kinds[index] if index < len(kinds) else None
+    known = scheduler.state_dict()
+    differ = {name for name in known.keys() ^ state.keys() if not str(name).startswith("_")} if kind is None else set()
+    odd = {str(name) for name in state.keys() - known.keys() if str(name) == "optimizer" or callable(getattr(type(scheduler), str(name), None))}
+    # A list may have grown: that of the rates does with the parameter groups.
+    odd |= {str(name) for name in state.keys() & known.keys() if type(known[name]) in (int, float) and unlike(state[name], known[name])}
+    odd |= {str(name) for name in state.keys() & known.keys() if type(known[name]) is list and not isinstance(state[name], (list, tuple))}
+    if kind not in (None, own) or differ or odd:
+        what = f"another scheduler ({kind})" if kind not in (None, own) else f"no {own} (see {', '.join(sorted(map(str, differ | odd)))})"
+        raise ValueError(
+            f"{loaded.path} has the state of {printable(what)} for scheduler {index}, which is {own}: give the scheduler that was saved, or begin "
+            "optimizers and schedulers anew with Resume(path, optimizer=False)"
+        )
+
+
+def check_optimizers(loaded: Loaded, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
+    """Whether these go on from the checkpoint's, one by one; errors as of :func:`check_optimizer` and :func:`check_scheduler`."""
+    schedules = loaded.shared["schedulers"]
+    if len(loaded.source.optim) != len(optimizers) or len(schedules) != len(schedulers):
+        raise ValueError(
+            f"{loaded.path} has {len(loaded.source.optim)} optimizer(s) and {len(schedules)} scheduler(s), configure_optimizers gave "
+            f"{len(optimizers)} and {len(schedulers)}; Resume(path, optimizer=False) begins them anew"
+        )
+    for index, optimizer in enumerate(optimizers):
+        check_optimizer(loaded, index, optimizer)
+    for index, state in enumerate(schedules):
+        check_scheduler(loaded, index, schedulers[index], state)
+
+
+def load_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> None:
+    """Put back a scheduler's state, which has been checked."""
+    loaded.give(f"scheduler {index} ({type(scheduler).__name__})", scheduler.load_state_dict, state)
+
+
+def check_samples(path: Path | str, saved: Any, here: int | None, position: int, strict: bool) -> None:
+    """Whether an epoch that is under way can go on: its order is one of so many samples (or ready batches), and of no other number.
+
+    Raises:
+        ValueError: the data has another length; with ``strict=False`` that is a warning.
+    """
+    if None in (saved, here) or saved == here:
+        return
+    message = (
+        f"{path} was saved at {position} of the {saved} samples or batches of an epoch, and the data now has {here}: some would be left out or "
+        "repeated. Finish the epoch with the data that it began with"
+    )
+    if strict:
+        raise ValueError(f"{message}, or go on all the same with Resume(path, strict=False)")
+    logger.warning("%s", message)
+
+
+def configure(optimizer: Any, given: list[dict[str, Any]]) -> None:
+    """Let the given hyperparameters hold; what a schedule has done to a learning rate is done to the given one."""
+    for group, own in zip(optimizer.param_groups, given, strict=True):
+        now, first = group["lr"], group.get("initial_lr")
+        group.update(own)
+        if first:
+            group["lr"] = own.get("initial_lr", own["lr"]) * (now / first)
+
+
+def rebase(scheduler: Any) -> None:
+    """Let a schedule start from its optimizer's present learning rates."""
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
+    if hasattr(scheduler, "base_lrs"):
+        scheduler.base_lrs = [group.get("initial_lr", group["lr"]) for group in groups]
+        scheduler._last_lr = [group["lr"] for group in groups]
+
+
+def fitting(saved: dict[str, Any], own: dict[str, Any], module: nn.Module, source: Source) -> dict[str, Any]:
+    """What of an optimizer's saved state is of parameters that it has, with the shapes that they have; the rest begins anew.
+
+    Args:
+        own: the optimizer's present state, by names.
+    """
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+    names = {name for group in own["param_groups"] for name in group["params"]}
+    entries = {n: e for n, e in saved["state"].items() if n in names and n in source and source.stored(n).shape == shapes.get(n)}
+    same = len(saved["param_groups"]) == len(own["param_groups"])
+    pairs = zip(saved["param_groups"] if same else own["param_groups"], own["param_groups"], strict=True)
+    return {**saved, "state": entries, "param_groups": [{**group, "params": mine["params"]} for group, mine in pairs]}
+
+
+def _there(place: Place, wanted: str) -> list[Any]:
+    """Names of complete checkpoints, the wanted one first; and what else is there, with the reason why it cannot be used."""
+    manifests = place.manifests()
+    return [by_score(manifests) if wanted == "best" else list(reversed(manifests)), place.unusable()]
+
+
+def _open(group: Group, place: Place, name: str, folders: tuple[str, ...]) -> tuple[Loaded | None, str]:
+    """The checkpoint; ``None`` and the reason, the same on all ranks, when it is damaged."""
+    found: Opened | None = None
+    loaded: Loaded | None = None
+
+    def work() -> str | None:
+        nonlocal found, loaded
+        share = (group.rank, group.world_size) if place.shared else (0, 1)
+        try:
+            found = Opened(place.fetch(name), share, folders)
+            loaded = Loaded(found, place, name, group)
+            loaded.check(folders)
+        except DamagedCheckpoint as error:
+            return str(error)
+        return None
+
+    try:
+        damage = next((text for text in together(group, work) if text is not None), None)
+    except BaseException:
+        _close(found)
+        raise
+    if damage is None:
+        return loaded, ""
+    _close(found)
+    return None, damage
+
+
+def _close(opened: Opened | None) -> None:
+    if opened is not None:
+        with suppress(OSError):
+            opened.close()

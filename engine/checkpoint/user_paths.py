@@ -1,0 +1,118 @@
+"""From a path or a URL that a user gives to checkpoints, and to files of others."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from engine.checkpoint.directory import Opened
+from engine.checkpoint.files import DamagedCheckpoint, inside
+from engine.checkpoint.manifest import FOLDERS, MANIFEST
+from engine.checkpoint.run_locks import runs
+from engine.checkpoint.storage import Place, Remote, place, reach, split
+
+
+def folder(path: str | Path) -> Place | None:
+    """The folder of checkpoints that a path or a URL means: itself, or its ``checkpoints/``, of the newest run that has any in it.
+
+    ``None``: there are none, or it is a checkpoint itself.
+
+    Raises:
+        NotADirectoryError: it is a file.
+    """
+    if "://" not in str(path) and Path(path).is_file():
+        raise NotADirectoryError(
+            f"{path} is a file, but a checkpoint is a directory. A file of another trainer becomes one with: fit checkpoint convert {path} OUT"
+        )
+    where, name = split(path)
+    if _has_manifest(where, name):
+        return None
+    root = str(path).rstrip("/")
+    tried = [place(f"{each}{inner}") for each in runs(root).folders() for inner in ("", "/checkpoints")]
+    return next((each for each in tried if each.manifests()), None) or next((each for each in tried if each.damaged()), None)
+
+
+def find(path: str | Path) -> tuple[Place, list[str]]:
+    """The checkpoints that a path or a URL means: itself, or the complete ones in a :func:`folder`, oldest first.
+
+    Raises:
+        FileNotFoundError: none is there, or the one that is named is not there.
+        NotADirectoryError: a file is there.
+        DamagedCheckpoint: there are incomplete ones only; the message has the reason.
+    """
+    inner = folder(path)
+    if inner is not None and (names := list(inner.manifests())):
+        return inner, names
+    where, name = split(path)
+    if inner is None and _has_manifest(where, name):
+        return where, [name]
+    damaged = {str(inner.path(n)): why for n, why in inner.damaged().items()} if inner is not None else {}
+    damaged |= {str(where.path(n)): why for n, why in where.damaged().items() if n == name}
+    for what, why in damaged.items():
+        raise DamagedCheckpoint(f"{what}: {why}; no complete checkpoint is there")
+    beside = ", ".join(where.manifests()) or "none"
+    raise FileNotFoundError(f"{path} is no checkpoint, and holds none ({MANIFEST} is missing); complete ones beside it: {beside}")
+
+
+@contextmanager
+def opened(path: str | Path, folders: Iterable[str] = FOLDERS) -> Iterator[Opened]:
+    """The checkpoint at ``path``, or the newest of those in it (see :func:`find`), for one process.
+
+    Args:
+        folders: those whose checksums are checked.
+
+    Raises:
+        DamagedCheckpoint, FileNotFoundError: as :func:`find` and :class:`Opened`.
+    """
+    where, names = find(path)
+    with Opened(where.fetch(names[-1]), folders=folders) as found:
+        yield found
+
+
+@contextmanager
+def local_copy(path: str | Path) -> Iterator[Path]:
+    """The file or directory at ``path`` as a local one: itself, or a copy of what a URL names, for as long as the context lasts.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        ValueError: fsspec does not know the protocol.
+    """
+    if "://" not in str(path):
+        if not Path(path).exists():
+            raise FileNotFoundError(f"{path} does not exist")
+        yield Path(path)
+        return
+    files, inner = reach(str(path))
+    if not files.exists(inner):
+        raise FileNotFoundError(f"{path} does not exist")
+    with tempfile.TemporaryDirectory(prefix="copy-") as folder:
+        target = Path(folder) / inner.rstrip("/").rpartition("/")[2]
+        for file in files.find(inner):
+            to = target if file == inner else inside(target, file.removeprefix(inner.rstrip("/")).lstrip("/"))
+            to.parent.mkdir(parents=True, exist_ok=True)
+            files.get_file(file, str(to))
+        yield target
+
+
+@contextmanager
+def outgoing(path: str | Path) -> Iterator[Path]:
+    """A local directory for what is to be at ``path``: itself, or one whose files are sent to a URL at the context's end."""
+    if "://" not in str(path):
+        yield Path(path)
+        return
+    files, inner = reach(str(path))
+    if files.exists(inner) and files.find(inner):
+        raise FileExistsError(f"{path} holds something already: choose another place")
+    with tempfile.TemporaryDirectory(prefix="outgoing-") as folder:
+        yield Path(folder)
+        files.makedirs(inner, exist_ok=True)
+        for file in sorted(Path(folder).iterdir()):
+            files.put_file(str(file), f"{inner.rstrip('/')}/{file.name}")
+
+
+def _has_manifest(where: Place, name: str) -> bool:
+    if isinstance(where, Remote):
+        return bool(name) and where.has_manifest(name)
+    return (Path(where.path(name)) / MANIFEST).is_file()

@@ -1,0 +1,71 @@
+"""A commented file of settings: the documentation of each is the docstring under its field."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from engine.config.masked import plain
+from engine.config.settings import Settings
+from engine.config.yaml_writer import flow
+
+WIDTH = 110
+CODE_ONLY = ("callbacks",)
+"""Settings that a file cannot give."""
+
+
+@functools.cache
+def documentation(cls: type = Settings) -> dict[str, str]:
+    """Field -> the text under it in the source, as plain text."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    body = tree.body[0].body  # type: ignore[attr-defined]
+    found: dict[str, str] = {}
+    for this, after in zip(body, [*body[1:], None], strict=True):
+        is_told = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+        if is_told and isinstance(this, ast.AnnAssign) and isinstance(this.target, ast.Name):
+            found[this.target.id] = _plain_text(str(after.value.value))
+    return found
+
+
+def _plain_text(text: str) -> str:
+    text = re.sub(r":\w+:`~?([^`]*)`", r"\1", text)
+    return " ".join(text.replace("``None``", "null").replace("``", "").split())
+
+
+def document(values: Mapping[str, Any], head: Sequence[str] = ()) -> str:
+    """The text of a file: every setting with its documentation; those of ``values`` as given, the others as comments with their default.
+
+    Args:
+        values: settings as plain values; a strategy or a precision may be a mapping with its name.
+        head: lines of comment to begin with.
+    """
+    told = documentation()
+    lines = [f"# {line}".rstrip() for line in (*_HEAD, *head)]
+    for field in fields(Settings):
+        if field.name in CODE_ONLY:
+            continue
+        lines += ["", *textwrap.wrap(told[field.name], WIDTH, initial_indent="# ", subsequent_indent="# ", break_long_words=False)]
+        if field.name in values:
+            lines += _block(field.name, values[field.name])
+        else:
+            lines.append(f"# {field.name}: {flow(plain(field.default))}")
+    return "\n".join([*lines, ""])
+
+
+_HEAD = (
+    "Settings of Fit and of the command 'fit', read in the directory that a program is started in, or as FIT_CONFIG=this/file.",
+    "Above them stand FIT_<NAME> variables, arguments in code, and --set on the command line. 'fit env' shows what holds.",
+)
+
+
+def _block(name: str, value: Any) -> list[str]:
+    """A setting; the keys of a mapping a line each."""
+    if isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value):
+        return [f"{name}:", *(f"  {key}: {flow(each)}" for key, each in value.items())]
+    return [f"{name}: {flow(value)}"]

@@ -1,0 +1,131 @@
+"""Settings as plain JSON values that may be shown to anybody: each with its origin, secrets left out."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from engine.config.duration import Duration
+from engine.config.name_and_options import Named
+from engine.config.settings import Settings
+
+Config = dict[str, dict[str, Any]]
+"""Setting -> ``value`` and ``origin``, and ``origins`` of the keys of its value where it has some."""
+HIDDEN = "***"
+"""What stands for a secret."""
+
+
+def readable(settings: Settings, origins: Mapping[str, str], objects: Mapping[str, Any] | None = None, *, hide: bool = True) -> Config:
+    """For each setting its ``value`` and ``origin``; for a strategy or a precision with options also the ``origins`` of these.
+
+    Args:
+        origins: of :class:`engine.config.resolve.Resolved`.
+        objects: what strategy and precision became, as :func:`fields_of` objects are shown.
+        hide: leave secrets out; ``False`` for who has given them.
+    """
+    found: Config = {}
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        entry: dict[str, Any] = {"value": plain((objects or {}).get(each.name, value)), "origin": _hide_text(origins.get(each.name, "code"))}
+        if isinstance(value, Named):
+            entry["origins"] = {key: _hide_text(place) for key, place in value.origins.items() if key}
+        found[each.name] = entry
+    shown: Config = without_secrets(found) if hide else found
+    return shown
+
+
+def described(sections: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
+    """What ``fit run`` has built model, data and callbacks from, in the form of :func:`readable`, secrets left out."""
+    found: Config = {name: {"value": plain(value), "origin": _hide_text(origins.get(name, "command line"))} for name, value in sections.items()}
+    shown: Config = without_secrets(found)
+    return shown
+
+
+def fields_of(thing: Any, name: str) -> dict[str, Any]:
+    """An object's public dataclass fields that its constructor takes, ``name`` first."""
+    shown = {each.name: getattr(thing, each.name) for each in fields(thing) if each.init and not each.name.startswith("_")}
+    return {"name": name, **shown}
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it; what JSON has no form of as text."""
+    if isinstance(value, Named):
+        return plain(value.as_dict())
+    if isinstance(value, Duration):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(fields_of(value, type(value).__name__))
+    # The text that every object has shows an address, which is another one in each process.
+    kind: Any = type(value)
+    told = kind.__str__ is not object.__str__ or kind.__repr__ is not object.__repr__
+    return str(value)[:500] if told else f"{kind.__module__}:{kind.__qualname__}"
+
+
+def rows(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Name, value and origin of what :func:`readable` gave, for people; the options of a strategy, and what a class is given, in rows below."""
+    found = []
+    for name, entry in config.items():
+        value, origin, origins = entry["value"], entry["origin"], entry.get("origins", {})
+        classes = {name: value} if name != "callbacks" else {f"{name}.{index}": each for index, each in enumerate(value)}
+        if classes and all(isinstance(each, Mapping) and "class_path" in each for each in classes.values()):
+            for inner, each in classes.items():
+                found.append((inner, str(each["class_path"]), origin))
+                found += [(f"  {key}", str(given), "") for key, given in each.get("init_args", {}).items()]
+            continue
+        if not isinstance(value, Mapping) or "name" not in value:
+            found.append((name, str(value), origin))
+            continue
+        found.append((name, str(value["name"]), origins.get("name", origin)))
+        found += [(f"  {key}", str(each), origins.get(key, "default")) for key, each in value.items() if key != "name"]
+    return found
+
+
+def without_secrets(values: Any, key: str = "") -> Any:
+    """A copy of plain values with :data:`HIDDEN` for text that looks like a secret, by its key or by itself."""
+    if isinstance(values, Mapping):
+        below = _is_secret_name(key) and "class_path" not in values  # an object that a parameter "key" is given is none
+        return {name: without_secrets(each, key if below else name) for name, each in values.items()}
+    if isinstance(values, (list, tuple)):
+        return [without_secrets(each, key) for each in values]
+    if type(values) is int and _NUMBERS & _parts(key):
+        return HIDDEN
+    if not isinstance(values, str) or not values:
+        return values
+    return HIDDEN if _is_secret_name(key) else _hide_text(values)
+
+
+_WORDS = frozenset(("token", "key", "apikey", "secret", "password", "passwd", "pwd", "passphrase", "credential", "credentials", "bearer",
+                    "apikeys", "accesskey", "secretkey", "privatekey", "secrets", "passwords", "passcode", "authorization"))  # fmt: skip
+_NUMBERS = frozenset(("password", "passwords", "passwd", "pwd", "passcode", "passphrase"))
+"""Whose values are secret as numbers, too; ``key_dim`` is none."""
+_SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
+_IN_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/{1,2})[^/\s]+@")
+_GIVEN = re.compile(r"([\w.-]+)(\s*(?:=|:(?!//))\s*)(\"[^\"]*\"|'[^']*'|[^\s,;&}\])]+)")
+_ITSELF = re.compile(
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*|\bBearer\s+\S+|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"
+    r"|\b(?:sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA|AIza|[rs]k_(?:live|test)_|npm_)[\w-]{12,}"
+    r"|(?i:\bauthorization\b\W{1,4}\w+\s+[^\s'\"]+)",
+    re.DOTALL,
+)
+
+
+def _is_secret_name(name: str) -> bool:
+    return bool(_WORDS & _parts(name))
+
+
+def _parts(name: str) -> set[str]:
+    return {part.lower() for part in _SPLIT.split(str(name))}
+
+
+def _hide_text(text: str) -> str:
+    text = _IN_URL.sub(rf"\1{HIDDEN}@", _ITSELF.sub(HIDDEN, text))
+    return _GIVEN.sub(lambda found: f"{found[1]}{found[2]}{HIDDEN}" if _is_secret_name(found[1]) else found[0], text)

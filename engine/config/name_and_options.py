@@ -1,0 +1,116 @@
+"""A thing by name with settings of its own: ``{name: deepspeed, stage: 3}``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engine.utils.errors import nearest
+
+PRECISIONS: dict[str, str] = {
+    **{name: name for name in ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "fp8-mixed")},
+    "no": "32-true",  # Accelerate's
+    "bf16": "bf16-mixed",
+    "fp16": "16-mixed",
+    "fp8": "fp8-mixed",
+    "32": "32-true",  # Lightning's short ones
+    "16": "16-mixed",
+    "64": "64-true",
+}
+"""Accepted precision name -> the name that the library uses."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A strategy or a precision by name, with options that its class will check. Made by :func:`named`."""
+
+    name: str
+    options: dict[str, Any]
+    origins: dict[str, str] = field(default_factory=dict, compare=False)
+    """Where the name and each option come from, inner keys by their dotted path; what is not here comes from code."""
+
+    def __str__(self) -> str:
+        return "{" + ", ".join(f"{key}: {value}" for key, value in self.as_dict().items()) + "}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """As it is written: name first."""
+        return {"name": self.name, **self.options}
+
+    def at(self, key: str = "name") -> str:
+        """The beginning of an error about an option: its place, unless that is the code."""
+        place = self.origins.get(key, "code")
+        return "" if place == "code" else f"{place}: "
+
+
+def named(setting: str, value: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> Named | str:
+    """What a mapping with a ``name`` stands for; the name alone where it has nothing else.
+
+    Raises:
+        ValueError: there is no ``name``, or it is one that takes no options.
+        TypeError: ``name`` is no text, or a key is none.
+    """
+    places = dict(origins or {})
+    first = next(iter(places.values()), "code")
+    where = "" if first == "code" else f"{first}: "
+    name = value.get("name")
+    if "name" not in value:
+        raise ValueError(f"{where}{setting}={dict(value)!r} has no 'name': give the mapping one, such as {{name: {_EXAMPLES[setting]}}}")
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"{where}{setting}.name={name!r} is of type {type(name).__name__}: give the name as text")
+    for key in value:
+        if not isinstance(key, str):
+            raise TypeError(f"{places.get(str(key), first)}: {setting} has the key {key!r}, which is no name")
+    options = {key: each for key, each in value.items() if key != "name"}
+    return Named(name, options, places) if options else name
+
+
+_LISTS = (list, tuple, set, frozenset)
+_EXAMPLES = {"strategy": "deepspeed, stage: 3", "precision": "fp8-mixed, recipe: rowwise"}
+
+
+def precision_name(value: object) -> str:
+    """The library's name of a precision, e.g. ``"bf16"`` -> ``"bf16-mixed"``.
+
+    Raises:
+        ValueError: an unknown name; the nearest one is given.
+    """
+    name = PRECISIONS.get(str(value).lower())
+    if name is None:
+        raise ValueError(f"precision={value!r} is unknown{nearest(value, PRECISIONS)}; possible: {', '.join(PRECISIONS)}")
+    return name
+
+
+def strategy_setting(name: str, value: Any) -> Any:
+    """The setting ``strategy``: a name, a :class:`Named`, or an object, which this layer does not know.
+
+    Raises:
+        ValueError, TypeError: anything else.
+    """
+    if isinstance(value, Mapping):
+        value = named(name, value)
+    if value is None or value == "" or isinstance(value, (bool, int, float, type, *_LISTS)):
+        possible = "the name of a strategy, a mapping with its name and settings, or a strategy object"
+        raise TypeError(f"{name}={value!r} is of type {type(value).__name__}: give {possible}")
+    if isinstance(value, Named) and value.name == "auto":
+        first = next(iter(value.options))
+        raise ValueError(f"{value.at(first)}strategy 'auto' takes no settings, and {first!r} was given: give name: ddp, fsdp, ... with it")
+    return value
+
+
+def precision_setting(name: str, value: Any) -> Any:
+    """The setting ``precision``: the library's name of one, a :class:`Named`, or an object, which this layer does not know.
+
+    Raises:
+        ValueError, TypeError: anything else.
+    """
+    if isinstance(value, Mapping):
+        value = named(name, value)
+    if isinstance(value, Named):
+        known, first = precision_name(value.name), next(iter(value.options))
+        if known != "fp8-mixed":
+            raise ValueError(f"{value.at(first)}precision {value.name!r} takes no settings, and {first!r} was given: only 'fp8-mixed' does")
+        return replace(value, name=known)
+    if isinstance(value, _LISTS):
+        raise TypeError(f"{name}={value!r} is of type {type(value).__name__}: give the name of a precision, or a mapping with its name and settings")
+    return precision_name(value) if value is None or isinstance(value, (str, bool, int, float, type)) else value

@@ -1,0 +1,57 @@
+"""What the settings ``activation_checkpointing`` and ``compile`` may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.utils.errors import nearest
+
+RECOMPUTED = ("full", "selective")
+OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options")
+"""Of ``torch.compile``."""
+
+Recompute = str | int | None
+Compile = bool | str | dict[str, Any]
+
+
+def recompute_setting(name: str, given: Any) -> Recompute:
+    """``None``, ``"full"`` (or True), ``"selective"``, or n: every n-th block.
+
+    Raises:
+        ValueError, TypeError: anything else.
+    """
+    possible = "'full', 'selective', an int n of at least 1 (every n-th block), or None"
+    if given is None or given is False:
+        return None
+    if given is True:
+        return "full"
+    if isinstance(given, str):
+        if given not in RECOMPUTED:
+            raise ValueError(f"{name}={given!r} is unknown{nearest(given, RECOMPUTED)}; possible: {possible}")
+        return given
+    if not isinstance(given, int):
+        raise TypeError(f"{name}={given!r} is of type {type(given).__name__}: give {possible}")
+    if given < 1:
+        raise ValueError(f"{name}={given!r} is not possible: give {possible}")
+    return given
+
+
+def compile_setting(name: str, given: Any) -> Compile:
+    """``False``, ``True`` (the whole model), ``"blocks"``, or a dict of ``torch.compile``'s options, with ``"blocks": True`` among them.
+
+    Raises:
+        ValueError, TypeError: anything else.
+    """
+    known = ("blocks", *OPTIONS)
+    possible = f"True or False, 'blocks', or a dict of {', '.join(known)}"
+    if isinstance(given, Mapping):
+        for key in given:
+            if key not in known:
+                raise ValueError(f"{name} has the key {key!r}, which is unknown{nearest(str(key), known)}; possible: {', '.join(known)}")
+        return dict(given)
+    if isinstance(given, bool) or given == "blocks":
+        return given
+    if isinstance(given, str):
+        raise ValueError(f"{name}={given!r} is unknown{nearest(given, ['blocks'])}; possible: {possible}")
+    raise TypeError(f"{name}={given!r} is of type {type(given).__name__}: give {possible}")

@@ -1,0 +1,295 @@
+"""Several loaders as one: which batches of which loader stand side by side, and how they are dealt to the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from engine.data.combined_rows import Reader, Rows, rows
+from engine.data.indexed import Batches, BatchIndices, Cut, Micro, SampleIndices, indexed, weighed
+from engine.data.sampler import Deal, Share, mixed, repeated, shares
+from engine.data.stream import Stream
+from engine.data.stream_position import presharded
+from engine.distributed.group import Group
+from engine.utils.errors import nearest
+from engine.utils.tree import batch_size
+
+MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
+
+
+class CombinedLoader:
+    """Loaders that are read together. A batch has one batch of each, in a dict or list like the input::
+
+        loader = CombinedLoader({"labelled": a, "unlabelled": b}, "max_size_cycle")
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch["labelled"]
+
+    The order is exact: a member gives the batches that it would give alone (each member shuffles in an order of its own), batch ``i`` of
+    the combination is the same at any world size, and the ranks are dealt whole combined batches in turn. A scalar loss weighs as many
+    samples as the combined batch has in all. When every member has indices (a ``DataLoader`` over a map-style dataset, a list of batches),
+    each rank reads only its own batches, and resuming costs nothing. When one is a stream, every rank reads everything, and a resume takes
+    the streams' own states.
+
+    Args:
+        loaders: a dict, list or tuple of ``DataLoader``s, lists of batches, or iterables.
+        mode: ``"min_size"`` ends with the shortest; ``"max_size_cycle"`` with the longest, the others begin again (in another order when
+            they shuffle); ``"max_size"`` with the longest, the others give ``None`` when they have run out; ``"sequential"`` reads one
+            after the other, and ``training_step`` gets the member's batch alone, without its name.
+
+    Raises:
+        ValueError: an unknown mode, or no loaders.
+        TypeError: something that cannot be iterated.
+    """
+
+    def __init__(self, loaders: Any, mode: str = "min_size") -> None:
+        if mode not in MODES:
+            raise ValueError(f"CombinedLoader(mode={mode!r}) is unknown{nearest(mode, MODES)}; possible: {', '.join(MODES)}")
+        if not isinstance(loaders, (Mapping, list, tuple)):
+            raise TypeError(f"CombinedLoader takes a dict, list or tuple of loaders, got {type(loaders).__name__}: {loaders!r:.80}")
+        if not loaders:
+            raise ValueError(f"CombinedLoader got no loaders: {loaders!r}")
+        self.loaders, self.mode = loaders, mode
+        self.members: list[Any] = list(loaders.values() if isinstance(loaders, Mapping) else loaders)
+        for place, member in zip(loaders if isinstance(loaders, Mapping) else range(len(loaders)), self.members, strict=True):
+            if not isinstance(member, Iterable) and not hasattr(member, "__getitem__"):
+                raise TypeError(f"CombinedLoader: {place!r} cannot be iterated: {type(member).__name__}: {member!r:.80}")
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in a full combined batch; ``None`` when the members do not say, or have different ones one after the other."""
+        sizes = [size for size in (getattr(member, "batch_size", None) for member in self.members) if isinstance(size, int)]
+        if len(sizes) < len(self.members) or (self.mode == "sequential" and len(set(sizes)) > 1):
+            return None
+        return sizes[0] if self.mode == "sequential" else sum(sizes)
+
+    @property
+    def presharded(self) -> bool:
+        """Whether each rank has its own part of every member already."""
+        return all(map(presharded, self.members))
+
+    def __len__(self) -> int:
+        """Combined batches in a pass of one process."""
+        return total(self.mode, [len(member) for member in self.members])
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches without an engine: one process, the members' own orders."""
+        return rows(self.mode, self.packed, [Reader(member) for member in self.members])
+
+    def packed(self, batches: list[Any]) -> Any:
+        """The members' batches in a container like the user's."""
+        if isinstance(self.loaders, Mapping):
+            return dict(zip(self.loaders, batches, strict=True))
+        return tuple(batches) if isinstance(self.loaders, tuple) else batches
+
+
+def total(mode: str, counts: list[int]) -> int:
+    """Combined batches, from the members' numbers of batches."""
+    if mode == "sequential":
+        return sum(counts)
+    return min(counts) if mode == "min_size" else max(counts)
+
+
+def combined(loader: CombinedLoader, group: Group, seed: int, feistel: bool = True) -> Indexed | Stream:
+    """The feed of a combination.
+
+    Raises:
+        ValueError: some members are divided among the ranks already.
+    """
+    # A seed for each: two members of one length would be shuffled alike.
+    feeds = [indexed(member, group, mixed(seed, place + 1), feistel) for place, member in enumerate(loader.members)]
+    known = [feed for feed in feeds if feed is not None]
+    divided = [presharded(member) for member in loader.members]
+    if any(divided) and not all(divided):
+        raise ValueError("CombinedLoader: some of the loaders are presharded, others are not; make all of them so, or none")
+    for feed in known:
+        if not divided[0] and feed.order is not None and feed.order.sharded:
+            raise ValueError(
+                f"CombinedLoader: {type(feed.order.sampler).__name__} gives each rank its part already, but whole combined batches are dealt to the "
+                "ranks here: give this member a plain sampler"
+            )
+    if len(known) == len(feeds) and not divided[0]:
+        return Indexed(loader, known, group)
+    source = Rows(loader, loader.members, feeds, loader.mode, loader.packed)
+    return Stream(loader, group, seed, source, size=lambda batch: _samples(loader, batch))
+
+
+def _samples(loader: CombinedLoader, batch: Any) -> int:
+    if loader.mode == "sequential":
+        return batch_size(batch) or 1
+    parts = batch.values() if isinstance(batch, dict) else batch
+    return sum(batch_size(part) or 1 for part in parts if part is not None)
+
+
+# -- members with indices: any place of the combination is entered directly --------------------------------------------------------------
+
+
+class _Passes:
+    """A member's batches, numbered on through its passes in one epoch of the combination."""
+
+    def __init__(self, feed: SampleIndices | BatchIndices | Batches) -> None:
+        self.feed = feed
+        self.epoch, self.count = 0, 0
+        self.cuts: dict[int, Cut] = {}
+        self.together = feed.order is not None and feed.order.together
+        self.opening: Any = None
+        """What drawing this epoch's first pass again needs."""
+
+    def begin(self, epoch: int, state: Any) -> int:
+        """Batches in one pass."""
+        self.epoch, self.cuts = epoch, {}
+        if self.feed.order is not None:
+            self.feed.order.enter(state)
+        self.count = self.cut(0).batches
+        self.opening = self.feed.state(closed=True)
+        return self.count
+
+    def draw(self, last: int) -> None:
+        """Get passes ready that the ranks have to draw together: later, each rank's workers are at another place."""
+        if self.together:
+            for number in range(last):  # those before a resume's place too: a sampler may count its passes
+                self.cut(number)
+
+    def cut(self, number: int) -> Cut:
+        if number not in self.cuts:
+            if len(self.cuts) > 2 and not self.together:
+                del self.cuts[min(self.cuts)]  # the workers' reading is ahead of the weights' by one pass at most
+            self.cuts[number] = self.feed.cut(repeated(self.epoch, number))
+        return self.cuts[number]
+
+    def size(self, number: int) -> int:
+        cut = self.cut(number // self.count)
+        return cut.size(number % self.count % cut.batches)
+
+    def fetch(self, numbers: Iterator[int]) -> Iterator[Any]:
+        return self.feed.fetch(self._items(numbers))
+
+    def _items(self, numbers: Iterator[int]) -> Iterator[Any]:
+        for number in numbers:
+            cut = self.cut(number // self.count)
+            yield cut.items(number % self.count % cut.batches)  # a sampler of the user's own may draw fewer in a later pass
+
+
+class Indexed:
+    """The combination of members with indices. The position counts combined batches of all ranks."""
+
+    def __init__(self, loader: CombinedLoader, feeds: Sequence[SampleIndices | BatchIndices | Batches], group: Group) -> None:
+        self.loader, self.group, self.feeds = loader, group, feeds
+        self.members = [_Passes(feed) for feed in feeds]
+        self.reads_ahead = all(feed.reads_ahead for feed in feeds)
+        self.offsets: list[int] = []
+
+    def length(self, limit: int | None) -> int | None:
+        counts = [feed.whole() for feed in self.feeds]
+        known = [count for count in counts if count is not None]
+        return len(self._deal(total(self.loader.mode, known), 1, limit)) if len(known) == len(counts) else None
+
+    def advance(self, window: int) -> int:
+        return self.group.world_size * window
+
+    @property
+    def feistel(self) -> bool:
+        """Whether a member's shuffle is computed rather than stored."""
+        return any(feed.feistel for feed in self.feeds)
+
+    def state(self, closed: bool) -> Any:
+        return _orders([member.opening for member in self.members])
+
+    def opening(self) -> Any:
+        return self.state(closed=False)
+
+    def carry(self) -> Any:
+        return _orders([feed.carry() for feed in self.feeds])
+
+    def leave(self) -> None:
+        for feed in self.feeds:
+            feed.leave()
+
+    def close(self) -> None:
+        for feed in self.feeds:
+            feed.close()
+
+    def _deal(self, units: int, window: int, limit: int | None) -> Deal:
+        return Deal(units, 1, window, self.group.world_size, self.group.rank, limit=limit)
+
+    def micros(self, epoch: int, start: int, window: int, limit: int | None, state: Any = None) -> Iterator[Micro]:
+        mode = self.loader.mode
+        orders = state["orders"] if state is not None else [None] * len(self.members)
+        counts = [member.begin(epoch, order) for member, order in zip(self.members, orders, strict=True)]
+        self.offsets = [sum(counts[:i]) for i in range(len(counts) + 1)]
+        deal = self._deal(total(mode, counts), window, limit)
+        if mode == "max_size_cycle" and deal.used:
+            if not all(counts):
+                empty = self.loader.members[counts.index(0)]
+                raise ValueError(f"CombinedLoader: a {type(empty).__name__} is empty and cannot be read again; leave it out, or take mode='max_size'")
+            for member in self.members:
+                member.draw(-(-deal.used // member.count))
+        batches = self._one_by_one(deal, start) if mode == "sequential" else self._side_by_side(deal, start)
+        if not all(feed.sized for feed in self.feeds):
+            return weighed(batches, deal, start, self.group, lambda batch: _samples(self.loader, batch))
+        return zip(batches, self._shares(deal, start), strict=True)
+
+    def _side_by_side(self, deal: Deal, start: int) -> Iterator[Any]:
+        cycle = self.loader.mode == "max_size_cycle"
+        ends = [deal.used if cycle else min(member.count, deal.used) for member in self.members]
+        parts = [member.fetch(_own(deal, start, 0, end)) if end else iter(()) for member, end in zip(self.members, ends, strict=True)]
+        return self._packed(deal, start, ends, parts)
+
+    def _packed(self, deal: Deal, start: int, ends: list[int], parts: list[Iterator[Any]]) -> Iterator[Any]:
+        for number in _own(deal, start, 0, deal.used):
+            yield self.loader.packed([next(part) if number < end else None for part, end in zip(parts, ends, strict=True)])
+
+    def _one_by_one(self, deal: Deal, start: int) -> Iterator[Any]:
+        def opened(place: int) -> Iterator[Any]:
+            low = self.offsets[place]
+            return self.members[place].fetch(number - low for number in _own(deal, start, low, self.offsets[place + 1]))
+
+        def read() -> Iterator[Any]:
+            for number in numbers:
+                place = self._place(number)
+                if place not in parts:
+                    parts[place] = opened(place)
+                yield next(parts[place])
+
+        numbers = _own(deal, start, 0, deal.used)
+        first = next(_own(deal, start, 0, deal.used), None)
+        parts: dict[int, Iterator[Any]] = {}
+        if first is not None:  # now, as any loader's iterator is made when a pass begins
+            parts[self._place(first)] = opened(self._place(first))
+        return read()
+
+    def _place(self, number: int) -> int:
+        return next(i for i in range(len(self.members)) if number < self.offsets[i + 1])
+
+    def _size(self, number: int) -> int:
+        mode = self.loader.mode
+        if mode == "sequential":
+            place = self._place(number)
+            return self.members[place].size(number - self.offsets[place])
+        return sum(member.size(number) for member in self.members if mode == "max_size_cycle" or number < member.count)
+
+    def _shares(self, deal: Deal, start: int) -> Iterator[Share]:
+        ranks = deal.world_size
+        for base, (own, dealt) in zip(range(start, deal.used, ranks * deal.window), deal.windows(start), strict=True):
+            if dealt:
+                sizes = tuple(tuple(self._size(part.start) if part else 0 for part in micro) for micro in dealt)
+            else:
+                sizes = tuple(tuple(self._size(base + j * ranks + r) for r in range(ranks)) for j in range(len(own)))
+            yield from shares(sizes, deal.rank)
+
+
+def _orders(states: list[Any]) -> dict[str, Any] | None:
+    return {"orders": states} if any(state is not None for state in states) else None
+
+
+def _own(deal: Deal, start: int, low: int, high: int) -> Iterator[int]:
+    """This rank's numbers from ``start`` on, those in [low, high) only; what lies apart from these is not walked through."""
+    full = deal.round * deal.window
+    first = start + max(0, low - start) // full * full
+    short = start + max(0, deal.used - start) // full * full
+    # Of the last, short window any number may be a rank's, which repeats one when it has none of its own.
+    stop = min(high, short)
+    for _, (own, _) in zip(range(first, stop, full), deal.windows(first), strict=False):
+        yield from (part.start for part in own if low <= part.start < high)
+    for own, _ in deal.windows(short):
+        yield from (part.start for part in own if low <= part.start < high)

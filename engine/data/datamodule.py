@@ -1,0 +1,79 @@
+"""``DataModule``: data that knows how to get ready, apart from any model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from engine.config.hyperparameters import HParams, init_arguments
+from engine.interop.lightning_names import DATA, missing
+from engine.utils.tree import move
+
+
+class DataModule:
+    """Subclass it and define the loaders that the run needs; ``Fit(...).run(module, datamodule=data)``.
+
+    Order: ``prepare_data`` (one process of each machine), ``setup(stage)`` (every process), loaders, ``teardown(stage)``.
+    """
+
+    def __init__(self) -> None:
+        self._hparams = HParams()
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing(self, DATA, name)
+
+    prepare_data_per_node: bool = True
+    """Whether :meth:`prepare_data` runs on one process of each machine, or on rank 0 alone."""
+
+    def prepare_data(self) -> None:
+        """Download or convert data on disk; must not set state, since only one process of a machine runs it."""
+
+    def setup(self, stage: str) -> None:
+        """Make the datasets; ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+
+    def teardown(self, stage: str) -> None:
+        """After the run, also after an error."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Anything was raised during the run; it is raised on afterwards. Other ranks may be gone: no collectives here."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch, changed or not, before it goes to the device. This and the next two win over the module's."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Return the batch on the device, for batches of one's own types."""
+        return move(batch, device)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch, changed or not, on the device."""
+        return batch
+
+    def train_dataloader(self) -> Any: ...
+    def val_dataloader(self) -> Any: ...
+    def test_dataloader(self) -> Any: ...
+    def predict_dataloader(self) -> Any: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """State to keep in checkpoints: a tree of tensors and JSON values."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put back what :meth:`state_dict` gave."""
+
+    def save_hyperparameters(self, ignore: str | Iterable[str] = ()) -> None:
+        """Keep the arguments of ``__init__`` in :attr:`hparams`. Call it inside ``__init__``."""
+        frame = inspect.currentframe()
+        ignored = {ignore} if isinstance(ignore, str) else set(ignore)
+        found = init_arguments(self, frame.f_back if frame else None)
+        self.hparams.update({name: value for name, value in found.items() if name not in ignored})
+
+    @property
+    def hparams(self) -> HParams:
+        """What :meth:`save_hyperparameters` kept."""
+        if "_hparams" not in self.__dict__:  # a subclass whose __init__ does not call ours
+            self._hparams = HParams()
+        return self._hparams

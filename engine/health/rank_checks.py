@@ -1,0 +1,116 @@
+"""``check=True``: what must be the same on all ranks is compared before the first step; later it would show as a wrong result, or a hang."""
+
+from __future__ import annotations
+
+import platform
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.data.prepared_loader import PreparedLoader
+from engine.distributed.collectives import gather, gather_json
+from engine.distributed.group import Group
+from engine.loop.run import Run
+from engine.utils.errors import CheckError
+from engine.utils.tree import map_tensors
+
+MOST = 10
+"""Differences that an error lists."""
+
+
+def compare_models(run: Run) -> None:
+    """Versions, and names, dtypes and shapes of the parameters that each rank has built, before they are spread over the ranks.
+
+    Raises:
+        CheckError: they differ; on all ranks, naming what and where.
+    """
+    if run.settings.check:
+        group = run.engine.group
+        _agree(group, "versions", {"python": platform.python_version(), "torch": torch.__version__})
+        _agree(group, "models", {name: _form(value) for name, value in run.module.named_parameters()})
+
+
+def compare(run: Run) -> None:
+    """Parameters, optimizers' settings and loaders over the ranks that hold the same part of the model.
+
+    Raises:
+        CheckError: they differ; on all ranks, naming what and where.
+    """
+    if not run.settings.check:
+        return
+    group = run.engine.data_group
+    _agree(group, "parameters", {name: fingerprint(value) for name, value in run.module.named_parameters()})
+    _agree(group, "optimizers", {f"optimizer {i}, group {j}": _plain(g) for i, o in enumerate(run.optimizers) for j, g in enumerate(o.param_groups)})
+    loaders = {"training": run.train_loader} | {f"validation {i}": loader for i, loader in enumerate(run.val_loaders)}
+    _agree(group, "loaders", {name: _size(loader) for name, loader in loaders.items() if loader is not None})
+
+
+def checked(run: Run, batches: Iterator[Any]) -> Iterator[Any]:
+    """``batches``; the first one is compared over the ranks and sent round before it is used.
+
+    Raises:
+        CheckError: its form differs between the ranks, or it did not come back as it was sent.
+    """
+    for batch in batches:
+        group = run.engine.data_group
+        leaves: list[Tensor] = []
+        map_tensors(leaves.append, batch)
+        forms = {f"tensor {i}": f"{t.dtype}, [batch{''.join(f', {n}' for n in t.shape[1:])}], {t.device.type}" for i, t in enumerate(leaves)}
+        _agree(group, "first batches", {"structure": type(batch).__name__, "tensors": len(leaves)} | forms)
+        for index, tensor in enumerate(leaves):
+            _round_trip(group, index, tensor)
+        yield batch
+        break
+    yield from batches
+
+
+def _round_trip(group: Group, index: int, tensor: Tensor) -> None:
+    rows = torch.tensor([len(tensor) if tensor.ndim else 1])
+    sizes = gather(group, rows).tolist()
+    mine = gather(group, tensor).split(sizes)[group.rank]
+    whole = gather_json(group, fingerprint(mine.reshape(tensor.shape)) == fingerprint(tensor))
+    if not all(whole):
+        raise CheckError(f"check=True: tensor {index} of the first batch did not come back as rank {whole.index(False)} sent it to the others")
+
+
+def fingerprint(value: Tensor) -> str:
+    """dtype, shape and the checksum of all bits; of a parameter that is cut up over ranks without the checksum."""
+    form = _form(value)
+    if hasattr(value, "placements") or hasattr(value, "ds_id") or isinstance(value, nn.UninitializedParameter) or value.is_meta:
+        return form
+    return f"{form}, checksum {zlib.crc32(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()):08x}"
+
+
+def _form(value: Tensor) -> str:
+    shape = "not known yet" if isinstance(value, nn.UninitializedParameter) else list(getattr(value, "ds_shape", value.shape))
+    return f"{value.dtype}, {shape}"
+
+
+def _size(loader: PreparedLoader) -> dict[str, Any]:
+    data: Any = getattr(loader.loader, "dataset", None)
+    return {
+        "batches of a rank": loader.length,
+        "samples": len(data) if hasattr(data, "__len__") else None,
+        "batch size": getattr(loader.loader, "batch_size", None),
+    }
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str, type(None), list, tuple)) and name != "params"}
+
+
+def _agree(group: Group, what: str, mine: dict[str, Any]) -> None:
+    """Raise unless ``mine`` is the same on all ranks of ``group``."""
+    everyone = gather_json(group, {name: str(value) for name, value in mine.items()})
+    first, differences = everyone[0], []
+    for rank, theirs in enumerate(everyone):
+        for name in dict.fromkeys([*first, *theirs]):
+            if theirs.get(name) != first.get(name):
+                differences.append(f"  {name}: rank 0 has {first.get(name, 'none of that name')}, rank {rank} has {theirs.get(name, 'none')}")
+    if differences:
+        more = f"\n  and {len(differences) - MOST} more" if len(differences) > MOST else ""
+        listed = "\n".join(differences[:MOST]) + more
+        raise CheckError(f"check=True: the {what} differ between the ranks:\n{listed}\nAll ranks must build the same from the same seed and data.")

@@ -1,0 +1,260 @@
+"""Ends a training that stands still, and tells which rank holds it up and where.
+
+A thread of each rank looks at a number that the training moves on; nothing is done in the training's own steps. When the number has not
+changed for the time allowed, each rank writes the stacks of its threads to a file and leaves a note for rank 0, which names the ranks that lag.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from engine.distributed import failures
+from engine.distributed.board import ANSWER_S, Board
+from engine.distributed.collectives import gather_json
+from engine.distributed.group import Group
+from engine.distributed.interrupt import Interrupt
+from engine.health import stacks
+from engine.utils.errors import HangError
+from engine.utils.log import logger
+
+NOTES_S = 3.0
+"""How long rank 0 waits for the notes of all others (s); their stalls are noticed within a poll of each other."""
+REPORT_S = 6.0
+"""How long the others wait for rank 0's report (s)."""
+LEAVE_S = 3.0
+"""After the report: how long the training's thread may take to come back (s). A thread that does not is in native code, or asleep."""
+MOST = 8
+"""Ranks that a report names one by one."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a rank says of itself when it stands still."""
+
+    progress: float
+    """Batches finished, or whatever the training counts."""
+    collectives: int
+    """Collectives begun on the groups of all ranks."""
+    at: str
+    waits: bool
+
+
+class Watchdog:
+    """Watches the calling thread from now until :meth:`stop`; a collective (all ranks make it).
+
+    Args:
+        group: the ranks.
+        progress: a number that changes whenever a batch is finished. Called from another thread.
+        first_s: seconds without a change that are allowed until the first one (start, compilation).
+        limit_s: seconds without a change that are allowed afterwards.
+        directory: where stacks are written: ``rank=<r>.txt``.
+
+    With several ranks a stall ends the process: :class:`HangError` is raised in the training's thread, and when that does not react the process
+    exits with status 1 and the report on its standard error. A process that is alone only logs where it stands.
+    A thread that a debugger holds does not count as standing still.
+    """
+
+    def __init__(self, group: Group, progress: Callable[[], float], *, first_s: float, limit_s: float, directory: Path) -> None:
+        self._group, self._progress = group, progress
+        self._first_s, self._limit_s = first_s, limit_s
+        self._directory = directory
+        self._thread = threading.get_ident()
+        host = socket.gethostname()
+        self._who: list[str] = [
+            f"rank {rank} (host {where}, process {pid})" for rank, (where, pid) in enumerate(gather_json(group, [host, os.getpid()]))
+        ]
+        self._board = Board(group, f"watchdog/{_next()}")
+        self._begun = progress()
+        self._report = ""
+        self._waiting = False
+        self._interrupt = Interrupt(HangError)
+        self._stopped, self._reported, self._fired = threading.Event(), threading.Event(), threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="fit-watchdog", daemon=True)
+        self._watcher.start()
+
+    def stop(self) -> None:
+        """The training is over, or its error is known."""
+        self._interrupt.withdraw()
+        self._stopped.set()
+        self._watcher.join(1.0)  # a thread that wakes up while the interpreter is taken down would abort the process
+
+    def explain(self, error: BaseException) -> HangError | None:
+        """The error to raise in place of ``error``, when that is only how this rank noticed that the training stood still."""
+        self._interrupt.withdraw()
+        timed_out = failures.blames_peer(error) and ("timed out" in str(error).lower() or "monitoredbarrier" in str(error).lower())
+        if not isinstance(error, HangError) and not timed_out and not self._fired.is_set():
+            return None
+        if not self._fired.wait(3 * self._pause) or not self._reported.wait(REPORT_S + ANSWER_S):
+            return None
+        return self._error()
+
+    @property
+    def _pause(self) -> float:
+        return min(1.0, self._limit_s / 10)
+
+    def _error(self) -> HangError:
+        found = HangError(self._report)
+        found.waiting = self._waiting
+        return found
+
+    def _watch(self) -> None:
+        before, still_s, looked, told = self._begun, 0.0, time.monotonic(), False
+        while not self._stopped.wait(self._pause):
+            now, current = time.monotonic(), self._progress()
+            # A process that was suspended (or a laptop that slept) has not stood still meanwhile.
+            still_s += min(now - looked, 2 * self._pause)
+            looked = now
+            if current != before:
+                before, still_s, told = current, 0.0, False
+            elif still_s > (self._first_s if current == self._begun else self._limit_s) and not told:
+                here = stacks.place(self._thread)
+                if here.debugged:
+                    still_s = 0.0
+                    continue
+                told = True
+                if self._group.world_size > 1:
+                    self._fire(current, here, still_s)
+                    return
+                logger.warning("no batch was finished for %.3g s; the training is at %s; all stacks: %s", still_s, here.line, self._write())
+
+    def _fire(self, progress: float, here: stacks.Place, still_s: float) -> None:
+        self._fired.set()
+        self._waiting = here.waits
+        path = self._write()
+        note = Note(progress, self._collectives(), here.line, here.waits)
+        self._board.put(f"note/{self._group.rank}", asdict(note))
+        self._report, lags = self._compose(note, still_s, path)
+        self._waiting = self._group.rank not in lags
+        if self._group.rank in (0, *lags):
+            logger.error("%s", self._report)
+        self._reported.set()
+        if self._interrupt.strike() and not self._stopped.wait(LEAVE_S):
+            self._die()
+
+    def _write(self) -> Path:
+        path = self._directory / f"rank={self._group.rank}.txt"
+        text = stacks.all_threads()
+        record = stacks.flight_record()
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            if record is not None:
+                path.with_suffix(".nccl.json").write_text(record, encoding="utf-8")
+        except OSError as error:
+            sys.stderr.write(f"the stacks of rank {self._group.rank} cannot be written to {path} ({error}):\n{text}\n")
+        return path
+
+    def _collectives(self) -> int:
+        total = 0
+        groups: list[Any] = [group for group in (dist.group.WORLD, self._group.cpu) if group is not None]
+        for group in groups:
+            try:
+                total += group._get_sequence_number_for_group()
+            except RuntimeError:  # a back end that does not count
+                return 0
+        return total
+
+    def _compose(self, own: Note, still_s: float, path: Path) -> tuple[str, list[int]]:
+        """The report, and which ranks lag: rank 0's, or this rank's own when rank 0 gives none."""
+        rank, board = self._group.rank, self._board
+        if rank:
+            sent = board.get("report", REPORT_S)
+            if sent:
+                return str(sent["text"]), list(sent["lags"])
+            reached = "it has not noticed that this rank stands still" if board.answers else "the job's store there does not answer"
+            text = f"{self._head(still_s)}\n  lost: {self._who[0]}: {reached}; its machine, its process or the network to it has gone"
+            return f"{text}\n  {self._who[rank]}: {own.at}\n{self._tail(path)}", [0]
+        deadline = time.monotonic() + NOTES_S
+        notes: dict[int, Note | None] = {0: own}
+        for other in range(1, self._group.world_size):
+            found = board.get(f"note/{other}", max(0.0, deadline - time.monotonic()))
+            notes[other] = Note(**found) if found else None
+        lags = laggards(notes)
+        text = "\n".join([self._head(still_s), *self._lines(notes, lags), self._tail(path)])
+        board.put("report", {"text": text, "lags": lags})
+        return text, lags
+
+    def _lines(self, notes: dict[int, Note | None], lags: list[int]) -> list[str]:
+        lines = []
+        if len(lags) == len(notes) and all(note is not None and note.waits for note in notes.values()):
+            lines.append("  all ranks wait for each other, in different collectives or in one that does not end:")
+        for rank in lags[:MOST]:
+            note = notes[rank]
+            if note is None:
+                lines.append(f"  lost: {self._who[rank]}: no word from it; its machine, its process or the network to it has gone")
+            else:
+                lines.append(f"  lags: {self._who[rank]}: {note.at}")
+        if len(lags) > MOST:
+            lines.append(f"  and {len(lags) - MOST} more")
+        places: dict[str, list[int]] = {}
+        for rank, note in notes.items():
+            if note is not None and rank not in lags:
+                places.setdefault(note.at, []).append(rank)
+        for at, ranks in sorted(places.items(), key=lambda item: -len(item[1]))[:MOST]:
+            shown = ", ".join(map(str, ranks[:MOST])) + (", ..." if len(ranks) > MOST else "")
+            lines.append(f"  {'wait' if len(ranks) > 1 else 'waits'}: rank {shown}: {at}")
+        return lines
+
+    def _head(self, still_s: float) -> str:
+        return f"no batch was finished for {still_s:.3g} s"
+
+    def _tail(self, path: Path) -> str:
+        return (
+            f"Stacks of every rank: {path.parent}{os.sep}rank=*.txt. If this was no hang, allow more time with Fit(timeout='1 h'), "
+            "start_timeout= for the first batch, or timeout=None."
+        )
+
+    def _die(self) -> None:
+        """End the process: its main thread is asleep, or in native code."""
+        error = self._error()
+        if self._group.environment.error_file:
+            failures.record(error, Path(self._group.environment.error_file))
+        try:
+            print(f"HangError: {self._report}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+        finally:
+            os._exit(1)
+
+
+def collective_limit(limit_s: float, device: torch.device) -> timedelta:
+    """How long a collective may wait, when a batch may take ``limit_s``: longer, so that the stall is found while ranks still stand where they
+    wait. On the CPU the collective's error then brings the training's thread back; NCCL's ends the process, and the report is to come first."""
+    return timedelta(seconds=limit_s + (3.0 if device.type == "cpu" else NOTES_S + REPORT_S + 2 * LEAVE_S))
+
+
+def laggards(notes: dict[int, Note | None]) -> list[int]:
+    """The ranks that hold up the others: those without a word; else those furthest behind in batches; else those that do not wait for
+    others; of several such ones those furthest behind in collectives; else all."""
+    if lost := [rank for rank, note in notes.items() if note is None]:
+        return lost
+    known: dict[int, Note] = {rank: note for rank, note in notes.items() if note is not None}
+    if len({note.progress for note in known.values()}) > 1:
+        least: float = min(note.progress for note in known.values())
+        return [rank for rank, note in known.items() if note.progress == least]
+    busy = {rank: note for rank, note in known.items() if not note.waits}
+    if not busy:
+        return list(known)
+    least = min(note.collectives for note in busy.values())
+    return [rank for rank, note in busy.items() if note.collectives == least]
+
+
+_number = 0
+
+
+def _next() -> int:
+    """Counts the watchdogs of this process; all ranks make the same ones."""
+    global _number
+    _number += 1
+    return _number

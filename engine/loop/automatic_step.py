@@ -1,0 +1,136 @@
+"""What becomes of each micro-batch and each window of a training: one object, chosen when the run is prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from engine.data.sampler import Share
+from engine.loop.run import Run
+from engine.metrics.torchmetrics_states import unchanged
+from engine.module import overrides
+from engine.step.gradients import Loss, check_held, loss_in
+from engine.utils.log import warn_once
+
+
+class Automatic:
+    """Forward and backward pass of each micro-batch; at a window's end all optimizers step as one."""
+
+    accumulates = True
+    """Whether the run knows where a window ends (else the module steps when it likes)."""
+
+    def __init__(self, run: Run, optimizers: Sequence[Any]) -> None:
+        self.run, self.optimizers = run, list(optimizers)
+        self._parameters = _named(run)
+
+    def begin(self) -> None:
+        """An epoch begins.
+
+        Raises:
+            ValueError: an optimizer has parameters that the module has no more.
+        """
+        run = self.run
+        before, self._parameters = self._parameters, _named(run)
+        check_held(before, self._parameters, self.optimizers)
+        self.call, self.autocast, self.sync, self.models = run.call, run.engine.autocast(), run.engine.strategy.sync, run.engine.models
+
+    def micro(self, batch: Any, index: int, share: Share) -> Any:
+        """One micro-batch; what ``training_step`` returned."""
+        self.sync(self.models, share.last)
+        with self.autocast:
+            outputs = self.call(batch, index) if share.size else matched_only(self.run, self.call, batch, index)
+        backward(self.run, outputs)
+        return outputs
+
+    def step(self) -> None:
+        """The window is over: finish its gradients and step. One in which no micro-batch had a loss is not stepped."""
+        run = self.run
+        engine, module, hooks = run.engine, run.module, run.hooks
+        if not engine.window.fed and not engine.window_has_loss():
+            engine.window.discard()
+            warn_unfed(run)
+            return
+        if hooks.on_before_optimizer_step:
+            run.saver.hold()
+            engine.unscale_gradients(run.optimizers)
+            for optimizer in run.optimizers:
+                for hook in hooks.on_before_optimizer_step:
+                    hook(run, module, optimizer)
+        engine.step(run.optimizers, max_norm=run.max_norm, max_value=run.max_value, then=run.applied)
+        for optimizer in run.optimizers:
+            for hook in hooks.on_before_zero_grad:
+                hook(run, module, optimizer)
+            optimizer.zero_grad()
+
+
+    def cut(self) -> None:
+        """The epoch is left inside of a window: its gradients, and its values of the step, are left out."""
+        self.run.engine.discard_window()
+        self.run.recorder.window += 1
+
+    def before_validation(self) -> None:
+        """Validation inside of the training is due. It leaves gradients as they are, unless the module does otherwise."""
+        if overrides(self.run.module, "on_validation_model_zero_grad"):
+            self.run.module.on_validation_model_zero_grad()
+
+
+class InParts(Automatic):
+    """The strategy runs forward and backward passes together, on parts of the micro-batch."""
+
+    def micro(self, batch: Any, index: int, share: Share) -> Any:
+        self.sync(self.models, share.last)
+        with self.autocast:
+            return self.call(batch, index) if share.size else matched_only(self.run, self.call, batch, index)
+
+
+class ByHand(Automatic):
+    """``automatic_optimization = False``: the module steps its optimizers inside of ``training_step``."""
+
+    accumulates = False
+
+    def micro(self, batch: Any, index: int, share: Share) -> Any:
+        self.run.stepping = True
+        with self.autocast:
+            return self.call(batch, index) if share.size else matched_only(self.run, self.call, batch, index)
+
+    def step(self) -> None:
+        """Nothing is left to do."""
+
+
+def _named(run: Run) -> dict[str, Tensor]:
+    """The module's parameters, where nothing but its user puts others in their place."""
+    strategy = run.engine.strategy
+    alone = strategy.group.world_size == 1 and not strategy.owns_step
+    return dict(run.module.named_parameters(remove_duplicate=False)) if alone else {}
+
+
+def matched_only(run: Run, call: Callable[..., Any], batch: Any, index: int) -> Any:
+    """A training step that only keeps the ranks matched: its samples were trained on before."""
+    with unchanged(run.module, run.recorder.metrics):
+        return call(batch, index)
+
+
+def backward(run: Run, outputs: Any) -> None:
+    """Backward from what ``training_step`` returned."""
+    loss = outputs
+    if type(loss) is not Tensor and not isinstance(loss, (Tensor, Loss)):
+        loss = loss_in(outputs, type(run.module).__name__)
+        if loss is None:
+            run.engine.backward_nothing()
+            return
+    for hook in run.hooks.on_before_backward:
+        hook(run, run.module, loss)
+    run.backward(loss)
+    for hook in run.hooks.on_after_backward:
+        hook(run, run.module)
+
+
+def warn_unfed(run: Run) -> None:
+    """Say so when nothing has been trained so far, since ``training_step`` gave no loss."""
+    if run.state.step == 0:
+        warn_once(
+            f"{type(run.module).__name__}.training_step returned None for every batch so far: nothing is trained. "
+            "Return the loss, unless these batches are to be left out"
+        )

@@ -1,0 +1,87 @@
+"""States of callbacks in a checkpoint, and whose each one is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from engine.checkpoint.files import printable
+from engine.loop.hook_calls import Hooked, overridden
+from engine.utils.log import logger
+
+
+def check_keys(callbacks: Sequence[Hooked], base: type) -> None:
+    """Whether the states of these callbacks can be told apart.
+
+    Args:
+        base: the class whose ``state_dict`` is that of a callback without a state.
+
+    Raises:
+        TypeError: a ``state_key`` is not text.
+        ValueError: two callbacks with a state have the same key.
+    """
+    known: dict[str, Hooked] = {}
+    for callback in callbacks:
+        key: object = callback.state_key
+        if not isinstance(key, str):
+            raise TypeError(f"{type(callback).__name__}.state_key is {key!r} of type {type(key).__name__}: return a str")
+        if not overridden(callback, "state_dict", base):
+            continue
+        if key in known:
+            raise ValueError(
+                f"callbacks of {type(known[key]).__name__} and {type(callback).__name__} both have the state_key {key!r}, so that a checkpoint could "
+                'not tell their states apart: override state_key with what differs, for example return f"{type(self).__qualname__}[{self.name}]"'
+            )
+        known[key] = callback
+
+
+def states(callbacks: Sequence[Hooked]) -> dict[str, Any]:
+    """What the callbacks want to keep, by their keys."""
+    return {callback.state_key: callback.state_dict() for callback in callbacks}
+
+
+def load_states(callbacks: Sequence[Hooked], saved: Mapping[str, Any], where: object, give: Callable[[str, Any, Any], None]) -> None:
+    """Give the callbacks back what :func:`states` has kept; a state that nobody takes is a warning.
+
+    Args:
+        where: the checkpoint, for the warning.
+        give: is called with the name of a callback, its ``load_state_dict`` and the state.
+    """
+    left, waiting = dict(saved), list(callbacks)
+    for name_of in (_key, _stem, _earlier_key(callbacks)):
+        for callback in list(waiting):
+            name = name_of(callback)
+            found = [key for key in left if (_stem_of(key) if name_of is _stem else key) == name]
+            alone = sum(name_of(other) == name for other in waiting) == 1
+            if len(found) == 1 and alone:
+                give(f"the callback {_key(callback)}", callback.load_state_dict, left.pop(found[0]))
+                waiting.remove(callback)
+    if lost := sorted(key for key, state in left.items() if state):
+        logger.warning(
+            "%s has the state of %s, which no callback takes: it is lost to this run. A state is given to the callback that has the state_key "
+            "under which it was saved; those here: %s",
+            where, printable(", ".join(lost)), ", ".join(sorted(map(_key, callbacks))) or "none",
+        )  # fmt: skip
+
+
+def _key(callback: Hooked) -> str:
+    return callback.state_key
+
+
+def _stem(callback: Hooked) -> str:
+    return _stem_of(callback.state_key)
+
+
+def _stem_of(key: str) -> str:
+    return key.partition("; ")[0]
+
+
+def _earlier_key(callbacks: Sequence[Hooked]) -> Callable[[Hooked], str]:
+    """The keys in checkpoints of versions without ``state_key``: the class, numbered among those of the same class."""
+
+    def key(callback: Hooked) -> str:
+        same = [each for each in callbacks if type(each) is type(callback)]
+        name = type(callback).__qualname__
+        return name if len(same) == 1 else f"{name}.{next(i for i, each in enumerate(same) if each is callback)}"
+
+    return key

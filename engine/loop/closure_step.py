@@ -1,0 +1,320 @@
+"""Steps that a module has a say in, or that compute gradients themselves: ``optimizer_step`` and its relatives, LBFGS, SAM.
+
+The forward and backward pass of a window's last micro-batch run inside of the closure that ``optimizer_step`` gets, as in Lightning.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from engine.data.sampler import Share
+from engine.loop.automatic_step import Automatic, backward, matched_only, warn_unfed
+from engine.loop.run import Run
+from engine.metrics.torchmetrics_states import unchanged
+from engine.module import overrides
+from engine.step.wrappers import PreparedOptimizer
+
+OF_THE_STEP = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether its step evaluates the loss itself: its ``closure`` has no default (LBFGS), or it steps in two halves (SAM)."""
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    required = bool(parameters) and parameters[0].name == "closure" and parameters[0].default is inspect.Parameter.empty
+    return required or all(callable(getattr(optimizer, half, None)) for half in ("first_step", "second_step"))
+
+
+class ClosureOptimizer(PreparedOptimizer):
+    """What ``optimizer_step`` gets: its ``step`` evaluates the closure, clips and applies the gradients."""
+
+    def __init__(self, prepared: PreparedOptimizer, owner: ByClosure) -> None:
+        super().__init__(prepared.optimizer, prepared._stepper, prepared._window)
+        self._owner, self.needs_closure = owner, needs_closure(prepared.optimizer)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step with the window's gradients. ``closure``: what computes them, by default the run's own; its value is returned."""
+        return self._owner.apply(self, closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+        self._stepper.forget([self.optimizer])
+
+
+class ByClosure(Automatic):
+    """Each window's step goes through ``module.optimizer_step(epoch, batch_idx, optimizer, closure)``::
+
+        closure: the last micro-batch's training_step and backward; when it is called again, zero_grad and the whole window's
+        optimizer.step(closure): closure; on_before_optimizer_step; configure_gradient_clipping; the optimizer's own step
+
+    A step is counted when an optimizer has stepped.
+    """
+
+    def __init__(self, run: Run, prepared: Sequence[PreparedOptimizer]) -> None:
+        super().__init__(run, [ClosureOptimizer(each, self) for each in prepared])
+        self.keeps = any(each.needs_closure for each in self.optimizers)
+        """Whether the window's micro-batches are kept, so that the whole of it can be evaluated again."""
+        self.zeroes_first = overrides(run.module, "optimizer_zero_grad")
+        self.clips = overrides(run.module, "configure_gradient_clipping")
+        self._own_backward = overrides(run.module, "backward")
+        self._apart = self.clips or self.keeps or len(self.optimizers) > 1
+        self._limits = {"max_norm": run.max_norm, "max_value": run.max_value}
+        self._window: list[tuple[Any, int, Share]] = []
+        self._verdicts: list[bool] = []
+        self._value: Tensor | None = None
+        self._held = False
+        run.backward = self.backward
+
+    def begin(self) -> None:
+        super().begin()
+        self._window.clear()
+
+    def micro(self, batch: Any, index: int, share: Share) -> Any:
+        run, first = self.run, not self._window
+        if first or self.keeps:
+            self._window.append((batch, index, share))
+        if not share.last:
+            return self._evaluate(batch, index, share, first)
+        run.stepping, self._last, self._evaluated, self._single = True, (batch, index, share, first), False, first
+        run.saver.hold()
+        for optimizer in self.optimizers:
+            run.module.optimizer_step(run.epoch, index, optimizer, self.closure)
+        if not self._evaluated:
+            raise RuntimeError(
+                f"{type(run.module).__name__}.optimizer_step called neither optimizer_closure() nor optimizer.step(): "
+                "call optimizer.step(closure=optimizer_closure), or optimizer_closure() alone to leave the step out"
+            )
+        return self.outputs
+
+    def cut(self) -> None:
+        super().cut()
+        self._window.clear()
+        self._value = None
+
+    def step(self) -> None:
+        run, index = self.run, self._window[-1][1]
+        run.engine.settle()
+        if not self._fed:
+            run.engine.window.discard()
+            warn_unfed(run)
+        if self._verdicts:
+            run.applied(any(self._verdicts))
+            self._verdicts.clear()
+        if not self.zeroes_first:
+            self._zero(index)
+        self._window.clear()
+        self._value, self._held = None, False
+
+    def before_validation(self) -> None:
+        if self.zeroes_first:  # else there are none
+            self.run.module.on_validation_model_zero_grad()
+        else:
+            super().before_validation()
+
+    # -- the closure ------------------------------------------------------------------------------------------------------------
+
+    def closure(self) -> Tensor | None:
+        """Compute the window's gradients; its mean loss over all ranks, shape (), fp64 without graph. ``None``: no micro-batch had one."""
+        with torch.enable_grad():
+            if not self._evaluated:
+                self._finish_window(self._evaluate(*self._last))
+            elif self._touched():
+                self._again()
+        return self.loss
+
+    def _evaluate(self, batch: Any, index: int, share: Share, first: bool) -> Any:
+        """Forward and backward pass of one micro-batch."""
+        self.sync(self.models, share.last)
+        with self.autocast:
+            outputs = self.call(batch, index) if share.size else matched_only(self.run, self.call, batch, index)
+        if first and self.zeroes_first:
+            self._zero(index)
+        backward(self.run, outputs)
+        return outputs
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """The exact backward pass of one micro-batch, by the module's own ``backward`` if it has one."""
+        module = self.run.module
+        if self._own_backward:
+            value = self.run.engine.backward_by(loss, lambda root: module.backward(root, **kwargs))
+        else:
+            value = self.run.engine.backward_by(loss, lambda root: root.backward(**kwargs))
+        self._value = value if self._value is None else self._value + value
+
+    def _finish_window(self, outputs: Any) -> None:
+        """All gradients of the window are there: make them readable, and find the loss that they are of."""
+        engine = self.run.engine
+        self.outputs, self._evaluated, self._clipped, self.loss = outputs, True, False, None
+        self._fed = engine.window.fed or engine.window_has_loss()
+        if not self._fed:
+            return
+        engine.unscale_gradients(self.optimizers)
+        total = engine.window.of(self.optimizers[0].optimizer).total
+        if self._held and (engine.scaler is not None or total is not None):
+            raise RuntimeError(
+                f"{type(self.run.module).__name__}.optimizer_zero_grad has left gradients of an earlier step in place, and this step's are "
+                "still to be divided (fp16, Loss(sum, count) or a micro-batch without loss): call optimizer.zero_grad(), or return a scalar "
+                "loss in fp32 or bf16"
+            )
+        value = torch.zeros((), dtype=torch.float64, device=engine.device) if self._value is None else self._value
+        mean = engine.strategy.sum(value) / engine.data_group.world_size
+        self.loss = torch.as_tensor(mean if total is None else mean / total)
+        if self._awaits_changes:
+            self._mark = self._fingerprint()
+
+    def _again(self) -> None:
+        """The whole window once more, for the gradients at the parameters as they are now. Nothing is logged twice."""
+        run, window = self.run, self.run.engine.window
+        if not self.keeps and not self._single:
+            raise RuntimeError(
+                "optimizer_closure() was called twice in one step with accumulate_grad_batches > 1, and the earlier micro-batches are not kept: "
+                "call it once, set accumulate_grad_batches=1, or use an optimizer whose step(closure) has no default for closure"
+            )
+        if not self.zeroes_first:
+            self._zero(self._window[0][1])
+        self._value, outputs = None, None
+        with unlogged(run):
+            for number, (batch, index, share) in enumerate(self._window):
+                window.share, run.recorder.size, run.recorder.batch = share, share.size, batch
+                outputs = self._evaluate(batch, index, share, number == 0)
+        self._finish_window(outputs)
+
+    @property
+    def _awaits_changes(self) -> bool:
+        """Whether an optimizer may change the parameters before it calls its closure for the first time; LBFGS does not."""
+        return any(each.needs_closure and not isinstance(each.optimizer, LBFGS) for each in self.optimizers)
+
+    def _touched(self) -> bool:
+        """Whether gradients that are there are not, or may not be, those at the present parameters."""
+        if not self._fresh:
+            return True
+        self._fresh = False
+        return self._awaits_changes and self._fingerprint() != self._mark
+
+    def _fingerprint(self) -> list[Any]:
+        """What changes with parameters and gradients. Waits for the device."""
+        parameters = [p for each in self.optimizers for group in each.param_groups for p in group["params"]]
+        return [*torch.stack(torch._foreach_norm([p.detach().double() for p in parameters])).tolist(), *(id(p.grad) for p in parameters)]
+
+    # -- the step ---------------------------------------------------------------------------------------------------------------
+
+    _fresh = False
+    """An optimizer is about to be called with the gradients of an evaluation that its first call of the closure need not repeat."""
+
+    def apply(self, optimizer: ClosureOptimizer, closure: Callable[[], Any] | None) -> Any:
+        """``optimizer.step(closure)``."""
+        run, value = self.run, None
+        if optimizer.needs_closure:
+            return self._apply_inside(optimizer, closure or self.closure)
+        if closure is not None:
+            value = closure()
+        elif not self._evaluated:
+            self.closure()
+        if self._fed:
+            self._clip()
+            limits = {} if self._apart else self._limits
+            run.engine.step([optimizer], then=self._verdicts.append, **limits)
+        return value
+
+    def _apply_inside(self, optimizer: ClosureOptimizer, closure: Callable[[], Any]) -> Any:
+        """A step that evaluates the closure as often as it likes."""
+        if not self._evaluated:
+            self.closure()
+        if not self._fed:
+            return None
+        self._clip()
+        self._fresh = True
+
+        def exact() -> Any:
+            value = closure()
+            if value is None:
+                raise ValueError(f"{type(optimizer.optimizer).__name__} needs a loss of every batch, but training_step returned None")
+            self._clip()
+            return value
+
+        value = optimizer.optimizer.step(exact)
+        self._fresh = False
+        self._verdicts.append(True)
+        return value
+
+    def _clip(self) -> None:
+        """Once for each evaluation, for all optimizers: the hooks, and the clipping that does not happen within the step."""
+        run = self.run
+        if self._clipped:
+            return
+        self._clipped = True
+        for optimizer in self.optimizers:
+            for hook in run.hooks.on_before_optimizer_step:
+                hook(run, run.module, optimizer.optimizer)
+        if self.clips:
+            for optimizer in self.optimizers:
+                run.module.configure_gradient_clipping(optimizer.optimizer, run.settings.gradient_clip_val, run.settings.gradient_clip_algorithm)
+        if self._apart:
+            run.engine.finish_gradients(self.optimizers, inside=self.keeps, **({} if self.clips else self._limits))
+
+    def _zero(self, index: int) -> None:
+        run = self.run
+        for optimizer in self.optimizers:
+            for hook in run.hooks.on_before_zero_grad:
+                hook(run, run.module, optimizer.optimizer)
+            if self.zeroes_first:
+                run.module.optimizer_zero_grad(run.epoch, index, optimizer.optimizer)
+                optimizer._stepper.forget([optimizer.optimizer])
+            else:
+                optimizer.zero_grad()
+        if self.zeroes_first:
+            left = [p.grad for each in self.optimizers for group in each.param_groups for p in group["params"] if p.grad is not None]
+            self._held = bool(run.engine.strategy.norm(left) > 0) if left else False
+
+
+@contextmanager
+def unlogged(run: Run) -> Iterator[None]:
+    """What the module logs in the block, and what its torchmetrics objects see, is forgotten."""
+    size, batch = run.recorder.size, run.recorder.batch
+    run.module.log_with(lambda *values: None)
+    try:
+        with unchanged(run.module):
+            yield
+    finally:
+        run.record_to(run.recorder)
+        run.recorder.size, run.recorder.batch = size, batch
+
+
+def refuse(run: Run, optimizers: Sequence[Optimizer]) -> None:
+    """Whether this run can do what the module overrides and its optimizers need.
+
+    Raises:
+        ValueError: it cannot; says what was found and what to do.
+    """
+    engine, module = run.engine, run.module
+    strategy, name = engine.strategy, type(engine.strategy).__name__
+    for method in (*OF_THE_STEP, "backward"):
+        if overrides(module, method) and (strategy.owns_step or strategy.pipelined):
+            why = "clips, steps and clears gradients in one call of its own" if strategy.owns_step else "runs forward and backward passes together"
+            raise ValueError(
+                f"{type(module).__name__} overrides {method}, which cannot be called under {name}: it {why}. "
+                "Remove the method (learning rates: a scheduler; clipping: gradient_clip_val), or use strategy='ddp' or 'fsdp'"
+            )
+    inside = [type(o).__name__ for o in optimizers if needs_closure(o)]
+    if not inside:
+        return
+    sharded = any(hasattr(p, "placements") or hasattr(p, "ds_id") for o in optimizers for group in o.param_groups for p in group["params"])
+    found = {
+        f"{name}, which steps by itself": strategy.owns_step,
+        f"{name}, which runs forward and backward passes together": strategy.pipelined,
+        f"{name}, where each rank has a part of the parameters": sharded,
+        f"precision={engine.precision.name!r}, whose loss scale changes between two evaluations": engine.scaler is not None,
+        "on_nonfinite='skip': an evaluation inside of a step cannot be skipped": run.settings.on_nonfinite == "skip",
+        f"{len(optimizers)} optimizers, whose steps are made from the same gradients": len(optimizers) > 1,
+    }
+    if reasons := [reason for reason, holds in found.items() if holds]:
+        raise ValueError(
+            f"{inside[0]} evaluates the loss inside of its step (closure), which does not go with {reasons[0]}; "
+            "use strategy='single' or 'ddp', precision='32-true' or 'bf16-mixed', one optimizer, or another optimizer"
+        )

@@ -1,0 +1,196 @@
+"""The frame around every run: seed, set up, and whatever happens, tell the callbacks, tear down and put things back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from engine.checkpoint.resume import Resume
+from engine.checkpoint.run_folder import RunFolder, Trained
+from engine.checkpoint.writer import Saver
+from engine.data.datamodule import DataModule
+from engine.data.sampler import mixed
+from engine.distributed import relaunch
+from engine.distributed.agreement import HURRY, TERMINATE
+from engine.loop.run import Run
+from engine.loop.torch_flags import switched
+from engine.loop.train import Preempted
+from engine.module import TrainModule, overrides
+from engine.utils.errors import CheckError, RankError
+from engine.utils.log import logger
+from engine.utils.seed import seed_everything
+
+TERMINATED = 128 + signal.SIGTERM
+"""The exit code after SIGTERM, as a shell shows it."""
+
+
+@contextmanager
+def session(run: Run, datamodule: DataModule | None) -> Iterator[None]:
+    """Set up; at the end, also after an error, tear down. Errors reach every callback and leave unchanged."""
+    module = run.module
+    with switched(run.settings), interruptible(run):
+        try:
+            module.attach(run)
+            _set_up(run, datamodule)
+            with suppress(Preempted):
+                yield
+            _end_early(run)
+        except BaseException as error:
+            if isinstance(error, SystemExit) and run.terminated:
+                raise
+            cause = _cause(run, error)
+            run.exception = cause
+            run.engine.group.failed = not isinstance(cause, CheckError)  # that one all ranks raise together
+            _report(run, cause)
+            if cause is not error:
+                raise cause from error
+            raise
+        finally:
+            _tear_down(run, datamodule)
+
+
+@contextmanager
+def housed(run: Run, wanted: str | Path | Resume | None, earlier: Trained | None) -> Iterator[None]:
+    """Give a run its folder for as long as it lasts; arguments as of :class:`RunFolder`."""
+    kept = next((c.checkpoints_in for c in run.callbacks if c.checkpoints_in is not None), None)
+    try:
+        run.home = RunFolder(run.engine.group, run.settings.root_dir, kept, run.stage, wanted, earlier)
+    except BaseException:
+        run.release()
+        raise
+    run.saver = Saver(run.engine.group, run.home.checkpoints)
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        run.home.close(failed)
+
+
+def _end_early(run: Run) -> None:
+    """After Ctrl-C or SIGTERM: everything is saved and closed; whoever has sent it is told."""
+    if run.stage == "fit" and run.world_size > 1 and not run.preempted and run.agreement.now(run.stop_level):
+        run.accept_stop()  # it came after the last step, to some ranks
+    if run.interrupted:
+        raise KeyboardInterrupt
+    if run.terminated:
+        run.engine.group.barrier()  # a rank that ends first would look like a failure to the others
+        raise SystemExit(TERMINATED)
+
+
+def _cause(run: Run, error: BaseException) -> BaseException:
+    """What callbacks and the caller are told: the error itself, unless it only says that something else has happened."""
+    if isinstance(error, KeyboardInterrupt):
+        return error
+    if run.interrupted:
+        return KeyboardInterrupt()  # data workers get Ctrl-C too, and their end is seen first
+    started = relaunch.current()
+    if started is not None:
+        try:
+            started.check(error)
+        except RankError as other:
+            return other
+    return error
+
+
+def _set_up(run: Run, datamodule: DataModule | None) -> None:
+    stage, module, seed = run.stage, run.module, run.settings.seed
+    if seed is not None:
+        seed_everything(seed)
+    run.datamodule = datamodule
+    if datamodule is not None:
+        _prepare_data(run, datamodule)
+    if overrides(module, "prepare_data"):
+        _prepare_data(run, module)
+    if datamodule is not None:
+        datamodule.setup(stage)
+    for hook in run.hooks.setup:
+        hook(run, module, stage)
+    if not module.built:
+        with run.engine.strategy.building():
+            module.configure_model()
+    stream = run.engine.strategy.random_stream
+    if stream and stage == "fit":
+        # Ranks see different samples: with the same random numbers they would drop out the same units of each.
+        seed_everything(mixed(run.engine.seed, stream) % 2**32)
+
+
+def _prepare_data(run: Run, owner: DataModule | TrainModule) -> None:
+    """On one process of each machine, or of all; the others wait for it."""
+    engine = run.engine
+    if run.world_size == 1:
+        owner.prepare_data()
+        return
+    with engine.local_main_process_first():
+        if engine.is_local_main_process if owner.prepare_data_per_node else engine.is_main_process:
+            owner.prepare_data()
+
+
+def _report(run: Run, error: BaseException) -> None:
+    hooks: list[Callable[[], Any]] = [partial(hook, run, run.module, error) for hook in run.hooks.on_exception]
+    if run.datamodule is not None:
+        hooks.append(partial(run.datamodule.on_exception, error))
+    for hook in hooks:
+        try:
+            hook()
+        except Exception:
+            logger.exception("on_exception failed while %s was handled", type(error).__name__)
+
+
+def _tear_down(run: Run, datamodule: DataModule | None) -> None:
+    """Every step of it, whatever goes wrong in one; the first error of a run that had none is raised at the end."""
+    module, failed = run.module, run.exception is not None
+    steps: list[Callable[[], Any]] = [partial(hook, run, module, run.stage) for hook in run.hooks.teardown]
+    if datamodule is not None:
+        steps.append(partial(datamodule.teardown, run.stage))
+    steps += [partial(module.attach, None), run.release]
+    for step in steps:
+        try:
+            step()
+        except Exception as error:
+            if run.exception is None:
+                run.exception = error
+                run.engine.group.failed = True
+                _report(run, error)
+            else:
+                logger.exception("teardown failed after %s", type(run.exception).__name__)
+    if run.exception is not None and not failed:
+        raise run.exception
+
+
+@contextmanager
+def interruptible(run: Run) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the run after the step; a second Ctrl-C at once. Handlers of the user's own stay in place."""
+    owner, main = os.getpid(), threading.current_thread() is threading.main_thread()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if run.interrupted:
+            raise KeyboardInterrupt
+        run.interrupted = True
+        run.stop("interrupted (Ctrl-C)", HURRY)
+        logger.warning("Ctrl-C: the run ends after this step; again to end it at once")
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # a process that was forked meanwhile: nobody listens to it
+            os._exit(TERMINATED)
+        if run.stop_level < TERMINATE:  # a launcher and a scheduler may both send one
+            run.terminated = True
+            run.stop("terminated (SIGTERM)", TERMINATE)
+            logger.warning("SIGTERM: the run ends after this step, with exit code %d", TERMINATED)
+
+    ours = [(signal.SIGINT, signal.default_int_handler, interrupt), (signal.SIGTERM, signal.SIG_DFL, terminate)]
+    taken = [(number, before, handler) for number, before, handler in ours if main and signal.getsignal(number) is before]
+    for number, _, handler in taken:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, before, _ in taken:
+            signal.signal(number, before)

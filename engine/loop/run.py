@@ -1,0 +1,361 @@
+"""``Run``: one training, validation, test or prediction under way, as callbacks and loops see it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.checkpoint.writer import Saver
+from engine.config.duration import Every
+from engine.config.masked import Config
+from engine.config.settings import Settings
+from engine.config.yaml_writer import as_yaml
+from engine.data.datamodule import DataModule
+from engine.data.prepared_loader import PreparedLoader
+from engine.distributed.agreement import HURRY, STOP, TERMINATE, Agreement
+from engine.engine import Engine
+from engine.health.garbage import Collector
+from engine.health.watchdog import collective_limit
+from engine.loop.hook_calls import Hooked, Hooks
+from engine.loop.result import Result, Times, TrainState
+from engine.loop.run_checkpoints import Checkpoints
+from engine.metrics.recorder import Recorder
+from engine.module import TrainModule
+from engine.preparing import raw
+from engine.step.gradients import parameters_of
+from engine.step.optimizers import Modes, Schedule
+from engine.utils.errors import nearest
+from engine.utils.log import logger
+from engine.utils.tree import map_tensors
+
+
+class Run(Checkpoints):
+    """What callbacks see. Attributes without a method are for reading."""
+
+    stepping = False
+    """An optimizer step and what belongs to it are under way: there is no whole state."""
+    stride = 1
+    """What a full window adds to the data position."""
+    due_step = 0
+    """The next step after which more than the step itself may happen."""
+    modes = Modes()
+    """Of the optimizers; none have been made yet."""
+    _postponed: str | None = None
+    """Why the run is to stop as soon as ``min_epochs`` and ``min_steps`` are reached."""
+    below_minimum = False
+    """``min_steps`` are still to be reached, on all ranks."""
+    over = False
+    """The training has ended."""
+    started = False
+    """A step was made: from now on ``timeout`` holds, no more ``start_timeout``."""
+    optimization: Any = None
+    """What becomes of each micro-batch and each window, an :class:`engine.loop.automatic_step.Automatic`; in trainings only."""
+    backward: Callable[..., Any]
+    """What runs a backward pass from a loss: the engine, or what the module has overridden ``backward`` with."""
+
+    def __init__(
+        self, settings: Settings, engine: Engine, module: TrainModule, callbacks: tuple[Hooked, ...], hooks: Hooks, stage: str, config: Config
+    ) -> None:
+        self.settings, self.engine, self.module, self.callbacks, self.config = settings, engine, module, callbacks, config
+        self.stage = stage
+        """``"fit"`` (validation in it included), ``"sanity"`` (the check before training), ``"validate"``, ``"test"``, ``"predict"``."""
+        self.hooks = hooks
+        self.state = TrainState() if stage == "fit" else TrainState(epoch=module.current_epoch, step=module.global_step)
+        self.record_to(engine.recorder(on_step=True, on_epoch=False))
+        self.metrics: dict[str, float] = {}
+        """The newest value of every logged name; a name logged ``on_step`` and ``on_epoch`` is there as itself too (the epoch's)."""
+        self.progress: dict[str, float] = {}
+        """Those of them that were logged with ``prog_bar=True``."""
+        self.optimizers: list[Any] = []
+        self.schedulers: list[Schedule] = []
+        self._step_schedules: list[Schedule] = []
+        self.saver = Saver(engine.group, settings.root_dir / "checkpoints")
+        self.best_checkpoint: Path | str | None = None
+        self.last_checkpoint: Path | str | None = None
+        self.train_loader: PreparedLoader | None = None
+        self.datamodule: DataModule | None = None
+        self.num_train_batches: int | None = None
+        """Micro-batches of this rank in an epoch; ``None`` when the loader has no length."""
+        self.val_loaders: list[PreparedLoader] = []
+        self.loaders: list[PreparedLoader] = []
+        """All that this run has prepared."""
+        self.num_eval_batches: list[int | None] = []
+        self.max_steps: int | None = settings.max_steps
+        self.max_epochs: int | None = settings.max_epochs
+        self.exception: BaseException | None = None
+        self.times = Times()
+        intervals = settings.val_every, settings.log_every_n_steps or None, settings.gc_every_n_steps or None
+        self.val_every, self._log_every, self.gc_every = map(Every, intervals)
+        self.agreement = Agreement(engine.group)
+        self.agreement.clock = self.clock
+        self.max_norm = settings.gradient_clip_val if settings.gradient_clip_algorithm == "norm" else None
+        self.max_value = settings.gradient_clip_val if settings.gradient_clip_algorithm == "value" else None
+        self.window_at: Callable[[int], int] = settings.accumulate_at
+        """Micro-batches in a window, by epoch."""
+        self.garbage = Collector()
+        self.interrupted = self.terminated = False
+        """Ctrl-C has reached this rank; SIGTERM has reached some rank."""
+        self.preempted = False
+        """The ranks have agreed to end early, by Ctrl-C or SIGTERM."""
+        self.call: Callable[..., Any] = module.training_step
+        """What runs ``training_step``: the module itself, or the strategy's wrapper around it."""
+        self.backward = engine.backward
+        self.method: Callable[[str], Callable[..., Any]] = partial(getattr, module)
+        """What runs a step of that name in evaluation."""
+        self.stop_reason = ""
+        self.stop_wish: str | None = None
+        """Why this rank wants to stop; the ranks agree on it."""
+        self.stop_level = 0
+        """How urgent that is, as of :mod:`engine.distributed.agreement`."""
+        self._started = time.monotonic()
+        self._elapsed_before = 0.0
+        self._logged_step = -1
+        self._logs_itself = not hooks.on_log
+
+    def config_as_yaml(self) -> str:
+        """:attr:`config` in the form of ``fit.yaml``, each line with its origin."""
+        return as_yaml(self.config)
+
+    @property
+    def folder(self) -> Path:
+        """Where this run writes: ``root_dir``, or the numbered folder in it that is this run's alone."""
+        self.home.announce()
+        return self.home.path
+
+    # -- where am I -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far."""
+        return self.state.step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way, from 0; when the training is over, the number of epochs that were begun."""
+        return self.state.epoch + (self.over and (self.state.epoch_done or self.state.batch_idx > 0))
+
+    @property
+    def epochs(self) -> Fraction | None:
+        """Epochs done so far, in parts of the steps that each one has; ``None`` when the loader has no length."""
+        if not self.num_train_batches:
+            return None
+        window = self.window_at(self.epoch)
+        done, length = (-(-batches // window) for batches in (self.state.batch_idx, self.num_train_batches))
+        return self.epoch + Fraction(min(done, length), length)
+
+    @property
+    def rank(self) -> int:
+        return self.engine.process_index
+
+    @property
+    def local_rank(self) -> int:
+        return self.engine.local_process_index
+
+    @property
+    def world_size(self) -> int:
+        return self.engine.num_processes
+
+    @property
+    def is_main_process(self) -> bool:
+        return self.engine.is_main_process
+
+    @property
+    def device(self) -> torch.device:
+        return self.engine.device
+
+    @property
+    def validated_step(self) -> int:
+        """The step at which validation ran last, or -1."""
+        return self.state.validated_step
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of training, those before a resume included; with several ranks, what they agreed on last."""
+        if self.world_size > 1:
+            return self.agreement.elapsed_s
+        return self.clock()
+
+    def tighten(self) -> None:
+        """The first step is made: nothing of the start (meeting, compilation) is slow any more, so waiting longer means that something hangs."""
+        self.started = True
+        if self.settings.timeout is not None and self.world_size > 1:
+            self.engine.group.barrier()  # a rank that still compiles must find the others patient
+            self.engine.group.limit(collective_limit(self.settings.timeout.value, self.device))
+
+    # -- stopping ---------------------------------------------------------------------------------------------------------------
+
+    def stop(self, reason: str = "asked to stop", level: int = STOP) -> None:
+        """End the training after this step, but not before ``min_epochs`` and ``min_steps``; with several ranks, at the next step where they agree
+        (about 0.5 s)."""
+        if level == STOP and not self.may_stop:
+            if self._postponed is None:
+                least = ", ".join(f"{n}={v}" for n in ("min_epochs", "min_steps") if (v := getattr(self.settings, n)) is not None)
+                logger.info("%s: the training goes on until %s", reason, least)
+                self._postponed = reason
+            return
+        if self.stop_wish is None or level > self.stop_level:
+            self.stop_wish, self.stop_level = reason, max(level, self.stop_level)
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether ``min_epochs`` and ``min_steps`` are reached."""
+        settings, state = self.settings, self.state
+        return state.epoch + state.epoch_done >= (settings.min_epochs or 0) and state.step >= (settings.min_steps or 0)
+
+    def recall_stop(self) -> None:
+        """Stop now, if someone has asked to before the training might."""
+        if self._postponed is not None and self.may_stop:
+            self.stop(self._postponed)
+            self._postponed = None
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the run is on its way to its end."""
+        return bool(self.stop_reason) or self.stop_wish is not None
+
+    def accept_stop(self) -> None:
+        """All ranks have agreed to stop."""
+        level = self.agreement.level
+        self.preempted, self.terminated = self.preempted or level >= HURRY, self.terminated or level >= TERMINATE
+        if not self.stop_reason:
+            self.stop_reason = self.stop_wish or ("terminated (SIGTERM on another rank)" if level >= TERMINATE else "another rank asked to stop")
+
+    def applied(self, happened: bool) -> None:
+        """An optimizer step was taken (or skipped: counters and schedulers then stay where they are)."""
+        if happened:
+            self.state.step += 1
+            for schedule in self._step_schedules:
+                if self.state.step % schedule.frequency == 0:
+                    schedule.advance(self.metrics, self.state.step)
+
+    def set_optimizers(self, optimizers: list[Any], schedules: list[Schedule], automatic: bool) -> None:
+        """What ``configure_optimizers`` gave, prepared. In manual optimization schedulers are the module's to step."""
+        self.optimizers, self.schedulers, self.modes = optimizers, schedules, Modes(optimizers)
+        self._step_schedules = [s for s in schedules if s.interval == "step"] if automatic else []
+
+    # -- schedule ---------------------------------------------------------------------------------------------------------------
+
+    def plan_next(self) -> None:
+        """Find the next step after which something is due, so that the steps before it need one comparison."""
+        step, settings = self.state.step, self.settings
+        marks = [mark for mark in (self.max_steps, settings.min_steps) if mark is not None and mark > step]
+        every = self.val_every.duration
+        intervals = [settings.log_every_n_steps, settings.gc_every_n_steps]
+        if not self.started:
+            intervals.append(1)
+        if every is not None and self.val_loaders:
+            whole_epochs = every.unit == "epochs" and isinstance(every.value, int)
+            intervals.append(int(every.value) if every.unit == "steps" else 0 if whole_epochs else 1)
+        if settings.max_time is not None:
+            intervals.append(1)
+        marks += [(step // n + 1) * n for n in intervals if n]
+        self.due_step = max(step + 1, min(marks, default=1 << 62))
+
+    # -- logging ----------------------------------------------------------------------------------------------------------------
+
+    def record_to(self, recorder: Recorder) -> None:
+        """What the module logs goes there from now on."""
+        self.recorder, recorder.module = recorder, self.module
+        self.module.log_with(recorder.record)
+
+    def begin(self) -> None:
+        """The training starts here, or goes on: intervals count on, and the step that was made last is not reported again."""
+        self._logged_step = self.step
+        self.below_minimum = self.step < (self.settings.min_steps or 0)
+        self.val_every.start(self.step, self.epochs)
+        self._log_every.start(self.step)
+        self.gc_every.start(self.step)
+
+    def publish_due(self) -> None:
+        """The step's values: of the run's first step, and every ``log_every_n_steps`` steps."""
+        due = self._log_every.due(self.step, None, 0.0)
+        if due or (not self._logged_step and self.step):
+            self._publish_step(self.recorder.window)
+
+    def publish_last(self) -> None:
+        """The values of the step that ended the training, unless they were reported."""
+        self._publish_step(self.recorder.window - 1)
+
+    def _publish_step(self, window: int) -> None:
+        if self.step != self._logged_step and self.settings.log_every_n_steps:
+            self._logged_step = self.step
+            self.publish(self.recorder.step_values(window), self.recorder)
+
+    def publish(self, values: dict[str, float], recorder: Recorder) -> None:
+        """Give reduced values to the callbacks, the progress bar and ``metrics``."""
+        for hook in self.hooks.on_before_log:
+            hook(self, self.module, values, self.state.step)
+        if not values:
+            return
+        self.metrics.update({name.removesuffix("_epoch"): value for name, value in values.items() if name.endswith("_epoch")})
+        self.metrics.update(values)
+        if shown := recorder.progress_names():
+            self.progress.update({name: value for name, value in values.items() if name in shown})
+        for hook in self.hooks.on_log:
+            hook(self, self.module, values, self.state.step)
+        if self._logs_itself and self.is_main_process and logger.isEnabledFor(logging.INFO):
+            logger.info("epoch %d step %d: %s", self.epoch, self.step, ", ".join(f"{name}={value:.4g}" for name, value in values.items()))
+
+    # -- the end ----------------------------------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Let go of loaders (their worker processes end) and of the model's wrapper; wait for a checkpoint on its way."""
+        try:
+            self.saver.close(self.exception is not None)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self.recorder.close()
+        self.engine.release()
+        self.call, self.method = self.module.training_step, partial(getattr, self.module)
+        for loader in self.loaders:
+            loader.close()
+        self.loaders.clear()
+        self.train_loader, self.val_loaders = None, []
+
+    # -- manual optimization ----------------------------------------------------------------------------------------------------
+
+    def manual_backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+        """``module.manual_backward`` ends here."""
+        for hook in self.hooks.on_before_backward:
+            hook(self, self.module, loss)
+        self.backward(loss, *args, **kwargs)
+        for hook in self.hooks.on_after_backward:
+            hook(self, self.module)
+
+    def clip_gradients(self, optimizer: Any, value: float | None, algorithm: str | None) -> None:
+        """``module.clip_gradients`` ends here."""
+        value = self.settings.gradient_clip_val if value is None else value
+        algorithm = self.settings.gradient_clip_algorithm if algorithm is None else algorithm
+        if algorithm not in ("norm", "value"):
+            raise ValueError(f"gradient_clip_algorithm={algorithm!r} is unknown{nearest(algorithm, ('norm', 'value'))}; possible: 'norm', 'value'")
+        if not value:
+            return
+        if not self.module.automatic_optimization:
+            optimizer.readable()
+        clip = self.engine.clip_grad_norm_ if algorithm == "norm" else self.engine.clip_grad_value_
+        clip(parameters_of([raw(optimizer)]), value)
+
+    def all_gather(self, data: Any) -> Any:
+        """``module.all_gather`` ends here."""
+        return data if self.world_size == 1 else self.engine.gather(map_tensors(lambda tensor: tensor.detach()[None], data))
+
+    def result(self) -> Result:
+        """What ``Fit.run`` returns."""
+        if self.interrupted:
+            status = "interrupted"
+        else:
+            planned = self.stop_reason.startswith(("max_epochs", "max_steps", "limit_train_batches"))
+            status = "completed" if planned or not self.stop_reason else "stopped"
+        epochs, times = self.state.epoch + self.state.epoch_done, self.times
+        times.other = max(0.0, time.monotonic() - self._started - times.data - times.compute - times.validation - times.checkpoint)
+        checkpoints = self.best_checkpoint, self.last_checkpoint
+        return Result(status, self.stop_reason, epochs, self.step, dict(self.metrics), *checkpoints, times, self.home.path)

@@ -1,0 +1,323 @@
+"""From what the user passed to a run that can start: loaders, model, optimizers, checkpoint.
+
+Whatever is wrong is said here, before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from engine.data.combined_loaders import CombinedLoader
+from engine.data.datamodule import DataModule
+from engine.data.overfit_order import in_order
+from engine.data.prepared_loader import PreparedLoader
+from engine.distributed.collectives import gather_json
+from engine.loop.automatic_step import Automatic, ByHand, InParts
+from engine.loop.batch_transfer import transfer_of
+from engine.loop.closure_step import OF_THE_STEP, ByClosure, needs_closure, refuse
+from engine.loop.manual_optimization import ManualOptimizer
+from engine.loop.run import Run
+from engine.metrics.torchmetrics_values import joined
+from engine.module import TrainModule, overrides
+from engine.step.gradients import loss_in
+from engine.step.optimizers import configured
+from engine.step.wrappers import PreparedOptimizer
+from engine.utils.log import logger, warn_once
+
+SOURCES = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader", "predict": "predict_dataloader"}
+LIMITS = {"validation": "limit_val_batches", "test": "limit_test_batches", "predict": "limit_predict_batches"}
+
+
+class TrainingStep(nn.Module):
+    """``training_step``, or another step by its name, as a forward pass, for strategies that work on forward passes."""
+
+    def __init__(self, module: TrainModule) -> None:
+        super().__init__()
+        self.module = module
+
+    @property
+    def user_module(self) -> TrainModule:
+        """What :func:`engine.transforms.blocks.user_module` looks for."""
+        return self.module
+
+    def forward(self, *args: Any, step: str = "training_step") -> Any:
+        return getattr(self.module, step)(*args)
+
+
+def loaders_for(run: Run, kind: str, given: Any, datamodule: DataModule | None) -> list[PreparedLoader]:
+    """The prepared loaders of a kind: those given, else the data module's, else the module's own.
+
+    A dict or list of loaders to train on is read side by side, the shorter ones again and again; others are read one after the other.
+    """
+    name = SOURCES[kind]
+    for source in (datamodule, run.module):
+        if given is None and source is not None:
+            given = getattr(source, name)()
+    if given is None:
+        return []
+    if kind == "train" and (isinstance(given, dict) or (isinstance(given, list) and given and all(isinstance(item, DataLoader) for item in given))):
+        given = CombinedLoader(given, "max_size_cycle")
+    several = isinstance(given, dict) or (kind != "train" and isinstance(given, (list, tuple)) and all(map(_is_loader, given)))
+    if isinstance(given, dict):
+        given = list(given.values())
+    each = given if several else [given]
+    if run.stage == "fit" and run.settings.overfit_batches:
+        each = [in_order(loader) for loader in each]
+    prepared = [run.engine.prepare_data_loader(loader) for loader in each]
+    run.loaders += prepared
+    for index, loader in enumerate(prepared):
+        loader.transfer = transfer_of(run.module, run.datamodule, index)
+        if kind != "train":
+            loader.window_size = 1
+    return prepared
+
+
+def _is_loader(item: Any) -> bool:
+    """Whether an entry of a list is a loader of its own. Else it is a batch: containers always are, however deep they are nested."""
+    if isinstance(item, (DataLoader, PreparedLoader)):
+        return True
+    batch = isinstance(item, (Tensor, Mapping, str, list, tuple)) or hasattr(item, "shape") or callable(getattr(item, "to", None))
+    return not batch and isinstance(item, Iterable)
+
+
+def not_empty(run: Run, kind: str, loaders: Sequence[PreparedLoader]) -> None:
+    """Refuse a loader in which no rank has a batch. A collective.
+
+    Raises:
+        ValueError: names the loader.
+    """
+    by_rank = gather_json(run.engine.group, [loader.length for loader in loaders])
+    for index, loader in enumerate(loaders):
+        if loader.limit != 0 and all(lengths[index] == 0 for lengths in by_rank):
+            which = f"{kind} loader {index}" if len(loaders) > 1 else f"{kind} loader"
+            raise ValueError(f"the {which} ({type(loader.loader).__name__}) is empty; leave it out, or look at its dataset")
+
+
+def limit(loader: PreparedLoader, name: str, value: int | float | None) -> None:
+    """Apply ``limit_train_batches`` or another setting of this kind."""
+    if isinstance(value, float):
+        length = loader.length
+        if value == 1.0:
+            return
+        if length is None:
+            raise ValueError(f"{name}={value} is a fraction, but {type(loader.loader).__name__} has no length: give a number of batches")
+        value = int(length * value)
+        if not value:
+            raise ValueError(f"{name} leaves no batch of the {length} that each rank has: give a larger fraction, or a number of batches")
+    loader.limit = value
+
+
+def training(run: Run, train_loader: Any, val_loaders: Any, datamodule: DataModule | None) -> None:
+    """Get a training ready: model, loaders, optimizers. Compile and distribute come before the optimizers are made."""
+    module, settings = run.module, run.settings
+    if type(module).training_step is TrainModule.training_step:
+        raise TypeError(f"{type(module).__name__} must define training_step(self, batch, batch_idx)")
+    found = loaders_for(run, "train", train_loader, datamodule)
+    if not found:
+        raise ValueError(
+            "no training data: give run(module, train_loader), a datamodule (fit run: --data my.module:Data) or a module with train_dataloader"
+        )
+    run.train_loader = found[0]
+    run.engine.strategy.micro_batch_size = getattr(found[0].loader, "batch_size", None)
+    limit(run.train_loader, "limit_train_batches", settings.limit_train_batches)
+    run.num_train_batches = run.train_loader.length
+    if run.num_train_batches == 0 and settings.limit_train_batches != 0:
+        raise ValueError(f"the training loader ({type(run.train_loader.loader).__name__}) is empty")
+    run.val_loaders = validation_loaders(run, val_loaders, datamodule)
+    manual_checks(run)
+    joined(module, run.engine.group, run.engine.data_group)
+    windows(run)
+    minimum(run)
+    place(run)
+    optimizers(run)
+
+
+def validation_loaders(run: Run, given: Any, datamodule: DataModule | None) -> list[PreparedLoader]:
+    """Those of a training; none when validation is switched off or the module has no ``validation_step``."""
+    settings, module = run.settings, run.module
+    if settings.limit_val_batches == 0 or settings.val_every is None:
+        return []
+    found = loaders_for(run, "validation", given, datamodule)
+    if found and type(module).validation_step is TrainModule.validation_step and "validation_step" not in vars(module):
+        warn_once(f"{type(module).__name__} has no validation_step: the validation data is not used")
+        return []
+    for loader in found:
+        limit(loader, "limit_val_batches", settings.limit_val_batches)
+    not_empty(run, "validation", found)
+    run.num_eval_batches = [loader.length for loader in found]
+    return found
+
+
+def windows(run: Run) -> None:
+    """The window from ``global_batch_size``."""
+    settings, loader = run.settings, run.train_loader
+    assert loader is not None
+    wanted = settings.global_batch_size
+    if wanted is not None:
+        size = getattr(loader.loader, "batch_size", None)
+        if not isinstance(size, int):
+            raise ValueError(f"global_batch_size={wanted} needs a loader with a batch_size; {type(loader.loader).__name__} has none")
+        ranks = run.engine.data_group.world_size
+        each = size * ranks
+        window, rest = divmod(wanted, each)
+        if rest or not window:
+            near = sorted({max(1, window) * each, (window + 1) * each})
+            others = [b for b in range(1, wanted // ranks + 1) if wanted % (b * ranks) == 0]
+            around = sorted(sorted(others, key=lambda b: abs(b - size))[:4])
+            raise ValueError(
+                f"global_batch_size={wanted} cannot be made of batches of {size} on {ranks} rank(s) ({each} a micro-batch of all); "
+                f"possible near it: {', '.join(map(str, near))}, or "
+                + (f"batch_size={', '.join(map(str, around))} in the loader" if around else f"a multiple of {ranks}, the number of ranks")
+            )
+        run.window_at = lambda epoch: window
+
+
+def minimum(run: Run) -> None:
+    """Refuse a ``min_steps`` that the epochs cannot reach, where each one's steps are known."""
+    settings, batches = run.settings, run.num_train_batches
+    if settings.min_steps is None or settings.max_epochs is None or batches is None or not run.module.automatic_optimization:
+        return
+    steps = sum(-(-batches // run.window_at(epoch)) for epoch in range(settings.max_epochs))
+    if steps < settings.min_steps:
+        raise ValueError(
+            f"min_steps={settings.min_steps} and max_epochs={settings.max_epochs}: the training would end after {steps} step(s); give max_steps or "
+            "more epochs"
+        )
+
+
+def manual_checks(run: Run) -> None:
+    """Settings that manual optimization leaves to the module."""
+    if run.module.automatic_optimization:
+        return
+    for name, neutral in (("accumulate_grad_batches", 1), ("gradient_clip_val", None), ("global_batch_size", None)):
+        value = getattr(run.settings, name)
+        if value != neutral:
+            raise ValueError(f"{name}={value!r} has no effect with automatic_optimization=False: do it in training_step, and leave it out of Fit")
+
+
+def place(run: Run) -> None:
+    """The module on its device, compiled and distributed as the settings say."""
+    module, engine = run.module, run.engine
+    if not module.training:
+        warn_once(
+            f"{type(module).__name__} is in eval mode (dropout off, batch norm frozen) and is trained so; call module.train() before the run"
+        )
+    if not module.automatic_optimization:
+        if engine.strategy.matched_forward or engine.strategy.owns_step:
+            raise ValueError(
+                f"automatic_optimization=False under {type(engine.strategy).__name__}: the backward pass would run inside of the sharded model's "
+                "forward pass; use strategy='ddp', or a loop of your own with Engine"
+            )
+        engine.place_model(module)
+        engine.strategy.transform(module)
+        return
+    distribute(run)
+
+
+def distribute(run: Run) -> None:
+    """Let the strategy wrap the steps that it works on: training, and evaluation when a forward pass holds collectives."""
+    module, matched = run.module, run.engine.strategy.matched_forward
+    # A module that is sharded stays so: a later run calls it by the same root.
+    step = module.sharded_root[0] if matched and module.sharded_root else TrainingStep(module)
+    wrapped = run.engine.prepare_model(step, autocast=False)
+    if run.engine.strategy.pipelined:
+        run.call = partial(pipelined, run)
+    elif matched or type(wrapped) is not TrainingStep:
+        run.call = wrapped
+    if matched:
+        module.sharded_root = [wrapped]
+        run.method = lambda name: partial(wrapped, step=name)
+
+
+def pipelined(run: Run, batch: Any, index: int) -> Any:
+    """``training_step`` and its backward pass, on parts of a micro-batch; the loss of all."""
+    module, recorder, size = run.module, run.recorder, run.recorder.size
+
+    def step(part: Any, samples: int) -> Any:
+        recorder.size, recorder.batch = samples if size else 0, part
+        return loss_in(module.training_step(part, index), type(module).__name__)
+
+    try:
+        return run.engine.forward_backward(step, batch)
+    finally:
+        recorder.size, recorder.batch = size, batch
+
+
+def optimizers(run: Run) -> None:
+    """What ``configure_optimizers`` gives, prepared."""
+    module, engine = run.module, run.engine
+    overridden = type(module).configure_optimizers is not TrainModule.configure_optimizers
+    given = module.configure_optimizers() if overridden else None
+    if given is None and engine.models:
+        given = engine.strategy.own_optimizers(engine.models[0])
+    if given is None and not overridden:
+        raise TypeError(f"{type(module).__name__} must define configure_optimizers(self); return None to train nothing")
+    found, schedules = configured(given)
+    prepared = [engine.prepare_optimizer(o) for o in found]
+    if module.automatic_optimization:
+        engine.window.join()
+    for schedule in schedules:
+        if overrides(module, "lr_scheduler_step"):
+            schedule.step = module.lr_scheduler_step
+        elif module.automatic_optimization:
+            schedule.check()
+        if schedule.interval == "step" and schedule.reduce_on_plateau and schedule.frequency == 1:
+            warn_once("ReduceLROnPlateau with interval='step', frequency=1 looks at its metric after every step; it changes only when it is logged")
+    if module.automatic_optimization:
+        refuse(run, found)
+    run.optimization = optimization(run, prepared)
+    run.set_optimizers(run.optimization.optimizers, schedules, module.automatic_optimization)
+    if run.modes.switched and engine.strategy.owns_step:
+        raise ValueError(
+            f"{type(run.modes.switched[0]).__name__} has train() and eval(), which put other weights in place, and {type(engine.strategy).__name__} "
+            "keeps the weights itself: use another strategy, or another optimizer"
+        )
+
+
+def optimization(run: Run, prepared: list[PreparedOptimizer]) -> Automatic:
+    """What becomes of micro-batches and windows, as the module, its optimizers and the strategy need it."""
+    module, engine = run.module, run.engine
+    if overrides(module, "backward"):
+        run.backward = lambda loss, *args, **kwargs: engine.backward_by(loss, lambda root: module.backward(root, *args, **kwargs))
+    if not module.automatic_optimization:
+        for name in (*OF_THE_STEP, "lr_scheduler_step"):
+            if overrides(module, name):
+                warn_once(f"{type(module).__name__}.{name} is not called with automatic_optimization=False: call it in training_step")
+        return ByHand(run, [ManualOptimizer(each, run) for each in prepared])
+    if any(overrides(module, name) for name in OF_THE_STEP) or any(needs_closure(each.optimizer) for each in prepared):
+        return ByClosure(run, prepared)
+    # The loop steps whole windows with engine.step and needs no wrapper; a module that steps by itself does.
+    return (InParts if engine.strategy.pipelined else Automatic)(run, [each.optimizer for each in prepared])
+
+
+def evaluation(run: Run, kind: str, given: Any, datamodule: DataModule | None, step: str) -> list[PreparedLoader]:
+    """Get ``validate``, ``test`` or ``predict`` ready. No loaders: their limit is 0."""
+    module = run.module
+    base = getattr(TrainModule, step)
+    if step != "predict_step" and getattr(type(module), step) is base and step not in vars(module):
+        raise TypeError(f"{type(module).__name__} must define {step}(self, batch, batch_idx)")
+    name = LIMITS[kind]
+    value = getattr(run.settings, name)
+    if value == 0:
+        logger.warning("%s=0: %s takes no batch", name, step)
+        return []
+    found = loaders_for(run, kind, given, datamodule)
+    if not found:
+        if datamodule is not None:
+            raise ValueError(f"no data: {type(datamodule).__name__} has no {SOURCES[kind]}: define it, or give a loader in place of the data module")
+        raise ValueError(f"no data: give a loader, a datamodule or a module with {SOURCES[kind]}")
+    for loader in found:
+        limit(loader, name, value)
+    not_empty(run, kind, found)
+    run.num_eval_batches = [loader.length for loader in found]
+    joined(module, run.engine.group, run.engine.data_group)
+    if run.engine.strategy.matched_forward:
+        distribute(run)
+    else:
+        run.engine.place_model(module)
+    return found

@@ -1,0 +1,46 @@
+"""What is kept an eye on while a run computes: whether it still moves, whether the ranks agree, and when garbage is collected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from engine.health import mismatch
+from engine.health.watchdog import Watchdog
+from engine.loop.run import Run
+
+
+@contextmanager
+def watched(run: Run) -> Iterator[None]:
+    """A run that stands still ends with :class:`engine.HangError`; ranks at odds in debug mode with :class:`engine.MismatchError`."""
+    settings, group = run.settings, run.engine.group
+    start = timedelta(seconds=settings.start_timeout.value)
+    group.limit(start)  # an earlier run has left it short
+    dog = None
+    if settings.timeout is not None:
+        first_s, limit_s = start.total_seconds(), settings.timeout.value
+        dog = Watchdog(group, lambda: run.state.batches + run.pulse, first_s=first_s, limit_s=limit_s, directory=run.home.path / "hang")
+    try:
+        yield
+    except BaseException as error:
+        better = (dog.explain(error) if dog is not None else None) or mismatch.explain(error, group)
+        if better is not None and better is not error:
+            raise better from error
+        raise
+    finally:
+        if dog is not None:
+            dog.stop()
+        group.limit(start)  # what follows is not made of steps: the last checkpoint, callbacks' ends
+        run.started = False
+
+
+@contextmanager
+def collected(run: Run) -> Iterator[None]:
+    """Garbage is collected at every ``gc_every_n_steps``-th step, on all ranks at once."""
+    if run.settings.gc_every_n_steps:
+        run.garbage.begin()
+    try:
+        yield
+    finally:
+        run.garbage.end()

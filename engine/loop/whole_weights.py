@@ -1,0 +1,82 @@
+"""A module's whole weights after a run, whatever the strategy has left on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.checkpoint.json_tree import same_memory
+from engine.checkpoint.reader import own_state
+from engine.distributed.collectives import broadcast, gather_json
+from engine.loop.run import Run
+from engine.loop.setup import distribute
+
+
+def whole_state(run: Run, everywhere: bool) -> dict[str, Any]:
+    """Parameters and buffers by name, whole, on the CPU; all ranks call this.
+
+    Args:
+        everywhere: on every rank, rather than on the main process only (others get ``{}``).
+    """
+    module, group = run.module, run.engine.group
+    if not module.sharded_root:
+        return _on_cpu(own_state(module)) if group.is_main or everywhere else {}
+    distribute(run)  # by the strategy's objects of an earlier run, which the module has kept
+    state = run.engine.strategy.model_state(module)
+    state = _on_cpu(state) if group.is_main else {}
+    return _shared(run, state) if everywhere and group.world_size > 1 else state
+
+
+def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+    """With memory of their own: DeepSpeed leaves parameters as views of one flat tensor, which safetensors refuses. Tied ones stay one."""
+    made: dict[Any, Tensor] = {}
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            key, here = same_memory(value), value.detach().cpu()
+            part = here.untyped_storage().nbytes() > here.numel() * here.element_size()
+            value = made.setdefault(key, here.clone() if part else here)
+        found[name] = value
+    return found
+
+
+def _shared(run: Run, state: dict[str, Any]) -> dict[str, Any]:
+    """The main process's ``state`` on every rank; tensors that are one there are one everywhere."""
+    group = run.engine.group
+    first: dict[Any, str] = {}
+    rows = []
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            rows.append([name, first.setdefault(same_memory(value), name), list(value.shape), str(value.dtype).removeprefix("torch.")])
+    found: dict[str, Any] = {}
+    for name, same, shape, dtype in gather_json(group, rows)[0]:
+        if same in found:
+            found[name] = found[same]
+        else:
+            found[name] = broadcast(group, state[name] if group.is_main else torch.empty(shape, dtype=getattr(torch, dtype)))
+    return found
+
+
+@contextmanager
+def holding(module: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
+    """Inside of the block the module has the tensors of ``state`` in the place of its own; names that are not there keep theirs."""
+    places = []
+    made: dict[int, nn.Parameter] = {}
+    for prefix, inner in module.named_modules(remove_duplicate=False):
+        for store in (inner._parameters, inner._buffers):
+            for key, own in store.items():
+                value = state.get(f"{prefix}.{key}" if prefix else key)
+                if own is not None and isinstance(value, Tensor):
+                    places.append((store, key, own))
+                    if isinstance(own, nn.Parameter):
+                        value = made.setdefault(id(own), nn.Parameter(value, own.requires_grad))
+                    store[key] = value
+    try:
+        yield
+    finally:
+        for store, key, own in places:
+            store[key] = own

@@ -1,0 +1,372 @@
+"""Logged values: kept on their device as they come, reduced over micro-batches and ranks when they are read."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.distributed.collectives import gather_json, gather_row
+from engine.distributed.group import Group
+from engine.metrics.reductions import FOLD, REDUCTIONS, Column, Slot, combined, on_host, reduced, total_of
+from engine.metrics.torchmetrics_states import Entry, add, entry
+from engine.metrics.torchmetrics_values import Logged, Offer, Watch, agree, check, exchange, leader, limit
+from engine.utils.errors import nearest
+from engine.utils.log import warn_once
+from engine.utils.tree import batch_size as samples
+from engine.utils.tree import whole
+
+
+class Recorder:
+    """What ``self.log`` writes to: one for training, one for each loader of an evaluation."""
+
+    def __init__(
+        self, group: Group, *, on_step: bool, on_epoch: bool, suffix: str = "", data_group: Group | None = None, speaks: bool = True
+    ) -> None:
+        self.group, self.suffix, self.speaks = group, suffix, speaks
+        """Values are reduced over all of ``group``; those of a rank that does not speak are left out: another one saw the same data."""
+        self.data_group = data_group or group
+        """The ranks over which torchmetrics objects are computed."""
+        self.on_step, self.on_epoch = on_step, on_epoch
+        """What holds for a name that says nothing about it."""
+        self.module: nn.Module | None = None
+        """Whose metrics are known by name."""
+        self.slots: dict[str, Slot] = {}
+        self._logged: dict[int, Logged] = {}
+        self._watches: dict[int, Watch] = {}
+        self.window = 0
+        """Which step the values belong to."""
+        self.size: int = 1
+        """Samples in the current micro-batch: the weight of its values; 0: they do not count; -1: look at ``batch``."""
+        self.batch: Any = None
+
+    def record(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce: str = "mean",
+        batch_size: Any = None,
+    ) -> None:
+        """Keep one value. Nothing is computed on it and no device is waited for.
+
+        Raises:
+            TypeError: not a number, a one-element tensor or a torchmetrics object.
+            ValueError: several elements, or a name that was logged with other options before.
+        """
+        given = (on_step, on_epoch, prog_bar, reduce)
+        slot = self.slots.get(name)
+        if slot is None or slot.given != given:
+            slot = self._slot(name, given, value)
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"log({name!r}) got a tensor of shape {tuple(value.shape)}: log one number, for example its .mean()")
+            value = whole(value.detach())
+        elif not isinstance(value, (int, float)):
+            value = self._other(slot, value)
+            if value is None:
+                return
+        if not self.size:
+            return
+        if batch_size is None:
+            if self.size < 0:
+                self.size = samples(self.batch) or 1
+            batch_size = self.size
+        if slot.on_step:
+            if slot.window != self.window:
+                slot.window, slot.window_values, slot.window_weights = self.window, [], []
+            slot.window_values.append(value)
+            slot.window_weights.append(batch_size)
+        if slot.on_epoch:
+            slot.values.append(value)
+            slot.weights.append(batch_size)
+            if len(slot.values) >= FOLD:
+                slot.fold()
+
+    def _slot(self, name: str, given: tuple[bool | None, bool | None, bool, str], value: Any) -> Slot:
+        """The slot of a name that is new, that has a torchmetrics object, or whose options are given in another way than before."""
+        if not isinstance(name, str):
+            raise TypeError(f"log() takes a name (str) first, got {name!r}")
+        on_step, on_epoch, prog_bar, reduce = given
+        if reduce not in REDUCTIONS:
+            raise ValueError(f"log({name!r}, reduce={reduce!r}) is unknown{nearest(reduce, REDUCTIONS)}; possible: {', '.join(REDUCTIONS)}")
+        options = (self.on_step if on_step is None else on_step, self.on_epoch if on_epoch is None else on_epoch, prog_bar, reduce)
+        slot = self.slots.get(name)
+        if slot is None:
+            if on_step and not self.on_step:
+                self._no_steps(name, options[1])
+            slot = self.slots[name] = Slot(name, options)
+        elif slot.options != options:
+            names = ("on_step", "on_epoch", "prog_bar", "reduce")
+            differ = [f"{n}={b!r} (before: {a!r})" for n, a, b in zip(names, slot.options, options, strict=True) if a != b]
+            raise ValueError(f"log({name!r}) is called with other options than before: {', '.join(differ)}; give it one set, or another name")
+        if slot.metric is None:
+            slot.given = given
+        elif not _computes(value):
+            raise ValueError(f"log({name!r}) got a number, and a torchmetrics object before: give each a name of its own")
+        return slot
+
+    def _no_steps(self, name: str, on_epoch: bool) -> None:
+        """``on_step=True`` where no step is under way."""
+        what = f"log({name!r}, on_step=True) in an evaluation or at an epoch's end, where values belong to no step"
+        if not on_epoch:
+            raise ValueError(f"{what}: leave on_step out")
+        warn_once(f"{what}: only the epoch's value is reported")
+
+    def _other(self, slot: Slot, value: Any) -> Any:
+        """A torchmetrics object (kept, read later: ``None``) or a number in disguise (numpy's)."""
+        if _computes(value):
+            if slot.metric is None or slot.metric.metric is not value:
+                self._attach(slot, value)
+            assert slot.metric is not None
+            slot.window = self.window
+            slot.metric.settle()
+            return None
+        if isinstance(value, Mapping):
+            raise TypeError(f"log({slot.name!r}) got a dict: use log_dict, with one number under each name (no nested dicts)")
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"log({slot.name!r}) got {type(value).__name__}: log a number, a tensor with one element or a torchmetrics Metric"
+            ) from None
+
+    def _attach(self, slot: Slot, metric: Any) -> None:
+        """A torchmetrics object is logged for the first time."""
+        name = slot.name
+        if callable(getattr(metric, "items", None)):
+            raise TypeError(f"log({name!r}) got a MetricCollection: use log_dict(collection)")
+        if slot.metric is not None or slot.values or slot.total is not None or slot.window_values:
+            before = "a number" if slot.metric is None else "another torchmetrics object"
+            raise ValueError(f"log({name!r}) got a torchmetrics object, and {before} before: give each a name of its own")
+        check(name, metric, self.data_group, slot.on_step)
+        slot.given, slot.metric = None, self._known(metric)
+        logged = slot.metric
+        if not self.size and logged.path is None:
+            metric.reset()  # it was only ever given a repeated micro-batch
+        for part in logged.parts:
+            limit(part, self.group, self.data_group)
+        if slot.on_step:
+            logged.watch(self._watch)
+        for part, entries in zip(logged.parts, slot.pending, strict=False):
+            add(name, part, entries)
+        slot.pending = []
+
+    def _known(self, metric: Any) -> Logged:
+        """The one record of a metric, which may have several names."""
+        if id(metric) not in self._logged:
+            paths = (path for path, found in self.module.named_modules() if found is metric) if self.module is not None else iter(())
+            self._logged[id(metric)] = Logged(metric, next(paths, None))
+        return self._logged[id(metric)]
+
+    def _watch(self, part: Any) -> Watch:
+        """What tells the steps of a metric apart. In the run's first step all that it has seen belongs to it."""
+        source = leader(part, self.module)
+        if id(source) not in self._watches:
+            self._watches[id(source)] = Watch(source, lambda: self.window, begins=not self.window and bool(self.size))
+        return self._watches[id(source)]
+
+    # -- reading ----------------------------------------------------------------------------------------------------------------
+
+    def step_values(self, window: int | None = None) -> dict[str, float]:
+        """The values of a step (by default the one under way), over its micro-batches and all ranks. A collective; waits for the device once."""
+        window = self.window if window is None else window
+        columns: dict[str, Column] = {}
+        objects: dict[str, Object] = {}
+        for slot in self.slots.values():
+            if slot.options[0] and slot.window == window:
+                name = f"{slot.name}_step" if slot.options[1] else slot.name
+                if slot.metric is None:
+                    columns[name] = (slot.reduce, slot.window_values, slot.window_weights)
+                elif (seen := slot.metric.step(window)) is not None:
+                    objects[name] = (slot, seen)
+        return self._over_ranks(columns, objects, adopt=False)
+
+    def epoch_values(self, clear: bool = True) -> dict[str, float]:
+        """The epoch's values over all micro-batches and ranks; then a new epoch begins. A collective; waits for the device once."""
+        columns: dict[str, Column] = {}
+        objects: dict[str, Object] = {}
+        for slot in self.slots.values():
+            if slot.options[1]:
+                name = self._epoch_name(slot)
+                if slot.metric is None:
+                    columns[name] = slot.column()
+                else:
+                    objects[name] = (slot, slot.metric.all())
+        values = self._over_ranks(columns, objects, adopt=True)
+        if clear:
+            self.clear()
+        return values
+
+    def clear(self) -> None:
+        """A new epoch: all values are forgotten, and torchmetrics objects reset."""
+        for slot in self.slots.values():
+            slot.clear()
+        for logged in self._logged.values():
+            logged.reset()
+
+    def set_aside(self) -> None:
+        """A loader is at its end: what torchmetrics objects have seen for it is kept, and they begin the next one. A collective."""
+        self._adopt(agree(self.data_group, {slot.name: self._offer(slot) for slot in self.slots.values() if slot.metric is not None})[0])
+        for logged in self._logged.values():
+            logged.set_aside()
+
+    @property
+    def logged(self) -> list[Logged]:
+        """The torchmetrics objects that were logged."""
+        return list(self._logged.values())
+
+    @property
+    def metrics(self) -> list[Any]:
+        """They, and the metrics that they are made of."""
+        return [part for logged in self._logged.values() for part in logged.parts]
+
+    def close(self) -> None:
+        """Leave torchmetrics objects as they were."""
+        for watch in self._watches.values():
+            watch.end()
+        self._watches.clear()
+        self._logged.clear()
+        self.slots.clear()
+
+    def _epoch_name(self, slot: Slot) -> str:
+        return (f"{slot.name}_epoch" if slot.options[0] else slot.name) + self.suffix
+
+    def _offer(self, slot: Slot) -> list[Any]:
+        assert slot.metric is not None
+        return [slot.metric.path, slot.name, list(slot.options)]
+
+    def _adopt(self, offers: Offer) -> None:
+        """Know the module's metrics that only other ranks have logged: what they have seen here counts as well."""
+        for path, name, options in offers.values():
+            if path is not None and name not in self.slots and self.module is not None:
+                self.restore_metric(name, self.module.get_submodule(path), tuple(options))
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the epoch so far (of torchmetrics objects see :mod:`engine.metrics.torchmetrics_states`)."""
+        state = {}
+        for name, slot in self.slots.items():
+            slot.fold()
+            if slot.total is not None:
+                state[name] = {"options": list(slot.options), "total": slot.total, "weight": slot.weight}
+        return state
+
+    def load_state_dicts(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Go on from :meth:`state_dict` of this rank, or of several that it stands for now."""
+        for name, saved in ((name, saved) for state in states for name, saved in state.items()):
+            slot = self.slots.get(name)
+            if slot is None or slot.total is None:
+                slot = self.slots[name] = Slot(name, tuple(saved["options"]))
+                slot.total, slot.weight = saved["total"], saved["weight"]
+            elif slot.reduce in ("mean", "sum"):
+                slot.total, slot.weight = slot.total + saved["total"], slot.weight + saved["weight"]
+            else:
+                slot.total = reduced([slot.total, saved["total"]], [1.0, 1.0], slot.reduce)[0]
+                slot.weight = slot.weight + saved["weight"]
+
+    def logged_metrics(self) -> dict[str, Any]:
+        """Which torchmetrics objects were logged under which names and options; of those that are not in the module, what they have seen."""
+        saved = {}
+        for name, slot in self.slots.items():
+            if slot.metric is not None:
+                parts = None if slot.metric.path is not None else [[list(entry(part))] for part in slot.metric.parts]
+                saved[name] = {"metric": slot.metric.path, "options": list(slot.options), "parts": parts}
+        return saved
+
+    def load_logged_metrics(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from :meth:`logged_metrics` of this rank, or of several that it stands for now: an epoch that is resumed at its very end logs
+        nothing more, and still has values."""
+        paths = {path for path, _ in self.module.named_modules()} if self.module is not None else set()
+        for name, saved in ((name, saved) for state in states for name, saved in state.items()):
+            options = tuple(saved["options"])
+            if saved["metric"] is None:
+                slot = self.slots.setdefault(name, Slot(name, options))
+                parts = [[(state, updates) for state, updates in part] for part in saved["parts"]]
+                slot.pending = [[*a, *b] for a, b in itertools.zip_longest(slot.pending, parts, fillvalue=())]
+            elif saved["metric"] in paths and self.module is not None:
+                self.restore_metric(name, self.module.get_submodule(saved["metric"]), options)
+
+    def restore_metric(self, name: str, metric: Any, options: tuple[Any, ...]) -> None:
+        """Know a torchmetrics object under the name and the options that it was logged with before."""
+        window = self.window
+        self.window = -2  # nothing of what it has seen so far belongs to a step that comes
+        self._other(self.slots.setdefault(name, Slot(name, options)), metric)
+        self.window = window
+
+    def progress_names(self) -> set[str]:
+        """The names to show in a progress bar, in each of their forms."""
+        names = [slot.name for slot in self.slots.values() if slot.options[2]]
+        return {name + ending + self.suffix for name in names for ending in ("", "_step", "_epoch")} | set(names)
+
+    def _over_ranks(self, columns: dict[str, Column], objects: dict[str, Object], adopt: bool) -> dict[str, float]:
+        floats = iter(on_host([item for _, values, weights in columns.values() for item in (*values, *weights)]))
+        numbers: list[float] = []
+        for op, values, weights in columns.values():
+            values, weights = list(itertools.islice(floats, len(values))), list(itertools.islice(floats, len(weights)))
+            if op == "mean":
+                numbers += total_of([v * w for v, w in zip(values, weights, strict=True)]), total_of(weights)
+            else:
+                numbers += reduced(values, weights, op) if values else (0.0, 0.0)
+        names, ops = list(columns), [op for op, _, _ in columns.values()]
+        if self.group.world_size > 1:
+            return combined(self._exchange(names, ops, numbers, objects, adopt))
+        parts = zip(columns.items(), numbers[::2], numbers[1::2], strict=True)
+        found = {name: total / weight if op == "mean" else total for (name, (op, _, _)), total, weight in parts if weight}
+        return found | {name: slot.metric.value(slot.name, seen) for name, (slot, seen) in objects.items() if slot.metric is not None}
+
+    def _exchange(
+        self, names: list[str], ops: list[str], numbers: list[float], objects: dict[str, Object], adopt: bool
+    ) -> list[tuple[list[str], list[str], list[float]]]:
+        """Every rank's names and numbers. Ranks that log the same names, the usual case, exchange numbers only."""
+        head = gather_row(self.group, torch.tensor([zlib.crc32(repr((names, ops)).encode()), len(objects)], dtype=torch.int64))
+        if any(head[:, 1].tolist()):
+            for name, value in self._computed(objects, adopt).items():
+                names, ops, numbers = [*names, name], [*ops, "mean"], [*numbers, value, 1.0]
+        if not self.speaks:
+            numbers[1::2] = [0.0] * (len(numbers) // 2)
+        if any(head[:, 1].tolist()) or len(set(head[:, 0].tolist())) > 1:
+            return gather_json(self.group, (names, ops, numbers))
+        if not names:
+            return [(names, ops, [])]
+        rows = gather_row(self.group, torch.tensor(numbers, dtype=torch.float64))
+        return [(names, ops, row) for row in rows.tolist()]
+
+    def _computed(self, objects: dict[str, Object], adopt: bool) -> dict[str, float]:
+        """The values of torchmetrics objects over all ranks. All that know an object compute it, the first of them reports it."""
+        offers, knows = agree(self.data_group, {name: self._offer(slot) for name, (slot, _) in objects.items()})
+        if adopt:
+            self._adopt(offers)
+            for name, (_, slot_name, _) in offers.items():
+                slot = self.slots.get(slot_name)
+                if name not in objects and slot is not None and slot.metric is not None:
+                    objects[name] = (slot, slot.metric.all())
+        every = exchange(self.data_group, {name: seen for name, (_, seen) in objects.items()})
+        values = {}
+        for name in offers:
+            if name in objects:
+                slot, _ = objects[name]
+                assert slot.metric is not None
+                value = slot.metric.value(slot.name, every[name])
+                if self.data_group.rank == knows[name]:
+                    values[name] = value
+        return values
+
+
+Object = tuple[Slot, list[list[Entry]]]
+"""A name's torchmetrics object, and what it has seen of what is asked for."""
+
+
+def named(logged: Mapping[str, Any]) -> dict[str, Any]:
+    """Of :meth:`Recorder.logged_metrics` what says nothing about one rank's samples."""
+    return {name: saved for name, saved in logged.items() if saved["metric"] is not None}
+
+
+def _computes(value: Any) -> bool:
+    """Whether ``value`` is a torchmetrics object, or something like one."""
+    return callable(getattr(value, "compute", None)) and callable(getattr(value, "reset", None))

@@ -1,0 +1,137 @@
+"""Sums, means and extremes of what was logged: on the device over micro-batches, on the host over ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.metrics.torchmetrics_states import Entry
+from engine.metrics.torchmetrics_values import Logged
+
+REDUCTIONS = ("mean", "sum", "min", "max")
+FOLD = 256
+"""Values kept before they are folded into one: bounds memory, and costs 1/256 of a fold for each value."""
+
+
+Column = tuple[str, list[Any], list[Any]]
+"""Values and weights that one reduction makes a number of."""
+
+
+def on_host(items: list[Any]) -> list[float]:
+    """Numbers and one-element tensors as floats: one copy for each device and dtype, however many tensors there are."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, item in enumerate(items):
+        if isinstance(item, Tensor):
+            groups.setdefault((item.device, item.dtype), []).append(index)
+    found = list(items)
+    for (device, _), indices in groups.items():
+        if device.type == "cpu" and len(indices) <= 8:  # reading them one by one is quicker than three more operations
+            for index in indices:
+                found[index] = items[index].item()
+            continue
+        column = torch.stack([items[i] if not items[i].ndim else items[i].reshape(()) for i in indices])
+        for index, value in zip(indices, column.double().tolist(), strict=True):
+            found[index] = value
+    return list(map(float, found))
+
+
+class Slot:
+    """All values of one name: those of the current step, and those of the epoch."""
+
+    __slots__ = (
+        "given", "metric", "name", "on_epoch", "on_step", "options", "pending", "reduce", "total",
+        "values", "weight", "weights", "window", "window_values", "window_weights",
+    )  # fmt: skip
+
+    def __init__(self, name: str, options: tuple[bool, bool, bool, str]) -> None:
+        self.name, self.options, self.reduce = name, options, options[3]
+        self.on_step, self.on_epoch = options[:2]
+        self.given: Any = None
+        """The options as the newest call gave them: the usual call is recognised by one comparison."""
+        self.metric: Logged | None = None
+        """The torchmetrics object that is logged under this name; such a name has no values."""
+        self.pending: list[list[Entry]] = []
+        """What a checkpoint has for such an object, until the object is logged again."""
+        self.window = -1
+        self.window_values: list[Any] = []
+        self.window_weights: list[Any] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the epoch."""
+        self.values: list[Any] = []
+        self.weights: list[Any] = []
+        self.total: Any = None
+        self.weight: Any = 0.0
+
+    def fold(self) -> None:
+        """Reduce the epoch's values so far to one pair (value, weight), on the device."""
+        if self.values:
+            total, weight = reduced(self.values, self.weights, self.reduce)
+            if self.total is not None:
+                totals, weights = [self.total, total], [self.weight, weight]
+                if self.reduce == "mean":  # totals are weighted sums already
+                    total, weight = self.total + total, self.weight + weight
+                else:
+                    total, weight = reduced(totals, [1.0, 1.0], self.reduce)[0], weights[0] + weights[1]
+            self.total, self.weight = total, weight
+            self.values, self.weights = [], []
+
+    def column(self) -> Column:
+        """The epoch so far, still to be reduced."""
+        if self.total is None:
+            return self.reduce, self.values, self.weights
+        self.fold()
+        if self.reduce != "mean":
+            return self.reduce, [self.total], [self.weight]
+        return "mean", [self.total / (self.weight if isinstance(self.weight, Tensor) else self.weight or 1.0)], [self.weight]
+
+
+def reduced(values: list[Any], weights: list[Any], reduce: str) -> tuple[Any, Any]:
+    """``(sum of value * weight, sum of weights)`` for ``"mean"``, else ``(reduced value, number of values)``; float64, no wait for a device."""
+    plain = not any(isinstance(v, Tensor) for v in values)
+    if plain and not any(isinstance(w, Tensor) for w in weights):
+        if reduce == "mean":
+            return total_of([v * w for v, w in zip(values, weights, strict=True)]), math.fsum(weights)
+        return (total_of(values) if reduce == "sum" else min(values) if reduce == "min" else max(values)), float(len(values))
+    device = next(t.device for t in (*values, *weights) if isinstance(t, Tensor))
+    stacked = _column(values, device)
+    if reduce != "mean":
+        return getattr(torch, {"sum": "sum", "min": "amin", "max": "amax"}[reduce])(stacked), float(len(values))
+    if not any(isinstance(w, Tensor) for w in weights) and len(set(weights)) == 1:
+        return stacked.sum() * weights[0], float(sum(weights))
+    column = _column(weights, device)
+    return (stacked * column).sum(), column.sum()
+
+
+def _column(items: list[Any], device: torch.device) -> Tensor:
+    if all(isinstance(item, Tensor) for item in items):
+        return torch.stack([item.reshape(()).to(torch.float64) if item.dtype != torch.float64 or item.ndim else item for item in items]).to(device)
+    floats = [float(i) if not isinstance(i, Tensor) else 0.0 for i in items]
+    column = torch.tensor(floats, dtype=torch.float64).to(device, non_blocking=True)
+    for index, item in enumerate(items):
+        if isinstance(item, Tensor):
+            column[index] = item.reshape(()).to(device, torch.float64, non_blocking=True)
+    return column
+
+
+def combined(every: list[tuple[list[str], list[str], list[float]]]) -> dict[str, float]:
+    """One value for each name out of the ranks' (total, weight) pairs; a name without any weight is left out."""
+    merged: dict[str, tuple[str, list[float], list[float]]] = {}
+    for names, ops, numbers in every:
+        for index, (name, op) in enumerate(zip(names, ops, strict=True)):
+            if numbers[2 * index + 1]:
+                _, totals, weights = merged.setdefault(name, (op, [], []))
+                totals.append(numbers[2 * index])
+                weights.append(numbers[2 * index + 1])
+    how = {"mean": lambda t, w: total_of(t) / total_of(w), "sum": lambda t, w: total_of(t), "min": lambda t, w: min(t), "max": lambda t, w: max(t)}
+    return {name: float(how[op](totals, weights)) for name, (op, totals, weights) in merged.items()}
+
+
+def total_of(numbers: list[float]) -> float:
+    if len(numbers) == 1:
+        return numbers[0]
+    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)  # fsum refuses inf - inf

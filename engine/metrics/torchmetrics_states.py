@@ -1,0 +1,138 @@
+"""What torchmetrics objects have gathered so far: taken, put back, and put together from several ranks, loaders or micro-batches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.utils.tree import map_tensors
+
+Entry = tuple[Mapping[str, Any], int]
+"""A metric's states by name, and how many updates made them."""
+
+
+def is_metric(value: Any) -> bool:
+    """Whether ``value`` is a torchmetrics ``Metric``."""
+    torchmetrics = sys.modules.get("torchmetrics")  # without it there are none
+    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
+
+
+def entry(metric: Any) -> Entry:
+    """What ``metric`` itself has gathered. Its tensors are shared; its lists are copied, because ``reset`` empties them in place."""
+    return {name: [*value] if isinstance(value, list) else value.detach() for name, value in metric.metric_state.items()}, metric.update_count
+
+
+def copied(found: Entry) -> Entry:
+    """With tensors of its own: metrics add to their states in place."""
+    return map_tensors(torch.clone, dict(found[0])), found[1]
+
+
+def install(metric: Any, state: Mapping[str, Any], updates: int) -> None:
+    """Let ``metric`` have gathered this."""
+    for name, value in state.items():
+        setattr(metric, name, [*value] if isinstance(value, list) else value)
+    metric._update_count, metric._computed = updates, None
+
+
+def fresh(metric: Any) -> dict[str, Any]:
+    """The states of ``metric`` before any update, on its device."""
+    device = metric.device
+    return {name: [] if isinstance(value, list) else value.detach().clone().to(device) for name, value in metric._defaults.items()}
+
+
+def merged(metric: Any, entries: Sequence[Entry]) -> Entry | None:
+    """Several entries as one, by the rules by which torchmetrics reduces states over ranks; ``None`` when none has an update.
+
+    Entries without an update do not count. A mean is weighted by the updates. States without a reduction are stacked, ``[entries, ...]``.
+    """
+    from torchmetrics.utilities import dim_zero_cat, dim_zero_mean
+
+    entries = [e for e in entries if e[1]]
+    if len(entries) < 2:
+        return entries[0] if entries else None
+    updates = [count for _, count in entries]
+    state: dict[str, Any] = {}
+    for name, reduction in metric._reductions.items():
+        values = [found[name] for found, _ in entries]
+        if isinstance(values[0], list):
+            state[name] = [item for value in values for item in value]
+        elif reduction is dim_zero_cat:
+            state[name] = torch.cat(values)
+        elif reduction is dim_zero_mean:
+            state[name] = sum(value * count for value, count in zip(values, updates, strict=True)) / sum(updates)
+        elif reduction is None:  # compute() wants to see each of them
+            state[name] = torch.stack(values)
+        else:
+            state[name] = reduction(torch.stack(values))
+    return state, sum(updates)
+
+
+def metric_states(module: nn.Module) -> dict[str, Any]:
+    """By the metrics' names in ``module``; those that have seen nothing are left out."""
+    return {name: {"state": dict(m.metric_state), "updates": m.update_count} for name, m in _metrics(module) if m.update_count}
+
+
+def load_metric_states(module: nn.Module, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Put back what :func:`metric_states` gave on one or several ranks.
+
+    Raises:
+        ValueError: states of several ranks that cannot be put together.
+    """
+    for name, metric in _metrics(module):
+        metric.reset()
+        add(name, metric, [(row[name]["state"], row[name]["updates"]) for row in rows if name in row])
+
+
+def add(name: str, metric: Any, entries: Iterable[Entry]) -> None:
+    """Let ``metric`` have gathered these as well.
+
+    Raises:
+        ValueError: they cannot be put together into one state.
+    """
+    found = [entry(metric), *((map_tensors(lambda t: t.to(metric.device), dict(state)), updates) for state, updates in entries)]
+    if sum(1 for _, updates in found if updates) > 1 and not can_add(metric):
+        raise ValueError(
+            f"the states that {type(metric).__name__} ({name!r}) had on several ranks cannot be put together: resume with as many ranks as have "
+            "saved, or from a checkpoint of an epoch's end"
+        )
+    both = merged(metric, found)
+    if both is not None:
+        install(metric, *both)
+
+
+def can_add(metric: Any) -> bool:
+    """Whether several of its states make one of the same form."""
+    return all(reduction is not None or isinstance(metric._defaults[name], list) for name, reduction in metric._reductions.items())
+
+
+def repeated() -> bool:
+    """Whether what metrics see now will be forgotten: :func:`unchanged`."""
+    return bool(_repeats)
+
+
+_repeats: list[bool] = []
+
+
+@contextmanager
+def unchanged(module: nn.Module, others: Iterable[Any] = ()) -> Iterator[None]:
+    """Whatever metrics of ``module``, and ``others``, see in the block is forgotten: a repeated micro-batch that only keeps the ranks matched."""
+    metrics = {id(m): m for m in (*(m for _, m in _metrics(module)), *others)}.values()
+    before = [(m, *copied(entry(m))) for m in metrics]
+    _repeats.append(True)
+    try:
+        yield
+    finally:
+        _repeats.pop()
+        for metric, state, count in before:
+            install(metric, state, count)
+
+
+def _metrics(module: nn.Module) -> list[tuple[str, Any]]:
+    if "torchmetrics" not in sys.modules:
+        return []
+    return [(name, m) for name, m in module.named_modules() if is_metric(m)]

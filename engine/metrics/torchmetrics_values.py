@@ -1,0 +1,255 @@
+"""torchmetrics objects that are logged: what each has seen in a step, a loader and an epoch, and its value over all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.checkpoint.json_tree import pack, unpack
+from engine.distributed.collectives import gather, gather_json
+from engine.distributed.group import Group
+from engine.metrics.torchmetrics_states import Entry, add, can_add, copied, entry, fresh, install, is_metric, merged, repeated
+
+Seen = list[list[Entry]]
+"""What a metric has seen: for each of its parts the entries that make up its state."""
+
+
+class Logged:
+    """A torchmetrics object that was logged."""
+
+    def __init__(self, metric: Any, path: str | None) -> None:
+        self.metric, self.path = metric, path
+        """``path``: its name in the module; ``None`` when it is not there, and then only the ranks that log it know it."""
+        self.parts: list[Any] = [m for m in metric.modules() if is_metric(m)] if isinstance(metric, nn.Module) else []
+        """It and the metrics that it is made of: a composition ``a + b`` has no states of its own."""
+        self.aside: Seen = [[] for _ in self.parts]
+        """What was seen for the loaders before."""
+        self.watches: dict[int, Watch] = {}
+        """By part: what tells the steps apart, for parts that have states; empty when nobody asked for a step's value."""
+
+    def watch(self, watcher: Callable[[Any], Watch]) -> None:
+        """From now on tell the steps apart."""
+        if not self.watches:
+            self.watches = {id(part): watcher(part) for part in self.parts if part._defaults}
+
+    def settle(self) -> None:
+        """The updates of this micro-batch are done."""
+        for watch in self.watches.values():
+            watch.settle()
+
+    def step(self, window: int) -> Seen | None:
+        """What it has seen in the step ``window``; ``None``: nothing."""
+        self.settle()
+        found = {part: watch.entries for part, watch in self.watches.items() if watch.window == window and watch.entries}
+        return [found.get(id(part), []) if part._defaults else [entry(part)] for part in self.parts] if found else None
+
+    def all(self) -> Seen:
+        """What it has seen since it was reset, or set aside for another loader."""
+        return self.aside if any(self.aside) else [[entry(part)] for part in self.parts]
+
+    def set_aside(self) -> None:
+        """Keep what was seen for a loader, and begin the next."""
+        self.aside = [[entry(part)] for part in self.parts]
+        self.metric.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.metric.reset()
+        self.aside = [[] for _ in self.parts]
+
+    def value(self, name: str, seen: Seen) -> float:
+        """``metric.compute()`` on what was seen, here and on other ranks; the metric is as before afterwards.
+
+        Raises:
+            ValueError: that is not one number.
+        """
+        before = [(part, entry(part), part._computed, part.distributed_available_fn) for part in self.parts]
+        try:
+            for part, entries in zip(self.parts, seen, strict=True):
+                install(part, *(merged(part, entries) or (fresh(part), 0)))
+                part.distributed_available_fn = _never
+            value = self.metric.compute()
+        finally:
+            for part, state, computed, available in before:
+                install(part, *state)
+                part._computed, part.distributed_available_fn = computed, available
+        if not isinstance(value, (int, float)) and not (isinstance(value, Tensor) and value.numel() == 1):
+            raise ValueError(f"log({name!r}): {type(self.metric).__name__}.compute() gave {value!r:.100}, not one number")
+        return float(value)
+
+
+class Watch:
+    """Takes down what one metric sees in each step, however its state goes on: by its own ``forward`` or ``update``."""
+
+    def __init__(self, metric: Any, here: Callable[[], int], begins: bool) -> None:
+        self.metric, self.here = metric, here
+        """``here``: the step under way."""
+        self.window, self.entries = here(), [copied(entry(metric))] if begins else []
+        self.update = metric.update
+        self.last: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        metric.update = self.updated  # copies and pickles of a metric make their own ``update``
+
+    def updated(self, *args: Any, **kwargs: Any) -> None:
+        """``metric.update``, and keep what came of this micro-batch alone."""
+        metric = self.metric
+        if repeated():
+            self.update(*args, **kwargs)
+            return
+        if metric._enable_grad:  # forward's pass over this micro-batch alone
+            self.last = None
+            self.update(*args, **kwargs)
+            self._keep()
+            return
+        self.settle()
+        self.update(*args, **kwargs)
+        self.last = args, kwargs
+
+    def settle(self) -> None:
+        """Look at the newest micro-batch alone, unless ``forward`` has done that."""
+        if self.last is None:
+            return
+        (args, kwargs), self.last = self.last, None
+        metric = self.metric
+        before, computed = entry(metric), metric._computed
+        try:
+            install(metric, fresh(metric), 0)
+            self.update(*args, **kwargs)
+            self._keep()
+        finally:
+            install(metric, *before)
+            metric._computed = computed
+
+    def _keep(self) -> None:
+        window = self.here()
+        if self.window != window:
+            self.window, self.entries = window, []
+        self.entries.append(entry(self.metric))
+
+    def end(self) -> None:
+        """Leave the metric as it was."""
+        self.metric.update = self.update
+
+
+def leader(metric: Any, module: nn.Module | None) -> Any:
+    """The metric whose ``update`` is called for ``metric``: in a ``MetricCollection`` one of those with equal states stands for all."""
+    for collection in module.modules() if module is not None else ():
+        groups = getattr(collection, "compute_groups", None)
+        if isinstance(groups, dict):
+            names = {id(member): name for name, member in collection._modules.items()}
+            for group in groups.values():
+                if names.get(id(metric)) in group:
+                    return collection._modules[group[0]]
+    return metric
+
+
+def check(name: str, metric: Any, group: Group, on_step: bool) -> None:
+    """Refuse what the value of a logged metric could not honour.
+
+    Raises:
+        ValueError: a setting of the metric that contradicts a value over all ranks; a step's value that cannot be told apart.
+        TypeError: a metric of another library on several ranks.
+    """
+    kind, parts = type(metric).__name__, [m for m in metric.modules() if is_metric(m)] if is_metric(metric) else []
+    if on_step and (not parts or any(part._defaults and any(is_metric(m) for m in part.children()) for part in parts)):
+        raise ValueError(f"log({name!r}): what {kind} sees in one step cannot be told apart; give on_step=False, on_epoch=True, or log a number")
+    if group.world_size == 1:
+        return
+    if not parts:
+        raise TypeError(f"log({name!r}) got {kind}, which is not a torchmetrics Metric: its value over all ranks is not known; log a number")
+    for part in parts:
+        refuse(f"log({name!r})", part, {"sync_on_compute": True, "dist_sync_on_step": False, "dist_sync_fn": None})
+        if part.process_group not in (None, group.wide or group.cpu):
+            raise ValueError(f"log({name!r}): {type(part).__name__} has its own process_group, but a logged value is over all ranks: leave it out")
+
+
+def joined(module: nn.Module, group: Group, data_group: Group) -> None:
+    """Before a run: whatever the metrics of ``module`` compute themselves is over the ranks that see different data.
+
+    Raises:
+        ValueError: one would meet the other ranks at each batch.
+    """
+    for name, metric in module.named_modules():
+        if is_metric(metric) and group.world_size > 1:
+            refuse(f"{type(module).__name__}.{name}", metric, {"dist_sync_on_step": False})
+            limit(metric, group, data_group)
+
+
+def limit(metric: Any, group: Group, data_group: Group) -> None:
+    """Ranks that hold parts of one model see the same data: it counts once."""
+    if data_group is not group and metric.process_group is None:
+        metric.process_group = data_group.wide or data_group.cpu
+        if data_group.cpu is None:
+            metric.distributed_available_fn = _never
+
+
+def refuse(who: str, metric: Any, neutral: Mapping[str, Any]) -> None:
+    """Raise a ``ValueError`` when a setting of ``metric`` is not as ``neutral`` says."""
+    for setting, value in neutral.items():
+        if getattr(metric, setting) != value:
+            raise ValueError(
+                f"{who}: {type(metric).__name__}({setting}={getattr(metric, setting)!r}), but logged values are always over all ranks, and ranks may "
+                f"have different numbers of batches: leave {setting} out"
+            )
+
+
+def put_back(every: Iterable[Logged]) -> None:
+    """After several loaders each metric has seen all that was set aside. One whose states cannot be put together keeps the last loader's."""
+    for logged in every:
+        for part, entries in zip(logged.parts, logged.aside, strict=True):
+            if can_add(part):
+                add("", part, [copied(found) for found in entries])
+
+
+Offer = dict[str, list[Any]]
+"""By name: the path of the metric in the module, the slot's name, the slot's options."""
+
+
+def agree(group: Group, mine: Offer) -> tuple[Offer, dict[str, int]]:
+    """All metrics that some rank has logged, and the first rank that knows each; a collective."""
+    every: Offer = {}
+    knows: dict[str, int] = {}
+    for rank, offer in enumerate(gather_json(group, mine)):
+        for name, found in offer.items():
+            every.setdefault(name, found)
+            knows.setdefault(name, 0 if found[0] is not None else rank)
+    return every, knows
+
+
+def exchange(group: Group, mine: Mapping[str, Seen]) -> dict[str, Seen]:
+    """What all ranks' metrics have seen, by name, in the order of ranks; a collective.
+
+    States travel by dtype and device in one tensor each, on the channel of their device; a rank that has none sends an empty one.
+    """
+    tree, tensors = pack(dict(mine))
+    forms = {name: [str(t.dtype).removeprefix("torch."), t.device.type, list(t.shape)] for name, t in tensors.items()}
+    every = gather_json(group, [tree, forms])
+    kinds = sorted({(dtype, device) for _, found in every for dtype, device, _ in found.values()})
+    flat = []
+    for kind in kinds:
+        own = [tensors[name].reshape(-1) for name, (dtype, device, _) in forms.items() if (dtype, device) == kind]
+        flat.append(torch.cat(own) if own else torch.empty(0, dtype=getattr(torch, kind[0]), device=_device(kind[1], group)))
+    rest = dict(zip(kinds, gather(group, flat), strict=True))
+    result: dict[str, Seen] = {}
+    for packed, found in every:
+        filled = {}
+        for name, (dtype, device, shape) in found.items():
+            column = rest[dtype, device]
+            size = math.prod(shape)
+            filled[name], rest[dtype, device] = column[:size].view(shape), column[size:]
+        for name, lists in unpack(packed, filled).items():
+            into = result.setdefault(name, [[] for _ in lists])
+            for part, entries in zip(into, lists, strict=True):
+                part += entries
+    return result
+
+
+def _device(kind: str, group: Group) -> torch.device:
+    return group.device if kind == group.device.type else torch.device(kind)
+
+
+def _never() -> bool:
+    return False

@@ -1,0 +1,180 @@
+"""Losses with a weight, and the passes that finish gradients before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from engine.utils.log import warn_once
+from engine.utils.tree import whole
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss as a sum over ``count`` items, for means over unequal numbers of items (the tokens of a language model).
+
+    The step's gradient is that of (sum over the window and all ranks of ``sum``) / (the same sum of ``count``).
+    A step without any item has zero gradients.
+    """
+
+    sum: Tensor
+    """Scalar with a graph."""
+    count: Tensor | float
+    """Items summed over; a tensor stays on its device."""
+
+
+# FSDP looks for tensors in what a step returns, to gather the model again before their backward pass; torch 2.11 does not look into dataclasses.
+pytree.register_dataclass(Loss)
+
+
+def nonzero(count: Tensor | float) -> Tensor | float:
+    """``count``, or 1 where it is 0: a sum over nothing divided by it gives 0."""
+    if isinstance(count, Tensor):
+        return torch.where(count == 0, torch.ones_like(count), count)
+    return count or 1.0
+
+
+def scalar(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"a loss must be a scalar tensor or Loss(sum, count), got {type(loss).__name__}")
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss has no graph, so nothing would be trained: it was computed under no_grad, detached, made with .item(), "
+            "or all parameters that it depends on are frozen (requires_grad=False)"
+        )
+    loss = whole(loss)
+    if loss.ndim:
+        if loss.numel() != 1:
+            raise ValueError(f"a loss must have one element, got shape {tuple(loss.shape)}: reduce it, for example with .mean()")
+        return loss.reshape(())
+    return loss
+
+
+def loss_in(outputs: Any, who: str) -> Any:
+    """The loss inside a training step's outputs, or ``None``. ``who``: the class of the module, for messages."""
+    if outputs is None or isinstance(outputs, (Tensor, Loss)):
+        return outputs
+    if not isinstance(outputs, Mapping):
+        raise TypeError(
+            f"{who}.training_step returned {type(outputs).__name__}; "
+            "possible: a scalar tensor, Loss(sum, count), a dict with one of them under 'loss', or None"
+        )
+    if "loss" not in outputs:
+        raise ValueError(f"{who}.training_step returned a dict without 'loss'; its keys: {', '.join(map(str, outputs))}")
+    return outputs["loss"]
+
+
+def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The gradients, to be read and changed in place; of a sparse one its elements, each row once, in a dense tensor that shares their memory."""
+    found = []
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is not None:
+            if grad.is_sparse:
+                if not grad.is_coalesced():
+                    parameter.grad = grad = grad.coalesce()
+                grad = grad._values()
+            found.append(grad)
+    return found
+
+
+def listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+    """One tensor or several, as torch's clipping functions take them."""
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
+def parameters_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """The optimizers' parameters, each once."""
+    if len(optimizers) == 1 and len(optimizers[0].param_groups) == 1:
+        first: list[Tensor] = optimizers[0].param_groups[0]["params"]
+        return first
+    return list({id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}.values())
+
+
+def traces(optimizers: Sequence[Optimizer]) -> list[tuple[Any, int]]:
+    """Each parameter's gradient and its version: others after a backward pass that has reached the parameter."""
+    grads = (p.grad for p in parameters_of(optimizers))
+    return [(None, 0) if grad is None else (grad, grad._version) for grad in grads]
+
+
+@torch.no_grad()
+def divide(grads: list[Tensor], divisor: Tensor | float) -> None:
+    """Divide in place, one fused pass for each device and dtype."""
+    if grads:
+        scale(grads, 1.0 / divisor if isinstance(divisor, float) else divisor.double().reciprocal())
+
+
+@torch.no_grad()
+def scale(grads: list[Tensor], factor: Tensor | float) -> None:
+    """Multiply in place, one fused pass for each device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        groups.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (device, dtype), group in groups.items():
+        torch._foreach_mul_(group, factor.to(device, dtype, non_blocking=True) if isinstance(factor, Tensor) else factor)
+
+
+@torch.no_grad()
+def clip_values(grads: list[Tensor], limit: float) -> None:
+    """Clamp each element to [-limit, limit] in place."""
+    for grad in grads:
+        grad.clamp_(-limit, limit)
+
+
+@torch.no_grad()
+def clip_norm(grads: list[Tensor], norm: Tensor, limit: float, divisor: Tensor | float | None) -> Tensor:
+    """Divide by ``divisor`` and scale down to a norm of at most ``limit``, in one pass; the divided gradients' norm, shape ``()``."""
+    if divisor is not None:
+        norm = norm / divisor
+    factor = torch.clamp(limit / (norm + 1e-6), max=1.0)  # the formula of torch.nn.utils.clip_grad_norm_
+    scale(grads, factor if divisor is None else factor / divisor)
+    return norm
+
+
+def where_nonfinite(
+    named_parameters: Iterable[tuple[str, Tensor]], local: Callable[[list[Tensor]], list[Tensor]] = lambda grads: grads
+) -> list[str]:
+    """Names of the parameters whose gradient, or the part of it that ``local`` gives, has a NaN or an infinity. Waits for the device."""
+    return [name for name, p in named_parameters if p.grad is not None and not bool(local(gradients([p]))[0].isfinite().all())]
+
+
+def joins(parameters: Iterable[Tensor]) -> Tensor:
+    """A zero with a graph to every trained parameter: its backward takes part in the other ranks' gradient reduction."""
+    warn_once(
+        "training_step returned None with several ranks: the micro-batch counts with a zero gradient. "
+        "To leave samples out exactly, return Loss(sum, count) with the count that is left."
+    )
+    total = sum((p.flatten()[0] * 0.0).real for p in parameters if p.requires_grad)
+    assert isinstance(total, Tensor)
+    return total
+
+
+def check_held(before: Mapping[str, Tensor], now: Mapping[str, Tensor], optimizers: Iterable[Optimizer]) -> None:
+    """Whether the optimizers still have a model's parameters.
+
+    Args:
+        before: the parameters by name, as they were when the optimizers were made or last looked at.
+        now: as they are.
+
+    Raises:
+        ValueError: others are in the place of some, and the optimizers have the old ones.
+    """
+    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    lost = [
+        name
+        for name, old in before.items()
+        if (new := now.get(name)) is not None and new is not old and new.requires_grad and id(old) in held and id(new) not in held
+    ]
+    if lost:
+        shown = ", ".join(lost[:6]) + (f" and {len(lost) - 6} more" if len(lost) > 6 else "")
+        raise ValueError(
+            f"parameters were replaced by others after their optimizer was made, which still has the old ones and would train nothing: {shown}. "
+            "load_state_dict(assign=True) does that, and so does another module in the place of one: make the optimizer afterwards, give it the "
+            "new parameters, or copy values in place (load_state_dict without assign)"
+        )

@@ -1,0 +1,234 @@
+"""What ``configure_optimizers`` gives, in one form: a list of optimizers and a list of schedules."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from engine.step.gradients import parameters_of
+from engine.utils.errors import nearest
+
+
+def _step(scheduler: Any, metric: Any) -> None:
+    scheduler.step(metric)
+
+
+@dataclass(slots=True)
+class Schedule:
+    """A learning rate scheduler, and when it steps."""
+
+    scheduler: Any
+    interval: str = "epoch"
+    """``"epoch"``: at the end of epochs, after validation. ``"step"``: after optimizer steps that happened."""
+    frequency: int = 1
+    """Every so many epochs or steps."""
+    monitor: str | None = None
+    """The metric that ``ReduceLROnPlateau`` follows."""
+    strict: bool = True
+    """Whether a missing ``monitor`` is an error (else that update is left out)."""
+    name: str | None = None
+    """How learning rate loggers call it."""
+    reduce_on_plateau: bool = False
+    numbered: bool = field(default=False, init=False)
+    """The scheduler takes the number of the epoch or step, as those of timm do: ``step(epoch)``, ``step_update(num_updates)``."""
+    step: Callable[[Any, Any], None] | None = field(default=None, init=False, repr=False)
+    """The module's ``lr_scheduler_step``, if it has one: it makes each step of the scheduler."""
+
+    def __post_init__(self) -> None:
+        if self.interval not in ("epoch", "step"):
+            hint = nearest(self.interval, ("epoch", "step"))
+            raise ValueError(f"lr_scheduler interval={self.interval!r} is unknown{hint}; possible: 'epoch', 'step'")
+        if isinstance(self.frequency, bool) or not isinstance(self.frequency, int) or self.frequency < 1:
+            raise ValueError(f"lr_scheduler frequency={self.frequency!r} must be an int of at least 1")
+        if not callable(getattr(self.scheduler, "step", None)):
+            raise TypeError(f"lr_scheduler has no step(): got {type(self.scheduler).__name__}")
+        self.numbered = callable(getattr(self.scheduler, "step_update", None)) and _needed(self.scheduler.step) == ["epoch"]
+        self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
+        if self.reduce_on_plateau and self.monitor is None:
+            raise ValueError('ReduceLROnPlateau needs a metric: return {"scheduler": ..., "monitor": "val_loss"} for it')
+
+    def check(self) -> None:
+        """Before the first step, whether :meth:`advance` can step the scheduler.
+
+        Raises:
+            ValueError: its ``step`` needs something that is not known, or it counts in another unit than ``interval``.
+        """
+        who, needed = type(self.scheduler).__name__, _needed(self.scheduler.step)
+        if self.numbered:
+            own = "epoch" if getattr(self.scheduler, "t_in_epochs", self.interval == "epoch") else "step"
+            if own != self.interval:
+                raise ValueError(
+                    f"{who} counts in {'epochs' if own == 'epoch' else 'steps'} (t_in_epochs={own == 'epoch'}), and its interval is "
+                    f'{self.interval!r}, so that it would change nothing: return {{"scheduler": ..., "interval": "{own}"}} for it'
+                )
+        elif needed and not (self.reduce_on_plateau and len(needed) == 1):
+            raise ValueError(
+                f"{who}.step() needs {', '.join(needed)}, which a run does not know: give a scheduler whose step() needs nothing, or override "
+                "lr_scheduler_step in the module"
+            )
+
+    def advance(self, metrics: Mapping[str, float], number: int) -> None:
+        """One scheduler step.
+
+        Args:
+            number: how many steps, or epochs, the training has made.
+
+        Raises:
+            ValueError: the monitored metric is not there, with the names of those that are.
+        """
+        if self.step is not None and not self.reduce_on_plateau:
+            self.step(self.scheduler, None)
+        elif self.numbered:
+            metric = None if self.monitor is None else metrics.get(self.monitor)
+            (self.scheduler.step if self.interval == "epoch" else self.scheduler.step_update)(number, metric)
+        elif not self.reduce_on_plateau:
+            self.scheduler.step()
+        elif self.monitor is not None and self.monitor in metrics:
+            (self.step or _step)(self.scheduler, metrics[self.monitor])
+        elif self.strict:
+            raise ValueError(
+                f"ReduceLROnPlateau follows {self.monitor!r}, which was not logged{nearest(self.monitor, metrics)}; "
+                f"logged: {', '.join(sorted(metrics)) or 'nothing'}"
+            )
+
+
+def _needed(step: Any) -> list[str]:
+    """The arguments that it must be given."""
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    every = inspect.signature(step).parameters.items()
+    return [name for name, each in every if each.default is inspect.Parameter.empty and each.kind not in several]
+
+
+class Modes:
+    """Optimizers with ``train()`` and ``eval()``, such as schedule-free ones: the weights that they train with are not those to be used.
+
+    A run trains with the ones, and evaluates, saves and ends with the others. While those are in place the training's own are kept in the
+    optimizer's state, saved with it, and put back bit by bit: neither evaluating nor saving changes the training.
+    """
+
+    KEPT = "training_weights"
+
+    def __init__(self, optimizers: Sequence[Any] = ()) -> None:
+        self.switched = [o for o in optimizers if all(callable(getattr(o, name, None)) for name in ("train", "eval"))]
+        self._training = False
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """The training's weights; those to be used afterwards, also after an error."""
+        self._train()
+        try:
+            yield
+        finally:
+            self._eval()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The weights to be used; afterwards those that were there before."""
+        before = self._training
+        self._eval()
+        try:
+            yield
+        finally:
+            if before:
+                self._train()
+
+    @torch.no_grad()
+    def _train(self) -> None:
+        self._training = True
+        for optimizer in self.switched:
+            optimizer.train()
+            for parameter in parameters_of([optimizer]):
+                kept = optimizer.state.get(parameter, {}).pop(self.KEPT, None)
+                if kept is not None:
+                    parameter.copy_(kept)
+
+    @torch.no_grad()
+    def _eval(self) -> None:
+        for optimizer in self.switched if self._training else ():
+            for parameter in parameters_of([optimizer]):
+                if optimizer.state.get(parameter):
+                    optimizer.state[parameter][self.KEPT] = parameter.detach().clone()
+        self._training = False
+        for optimizer in self.switched:
+            optimizer.eval()
+
+
+def counters(optimizer: Any) -> set[str]:
+    """Whether a group's entry of that name is a counter of the optimizer's own rather than a hyperparameter: its constructor does not take it."""
+    return set(optimizer.defaults) - set(inspect.signature(type(optimizer)).parameters)
+
+
+def configured(given: Any) -> tuple[list[Optimizer], list[Schedule]]:
+    """Lightning's forms of ``configure_optimizers``' result.
+
+    Raises:
+        TypeError, ValueError: another form, or an optimizer without parameters to train.
+    """
+    optimizers, schedules = _parse(given)
+    if len({id(o) for o in optimizers}) < len(optimizers):
+        raise ValueError("configure_optimizers gave the same optimizer twice")
+    for optimizer in optimizers:
+        if not any(p.requires_grad for p in parameters_of([optimizer])):
+            raise ValueError(f"{type(optimizer).__name__} has no parameters to train: it was given none, or only frozen ones (requires_grad=False)")
+    return optimizers, schedules
+
+
+def _parse(given: Any) -> tuple[list[Optimizer], list[Schedule]]:
+    if given is None:
+        return [], []
+    if isinstance(given, Mapping):
+        return _entry(given)
+    if not isinstance(given, (list, tuple)):
+        return [_optimizer(given)], []
+    if len(given) == 2 and all(isinstance(part, (list, tuple)) for part in given):
+        return [_optimizer(o) for o in given[0]], [_schedule(s) for s in given[1]]
+    if all(isinstance(part, Mapping) for part in given):
+        entries = [_entry(part) for part in given]
+        return [o for os, _ in entries for o in os], [s for _, ss in entries for s in ss]
+    return [_optimizer(o) for o in given], []
+
+
+def _entry(entry: Mapping[str, Any]) -> tuple[list[Optimizer], list[Schedule]]:
+    known = ("optimizer", "lr_scheduler", "monitor")
+    for key in entry:
+        if key not in known:
+            raise ValueError(f"configure_optimizers: unknown key {key!r}{nearest(key, known)}; possible: {', '.join(known)}")
+    if "optimizer" not in entry:
+        raise ValueError('configure_optimizers: a dict needs the key "optimizer"')
+    schedules = []
+    if entry.get("lr_scheduler") is not None:
+        given = entry["lr_scheduler"]
+        if not isinstance(given, Mapping):
+            given = {"scheduler": given, "monitor": entry.get("monitor")}
+        schedules.append(_schedule(given))
+    return [_optimizer(entry["optimizer"])], schedules
+
+
+def _optimizer(given: Any) -> Optimizer:
+    if not isinstance(given, Optimizer):
+        raise TypeError(
+            f"configure_optimizers gave {type(given).__name__} where a torch.optim.Optimizer belongs; possible: an optimizer, a list of them, "
+            '([optimizers], [schedulers]), {"optimizer": ..., "lr_scheduler": ...}'
+        )
+    return given
+
+
+def _schedule(given: Any) -> Schedule:
+    if isinstance(given, Mapping):
+        known = [f.name for f in fields(Schedule) if f.init]
+        for key in given:
+            if key not in known:
+                raise ValueError(f"configure_optimizers: unknown key {key!r} in lr_scheduler{nearest(key, known)}; possible: {', '.join(known)}")
+        if "scheduler" not in given:
+            raise ValueError('configure_optimizers: an lr_scheduler dict needs the key "scheduler"')
+        return Schedule(**given)
+    if not isinstance(given, LRScheduler) and not callable(getattr(given, "step", None)):
+        raise TypeError(f"configure_optimizers gave {type(given).__name__} where a learning rate scheduler belongs")
+    return Schedule(given)

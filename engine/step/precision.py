@@ -1,0 +1,193 @@
+"""Number formats: which dtype parameters, inputs and computations have, and the loss scaler of fp16."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from engine.config.construct import construct
+from engine.config.masked import fields_of
+from engine.config.name_and_options import Named
+from engine.config.settings import check
+from engine.transforms.float8 import FP8, TransformerEngine
+from engine.utils.errors import nearest
+from engine.utils.tree import formats
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """One choice of number formats.
+
+    ``*-mixed``: parameters and gradients stay fp32, the forward pass runs under ``torch.autocast``.
+    ``*-true``: parameters, buffers, gradients, floating point inputs and optimizer state have that dtype. Complex ones are ``complex64``,
+    and ``complex128`` under ``64-true``. The states of torchmetrics objects stay as they are.
+    ``fp8-mixed``: ``bf16-mixed`` with the matrix products of linear layers in fp8, see :class:`engine.FP8`.
+    """
+
+    name: str
+    autocast: torch.dtype | None = None
+    """The dtype that autocast computes in; ``None`` without autocast."""
+    parameters: torch.dtype | None = None
+    """What parameters and floating point inputs are cast to; ``None`` leaves them as they are."""
+    scaled: bool = False
+    """Whether the loss is scaled: fp16 gradients below 6e-8 would vanish otherwise."""
+    fp8: FP8 | None = None
+    """Linear layers compute in fp8, as this says."""
+
+    def __str__(self) -> str:
+        return self.name if self.fp8 in (None, FP8()) else f"{self.name} by {self.fp8}"
+
+    def describe(self) -> str | dict[str, Any]:
+        """As it can be written into a file: its name, with the settings of fp8 where there are any."""
+        return self.name if self.fp8 in (None, FP8()) else fields_of(self.fp8, self.name)
+
+    @classmethod
+    def parse(cls, name: str | int | Mapping[str, Any] | Named | Precision | FP8) -> Precision:
+        """The precision of that name (Lightning's names, and Accelerate's ``no``, ``bf16``, ``fp16`` and ``fp8``).
+
+        ``{"name": "fp8-mixed", "recipe": "rowwise"}`` has settings of :class:`engine.FP8`.
+
+        Raises:
+            ValueError: for a name or a setting that does not exist, with those that do.
+            TypeError: something else.
+        """
+        if isinstance(name, (Mapping, Named)):
+            name = check("precision", name)
+            if isinstance(name, Named):
+                name = construct("precision", name, FP8)
+        if isinstance(name, Precision):
+            return name
+        if isinstance(name, FP8):
+            return cls("fp8-mixed", autocast=torch.bfloat16, fp8=name)
+        if not isinstance(name, (str, int)):
+            raise TypeError(f"precision={name!r} must be a name, an FP8 or a Precision object")
+        key = _ALIASES.get(str(name), str(name))
+        if key not in _PRECISIONS:
+            known = [*_PRECISIONS, *_ALIASES]
+            raise ValueError(f"precision={name!r} is unknown{nearest(name, known)}; possible: {', '.join(known)}")
+        return _PRECISIONS[key]
+
+    def convert(self, model: nn.Module) -> None:
+        """Give a model's parameters and buffers this format, in place."""
+        if self.parameters is None:
+            return
+        wanted = formats(self.parameters)
+
+        def convert(tensor: Tensor) -> Tensor:
+            return tensor.to(wanted.get(tensor.dtype, tensor.dtype))
+
+        convert.__qualname__ = "Module.type"  # by such a name torchmetrics tells a change of format, which its sums do not follow
+        model._apply(convert)
+
+    def context(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """The autocast context of a forward pass on ``device``; one object serves a whole run, but does not nest in itself."""
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        context = torch.autocast(device.type, dtype=self.autocast)
+        return context if self.fp8 is None or self.fp8.backend != "te" else TransformerEngine(context)
+
+
+_PRECISIONS = {
+    precision.name: precision
+    for precision in (
+        Precision("32-true"),
+        Precision("bf16-mixed", autocast=torch.bfloat16),
+        Precision("16-mixed", autocast=torch.float16, scaled=True),
+        Precision("bf16-true", parameters=torch.bfloat16),
+        Precision("16-true", parameters=torch.float16),
+        Precision("64-true", parameters=torch.float64),
+        Precision("fp8-mixed", autocast=torch.bfloat16, fp8=FP8()),
+    )
+}
+_ALIASES = {
+    "no": "32-true",
+    "bf16": "bf16-mixed",
+    "fp16": "16-mixed",
+    "fp8": "fp8-mixed",
+    "fp32": "32-true",
+    "32": "32-true",
+    "16": "16-mixed",
+    "64": "64-true",
+}
+
+
+class Scaler(torch.amp.GradScaler):
+    """A ``GradScaler`` whose unscaling also divides by the window's weight, and that several optimizers share correctly.
+
+    The scale changes only while no optimizer holds gradients that were made with the old one: with
+    ``backward(a); backward(b); a.step(); b.step()`` both are unscaled with the scale of their backward passes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device=device.type)
+        self._found: list[Tensor] = []
+        self._used: dict[int, tuple[weakref.ref[Tensor], int] | None] = {}
+
+    def seed(self, seed: Tensor) -> Tensor:
+        """The scaled gradient of the loss itself, for ``loss.backward(seed)``. Shape ``()``."""
+        scaled: Tensor = self.scale(seed)
+        return scaled
+
+    def unscale(self, optimizer: Optimizer, divisor: Tensor | float | None, parts: Iterable[Tensor] | None = None) -> Tensor:
+        """Divide the optimizer's gradients by scale and ``divisor`` in one pass; the result is 1.0 when one of them is not finite.
+
+        ``parts``: this rank's parts of sharded gradients, instead of the gradients themselves.
+        """
+        if self._scale is None:  # no backward pass on this rank yet: others may have had one
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        assert self._scale is not None
+        inverse = self._scale.double().reciprocal()
+        if divisor is not None:
+            inverse = inverse / divisor
+        found = torch.zeros((), dtype=torch.float32, device=self._scale.device)
+        if parts is not None:
+            return _unscale_parts(parts, inverse.float(), found)
+        devices = self._unscale_grads_(optimizer, inverse.float(), found, False)
+        for other in devices.values():
+            if other is not found:
+                found += other.to(found.device, non_blocking=True)
+        return found
+
+    def stepped(self, optimizers: Iterable[Optimizer], found: Tensor, others: Iterable[Optimizer]) -> None:
+        """Note the outcome of these optimizers' step; adjust the scale as soon as no other one holds scaled gradients."""
+        own = set()
+        for optimizer in optimizers:
+            own.add(id(optimizer))
+            self._found.append(found)
+            grad = _first_grad(optimizer)
+            self._used[id(optimizer)] = None if grad is None else (weakref.ref(grad), grad._version)
+        if any(self._waits(other) for other in others if id(other) not in own):
+            return
+        scale, tracker = self._check_scale_growth_tracker("update")
+        worst = torch.stack([f.to(scale.device) for f in self._found]).max()
+        torch._amp_update_scale_(scale, tracker, worst, self._growth_factor, self._backoff_factor, self._growth_interval)
+        self._found.clear()
+
+    def _waits(self, optimizer: Optimizer) -> bool:
+        """Whether it holds gradients that it has not stepped with (loops that call ``zero_grad`` first keep used ones around)."""
+        grad = _first_grad(optimizer)
+        used = self._used.get(id(optimizer))
+        return grad is not None and (used is None or used[0]() is not grad or used[1] != grad._version)
+
+
+@torch.no_grad()
+def _unscale_parts(parts: Iterable[Tensor], inverse: Tensor, found: Tensor) -> Tensor:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for part in parts:
+        groups.setdefault((part.device, part.dtype), []).append(part)
+    for (device, _), group in groups.items():
+        flag = found.to(device, copy=True)
+        torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inverse.to(device))
+        found = torch.maximum(found, flag.to(found.device))
+    return found
+
+
+def _first_grad(optimizer: Optimizer) -> Tensor | None:
+    return next((p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None), None)

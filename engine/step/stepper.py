@@ -1,0 +1,308 @@
+"""The optimizer step: finish the gradients in as few passes as possible, decide whether they are sound, apply them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from engine.step import gradients
+from engine.step.gradient_status import SCALAR, Gathered
+from engine.step.precision import Scaler
+from engine.step.window import Window
+from engine.strategies.base import Strategy
+
+Then = Callable[[bool], None]
+
+
+class Stepper:
+    """Steps optimizers whose gradients one :class:`Window` has gathered.
+
+    A step is skipped when a gradient is not finite, under fp16's scaler always, otherwise if ``on_nonfinite`` says so. On the CPU the
+    verdict is known at once. On a device, with optimizers that skip by themselves (fused ones), nobody waits for it: it is
+    read at the next step, when that one's kernels are queued already, or by :meth:`settle`.
+    """
+
+    def __init__(self, window: Window, strategy: Strategy, scaler: Scaler | None, on_nonfinite: str | None) -> None:
+        self.window, self.strategy, self.scaler, self.on_nonfinite = window, strategy, scaler, on_nonfinite
+        self.known: list[Optimizer] = []
+        """Every optimizer of this engine."""
+        self.norm: Tensor | None = None
+        """The global norm of the newest step's gradients before clipping; ``None`` when nothing asked for it. Shape ``()``."""
+        self.skipped = False
+        """Whether the newest decided step was skipped."""
+        self.describe: Callable[[], str] = lambda: ""
+        self.first: Callable[[], None] | None = None
+        """Called once, before the next step."""
+        self._alone = strategy.group.world_size == 1
+        self._pending: list[tuple[Tensor, Any, list[Then]]] = []
+
+    @property
+    def pending(self) -> int:
+        """Steps whose verdict is not known yet."""
+        return len(self._pending)
+
+    def add(self, optimizer: Optimizer) -> None:
+        """One more optimizer, once."""
+        if not any(optimizer is known for known in self.known):
+            self.known.append(optimizer)
+            self.window.add(optimizer)
+
+    def leave(self) -> None:
+        """Let go of all optimizers."""
+        self.known.clear()
+        self.window.leave()
+
+    def prepare(self, optimizers: Sequence[Optimizer]) -> None:
+        """Unscale and divide these optimizers' gradients now, so that they can be looked at; the step does not do it again."""
+        for optimizer in optimizers:
+            group = self.window.of(optimizer)
+            if id(optimizer) in group.ready:
+                continue
+            divisor = self._divisor(group)
+            found: Tensor | None = None
+            if self.scaler is not None or divisor is not None:
+                group.altered = True
+                grads = gradients.gradients(gradients.parameters_of([optimizer]))
+                parts = self.strategy.local(grads)
+                if self.scaler is not None:
+                    found = self.scaler.unscale(optimizer, divisor, None if parts is grads else parts)
+                elif divisor is not None:
+                    gradients.divide(parts, divisor)
+            group.ready[id(optimizer)] = found
+
+    def readable(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of these parameters, divided and unscaled."""
+        ids = {id(p) for p in parameters}
+        self.prepare([o for o in self.known if any(id(p) in ids for p in gradients.parameters_of([o]))])
+        return gradients.gradients(parameters)
+
+    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
+        """Scale the gradients of these parameters down; their norm before, if it is known now. Shape ``()``."""
+        grads = self.readable(parameters)
+        return gradients.clip_norm(self.strategy.local(grads), self.strategy.norm(grads, norm_type), max_norm, None)
+
+    def clip_values(self, parameters: Sequence[Tensor], limit: float) -> None:
+        """Clamp each element of the gradients of these parameters to [-limit, limit]."""
+        gradients.clip_values(self.strategy.local(self.readable(parameters)), limit)
+
+    def forget(self, optimizers: Sequence[Optimizer]) -> None:
+        """The gradients of these optimizers were set to zero: what they were, and what was done to them, no longer holds."""
+        for optimizer in optimizers:
+            self.window.of(optimizer).cleared()
+
+    def fed(self) -> bool:
+        """Whether the window that ends here is a step: some rank had a loss in it. For ranks that had none; others need not ask."""
+        window, several = self.window, self.strategy.data_group.world_size > 1
+        for group in window.groups:
+            self._divisor(group)
+        # Whether another rank had a scalar loss is not known; a micro-batch without one counts with a zero gradient.
+        return window.fed or (several and any(group.kind == SCALAR for group in window.groups))
+
+    def step(
+        self,
+        optimizers: Sequence[Optimizer],
+        *,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        then: Then | None = None,
+    ) -> None:
+        """Divide by the window's weight, clip, check and apply the gradients of ``optimizers``.
+
+        Args:
+            optimizers: stepped together on one loss: all of them or none.
+            max_norm: clip the global 2-norm over all of them to this.
+            max_value: clip each element to [-max_value, max_value].
+            then: called with whether the step was applied, as soon as that is known.
+        """
+        if self._pending:
+            self.settle()
+        if self.first is not None:
+            self.call_first()
+        groups, only = self.window.groups, self.window.only
+        divisor = self._divisor(only) if only is not None else self._divided(optimizers)
+        if self.scaler is None and max_norm is None and max_value is None and self.on_nonfinite is None and divisor is None:
+            for optimizer in optimizers:
+                optimizer.step()
+            self.skipped = False
+            for group in groups:
+                group.altered = False
+            if then is not None:
+                then(True)
+            return
+        found = self._finish(optimizers, divisor, max_norm, max_value)
+        self._apply(optimizers, found, then)
+
+    def finish(self, optimizers: Sequence[Optimizer], *, max_norm: float | None = None, max_value: float | None = None, inside: bool = False) -> None:
+        """Divide, clip and check the gradients of ``optimizers`` as one; when one of them steps later, that is not done again.
+
+        Args:
+            inside: within an optimizer's step, after each evaluation of its closure: what is not finite is an error.
+        """
+        found = self._finish(optimizers, self._divided(optimizers), max_norm, max_value)
+        if not inside:
+            for group, optimizer in ((self.window.of(o), o) for o in optimizers):
+                group.ready[id(optimizer)], group.altered = found, True
+            return
+        self.call_first()
+        self.forget(optimizers)
+        if found is not None and bool(found):  # waits for the device, as such an optimizer does
+            self._fail()
+
+    def call_first(self) -> None:
+        """Call what waits for the next step; for whoever changes parameters by other means."""
+        function, self.first = self.first, None
+        if function is not None:
+            function()
+
+    def _divisor(self, group: Gathered) -> Tensor | float | None:
+        """What a group's gradients are still to be divided by; ``None``, the usual case: all weights were known before the backward passes."""
+        if self.window.share.repeats and not group.closed:
+            self.strategy.drop_repeated(gradients.parameters_of(group.optimizers))
+        if group.count is None and not group.dropped and (self._alone or group.kind == SCALAR):
+            group.closed = True
+            return None
+        return self.window.finish(group, self.strategy.sum, self.strategy.group, self.strategy.data_group.world_size)
+
+    def _divided(self, optimizers: Sequence[Optimizer]) -> Tensor | float | None:
+        """The divisor where several optimizers step by themselves: each has its own, so that several are divided before they step as one."""
+        divisors = [self._divisor(self.window.of(optimizer)) for optimizer in optimizers]
+        if len(divisors) == 1:
+            return divisors[0]
+        if any(divisor is not None for divisor in divisors):
+            self.prepare(optimizers)
+        return None
+
+    def _finish(
+        self, optimizers: Sequence[Optimizer], divisor: Tensor | float | None, max_norm: float | None, max_value: float | None
+    ) -> Tensor | None:
+        """All passes over the gradients; a flag (1.0: not finite) when something asked for one."""
+        found: Tensor | None = None
+        ready = [self.window.of(o).ready for o in optimizers]
+        if self.scaler is not None or any(id(o) in done for o, done in zip(optimizers, ready, strict=True)):
+            self.prepare(optimizers)
+            flags = [f for f in (done[id(o)] for o, done in zip(optimizers, ready, strict=True)) if f is not None]
+            found, divisor = (torch.stack(flags).max() if flags else None), None
+        grads = gradients.gradients(gradients.parameters_of(optimizers))
+        parts = self.strategy.local(grads)
+        checks = self.on_nonfinite is not None and self.scaler is None and found is None
+        if max_norm is not None or checks:
+            norm = self.strategy.norm(grads)
+            if max_norm is not None:
+                self.norm, divisor = gradients.clip_norm(parts, norm, max_norm, divisor), None
+            else:
+                self.norm = norm if divisor is None else norm / divisor
+            if checks:
+                found = (~self.norm.isfinite()).float()
+        if divisor is not None and not self._fold(optimizers, divisor, found, max_value):
+            gradients.divide(parts, divisor)
+        if max_value is not None:
+            gradients.clip_values(parts, max_value)
+        return None if found is None else self.strategy.agree(found)
+
+    def _fold(self, optimizers: Sequence[Optimizer], divisor: Tensor | float, found: Tensor | None, max_value: float | None) -> bool:
+        """Let a fused optimizer divide inside its kernel instead of in a pass of its own."""
+        if max_value is not None or not isinstance(divisor, Tensor) or not all(_skips_itself(o) for o in optimizers):
+            return False
+        if any(p.dtype == torch.float64 for p in gradients.parameters_of(optimizers)):
+            return False  # their factor is fp32
+        for optimizer in optimizers:
+            optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
+            if found is None:
+                optimizer.found_inf = torch.zeros((), device=divisor.device)  # type: ignore[attr-defined]
+        return True
+
+    def _apply(self, optimizers: Sequence[Optimizer], found: Tensor | None, then: Then | None) -> None:
+        on_device = found is not None and found.device.type != "cpu" and all(_skips_itself(o) for o in optimizers)
+        skip = found is not None and not on_device and bool(found)  # waits for the device if it is there
+        if skip and self.on_nonfinite == "raise" and self.scaler is None:
+            self._fail()
+        for optimizer in optimizers:
+            if on_device:
+                optimizer.found_inf = found  # type: ignore[attr-defined]
+                if not hasattr(optimizer, "grad_scale"):
+                    optimizer.grad_scale = None  # type: ignore[attr-defined]
+            if not skip:
+                optimizer.step()
+            for name in ("found_inf", "grad_scale"):
+                optimizer.__dict__.pop(name, None)
+            self.window.of(optimizer).altered = False
+        if self.scaler is not None:
+            assert found is not None
+            self.scaler.stepped(optimizers, found, self.known)
+        thens = [] if then is None else [then]
+        if on_device:
+            assert found is not None
+            host = torch.empty((), dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._pending.append((host, event, thens))
+        else:
+            self._decide(not skip, thens)
+
+    def settle(self) -> None:
+        """Wait for the verdicts that are still out, and tell those who asked for them."""
+        while self._pending:
+            host, event, thens = self._pending.pop(0)
+            event.synchronize()
+            applied = not bool(host)
+            if not applied and self.on_nonfinite == "raise" and self.scaler is None:
+                self._fail()
+            self._decide(applied, thens)
+
+    def after(self, then: Then) -> None:
+        """Call ``then`` with the newest step's verdict, now or when it is known."""
+        if self._pending:
+            self._pending[-1][2].append(then)
+        else:
+            then(not self.skipped)
+
+    def _decide(self, applied: bool, thens: list[Then]) -> None:
+        self.skipped = not applied
+        for then in thens:
+            then(applied)
+
+    def _fail(self) -> None:
+        raise FloatingPointError(
+            f"a gradient is not finite (on_nonfinite='raise'){self.describe()}; the parameters are those from before this step. "
+            "Lower the learning rate, set gradient_clip_val, look at the batch, or go on with on_nonfinite='skip'"
+        )
+
+
+class OwnedStepper(Stepper):
+    """For strategies that own the step: gradients are divided, clipped, checked and applied in one call of theirs."""
+
+    def prepare(self, optimizers: Sequence[Optimizer]) -> None:
+        """Nothing: gradients become readable inside of the step only."""
+
+    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
+        """Tell the strategy; the norm is known after the step."""
+        self.strategy.clip_at_step(parameters, max_norm, norm_type)
+        return None
+
+    def clip_values(self, parameters: Sequence[Tensor], limit: float) -> None:
+        raise ValueError(f"clip_grad_value_ under {type(self.strategy).__name__}, which clips by norm only: use clip_grad_norm_")
+
+    def step(
+        self,
+        optimizers: Sequence[Optimizer],
+        *,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        then: Then | None = None,
+    ) -> None:
+        """As :meth:`Stepper.step`."""
+        self.call_first()
+        divisor = self._divisor(self.window.of(optimizers[0]))
+        self.norm, applied = self.strategy.step(optimizers, divisor, max_norm, max_value, self.on_nonfinite is not None)
+        if not applied and self.on_nonfinite == "raise" and self.scaler is None:
+            self._fail()
+        self._decide(applied, [] if then is None else [then])
+
+
+def _skips_itself(optimizer: Optimizer) -> bool:
+    """Whether its step takes ``found_inf`` and ``grad_scale`` on the device, as torch's fused optimizers do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

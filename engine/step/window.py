@@ -1,0 +1,379 @@
+"""The window: what its micro-batches' losses weigh, and what has been done to the gradients that they leave."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from engine.data.sampler import ALONE, Share
+from engine.distributed.group import Group
+from engine.step.gradient_status import SCALAR, WEIGHTED, Gathered
+from engine.step.gradients import Loss, nonzero, scalar, traces
+from engine.utils.tree import whole
+
+Agree = Callable[[Sequence[float]], list[float]]
+"""The largest of each number over all ranks."""
+Sum = Callable[[Tensor], Any]
+"""The sum over the ranks that saw different data."""
+
+
+class Window:
+    """The gradient state that loaders, backward passes and optimizer steps of one engine share."""
+
+    __slots__ = (
+        "_entered",
+        "_exact",
+        "_met",
+        "_newest",
+        "_rare",
+        "_released",
+        "_seeds",
+        "_unit",
+        "_watched",
+        "accumulating",
+        "agree",
+        "complete",
+        "fed",
+        "groups",
+        "held",
+        "lockstep",
+        "only",
+        "reference",
+        "scalars",
+        "share",
+        "size",
+        "traces",
+        "watching",
+    )  # fmt: skip
+
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
+        """Micro-batches in a full window (``accumulate_grad_batches``)."""
+        self.share: Share = ALONE
+        """The current micro-batch's; set by the prepared loader that gave it out."""
+        self.accumulating = False
+        """Whether the loop accumulates: the window's own weights hold, not the micro-batch's alone."""
+        self.held = False
+        """The newest ``accumulate`` block did not close its window, and no backward pass came after it."""
+        self.groups = [Gathered()]
+        """One for each optimizer that steps by itself."""
+        self.only: Gathered | None = self.groups[0]
+        """The one of them; ``None`` when there are several."""
+        self.agree: Agree = list
+        """Set by the engine."""
+        self.traces: Callable[[Sequence[Optimizer]], list[Any]] = traces
+        """Set by the engine: what tells whether a backward pass has reached these optimizers' parameters."""
+        self.lockstep = False
+        """Whether all ranks run their backward passes together, as those of prepared models."""
+        self.reference: float | None = None
+        """fp16: a power of two that sums are divided by before backward, so that their gradients fit the format."""
+        self.fed = False
+        """Whether this rank had a loss in this window."""
+        self.complete = False
+        """Whether the newest backward pass was of a window's last micro-batch."""
+        self.scalars = False
+        """Whether there ever was a scalar loss: on this rank, and on any since the ranks last agreed on it."""
+        self.watching = False
+        """Whether :meth:`attribute` is to be called after the backward pass."""
+        self._newest = self.groups[0]  # with several groups: what the newest loss is, until it is known whom it reaches
+        self._watched: list[list[Any]] = []
+        self._released = self._rare = False
+        self._entered: list[list[Any]] = []
+        self._unit: Tensor | float | None = None
+        self._exact: Tensor | float | None = None
+        self._met = False
+        self._seeds: dict[tuple[float, torch.device, torch.dtype], Tensor] = {}
+
+    # -- whose gradients --------------------------------------------------------------------------------------------------------
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Another optimizer, which steps by itself."""
+        if not self.groups[0].optimizers:
+            self.groups[0].optimizers.append(optimizer)
+            return
+        self.groups.append(Gathered([optimizer]))
+        self.only = None
+        self._newest = Gathered()
+        self._newest.closed = True
+
+    def join(self) -> None:
+        """All optimizers step together on one loss."""
+        self._together([optimizer for group in self.groups for optimizer in group.optimizers])
+
+    def leave(self) -> None:
+        """No optimizer any more."""
+        self._together([])
+
+    def _together(self, optimizers: list[Optimizer]) -> None:
+        self._newest = self.only = Gathered(optimizers)
+        self.groups = [self._newest]
+
+    def of(self, optimizer: Optimizer) -> Gathered:
+        """What stands for this optimizer's gradients."""
+        if self.only is not None:
+            return self.only
+        for group in self.groups:
+            if any(optimizer is own for own in group.optimizers):
+                return group
+        raise RuntimeError(f"this {type(optimizer).__name__} was not prepared, but others were: call engine.prepare(optimizer) before backward")
+
+    def waits(self, group: Gathered) -> bool:
+        """Whether a step is still to come: more micro-batches belong to it."""
+        return not self.share.last if self.accumulating else group.held
+
+    def ended(self, group: Gathered) -> bool:
+        """Whether the gradients may be cleared without a step: the window is whole, or there is none."""
+        if not self.accumulating:
+            return not group.held
+        if not self.share.last or not self.complete:
+            return False
+        return self.only is not None or self.groups.index(group) in self.reached(self._entered)
+
+    def enter(self) -> None:
+        """A micro-batch of an accumulating loop begins."""
+        self.accumulating, self.complete = True, False
+        if self.only is None and self.share.last:
+            self._entered = [self.traces(group.optimizers) for group in self.groups]
+
+    def hold(self, parameters: set[int] | None) -> None:
+        """An ``accumulate`` block ends. ``parameters``: ids of those that it was about; ``None``: all."""
+        self.held = held = not self.share.last
+        if self.only is not None and parameters is None:
+            self.only.held = held
+            return
+        for group in self.groups:
+            if parameters is None or any(id(p) in parameters for o in group.optimizers for g in o.param_groups for p in g["params"]):
+                group.held = held
+
+    # -- backward ---------------------------------------------------------------------------------------------------------------
+
+    def root(self, loss: Tensor | Loss, world_size: int, fp16: bool) -> tuple[Tensor, float]:
+        """The scalar that backward starts from, and what it is divided by; both are exact for the current micro-batch."""
+        newest = self._newest
+        if newest.closed:
+            self._open()
+            if self._rare:
+                self._watch(self._released)
+        share = self.share
+        self.complete = share.last
+        if isinstance(loss, Loss):
+            return self._weighted(loss, share, world_size, fp16)
+        root = loss if type(loss) is Tensor and not loss.ndim and loss.requires_grad else scalar(loss)
+        if newest.count is not None:
+            raise TypeError("this micro-batch gave a scalar loss, an earlier one of the same window gave Loss(sum, count): return one kind")
+        newest.scalars = self.scalars = self.fed = True
+        if fp16 and not self._met and self.lockstep:
+            self._meet(-1.0)
+        if share.size == 0:
+            return root, math.inf
+        return root, share.divisor if self.accumulating else share.alone
+
+    def _open(self) -> None:
+        """Begin another window after a finished one."""
+        newest, several = self._newest, self.only is None
+        self.fed = False
+        self._rare = several or newest.altered
+        if not self._rare and newest.count is None and not newest.dropped and not newest.ready:  # the usual window
+            newest.closed = newest.scalars = newest.averaged = False
+            return
+        for group in self.groups:
+            if group.closed and (not group.altered or self._empty(group)):
+                group.open()
+        if several:
+            newest.open()
+            newest.closed = True
+        elif newest.closed:  # altered still; whether the coming backward pass reaches it will be seen
+            newest.count, newest.scalars = None, False
+
+    def _empty(self, group: Gathered) -> bool:
+        """Whether the gradients were set to ``None`` by other means than the optimizer's ``zero_grad``."""
+        found = self.traces(group.optimizers)
+        return bool(found) and all(grad is None for grad, _ in found)
+
+    def _watch(self, always: bool = False) -> None:
+        """Find out whom the coming backward pass reaches, where that matters."""
+        self.watching = always or any(group.altered or (group.count is not None and group is not self._newest) for group in self.groups)
+        if self.watching:
+            self._watched = [self.traces(group.optimizers) for group in self.groups]
+
+    def _weighted(self, loss: Loss, share: Share, world_size: int, fp16: bool) -> tuple[Tensor, float]:
+        newest = self._newest
+        if newest.scalars:
+            raise TypeError("this micro-batch gave Loss(sum, count), an earlier one of the same window gave a scalar loss: return one kind")
+        root, count = scalar(loss.sum), loss.count
+        if isinstance(count, Tensor):
+            count = whole(count.detach())
+        if self.only is None:
+            self._watch(True)
+        elif newest.count is not None and not self.accumulating and self._empty(newest):
+            newest.open()
+        if newest.count is None and (self.only is not None or all(group.count is None for group in self.groups)):
+            # The whole window in one micro-batch: divide the loss, not the gradients, as a bare loop does.
+            alone = world_size == 1 and (share.last or not self.accumulating)
+            self._unit, self._exact = (nonzero(count), count) if alone else (None, None)
+        if share.size == 0:
+            count = count * 0.0
+        else:
+            self.fed = True
+        newest.add(count)
+        if self._unit is not None:
+            return root / self._unit, 1.0
+        if fp16 and self.reference is None:
+            self._meet(float(count))
+        return root, (self.reference or 1.0) if share.size else math.inf
+
+    def _meet(self, count: float) -> None:
+        """Agree on :attr:`reference`, once: this waits for the device. ``count``: -1 for a scalar loss, -2 for none."""
+        most = self.agree([count])[0]
+        self._met = most > -2.0
+        if most >= 0.0:
+            self.reference = 2.0 ** math.ceil(math.log2(max(most, 1.0) * self.size))
+
+    def follow(self, weighted: bool) -> None:
+        """Another rank has this micro-batch's loss: be in the same state as its window."""
+        if self._newest.closed:
+            self._open()
+        self.fed, self.complete = True, self.share.last
+        for group in self.groups:
+            if weighted:
+                group.add(0.0)
+            else:
+                group.scalars = self.scalars = True
+
+    def drop(self, world_size: int, fp16: bool) -> None:
+        """The current micro-batch gave no loss: its samples do not count (one process), or count with a zero gradient (several)."""
+        if self._newest.closed:
+            self._open()
+        self.complete = self.share.last
+        if fp16 and not self._met and self.lockstep:
+            self._meet(-2.0)
+        if world_size == 1 and self.share.size and self.accumulating:
+            for group in self.groups:
+                group.dropped += 1.0 / self.share.divisor
+
+    def seed(self, divisor: float, like: Tensor) -> Tensor:
+        """The gradient to start backward from ``like`` with: 1 / ``divisor``. Shape ``()``, fp32 or fp64; made once for each value.
+
+        It weighs the loss at no cost: multiplying the loss itself would add a node to the graph (10 us a micro-batch).
+        """
+        key = (divisor, like.device, like.dtype)
+        found = self._seeds.get(key)
+        if found is None:
+            if len(self._seeds) > 256:
+                self._seeds.clear()
+            # Divided in the format in which autograd divides for (loss / divisor).backward(): the same last bit.
+            one = torch.ones((), dtype=torch.float64 if like.dtype == torch.float64 else torch.float32)
+            found = self._seeds[key] = (one / divisor).to(like.device, non_blocking=True)
+        return found
+
+    # -- whom a backward pass has reached ---------------------------------------------------------------------------------------
+
+    def reached(self, before: Sequence[list[Any]]) -> list[int]:
+        """The numbers of the groups whose gradients are others than ``before``."""
+        now = [self.traces(group.optimizers) for group in self.groups]
+        pairs = [zip(old, new, strict=True) for old, new in zip(before, now, strict=True)]
+        return [i for i, pair in enumerate(pairs) if any(a[0] is not b[0] or a[1] != b[1] for a, b in pair)]
+
+    def attribute(self) -> None:
+        """After a backward pass: what is known of its loss goes to those whose parameters it has reached.
+
+        Raises:
+            TypeError: both kinds of losses are in one optimizer's gradients.
+            RuntimeError: it added to gradients that are divided, unscaled or clipped for a step that has not come.
+        """
+        newest, several = self._newest, self.only is None
+        before, self.watching, self._released, self._watched = self._watched, False, False, []
+        for i in self.reached(before):
+            group = self.groups[i]
+            if group.altered:
+                names = ", ".join(type(o).__name__ for o in group.optimizers)
+                raise RuntimeError(
+                    f"this backward pass added to gradients of {names} that were clipped, unscaled or divided already, for a step that has not come: "
+                    "call optimizer.step() or optimizer.zero_grad() before it, or clip after the last backward pass"
+                )
+            if not self.accumulating:
+                group.held = False
+            if not several:
+                continue
+            kept = group.count is None and not group.used and any(grad is not None for grad, _ in before[i])
+            if (newest.count is not None and (group.scalars or kept)) or (newest.scalars and group.count is not None):
+                raise TypeError("a scalar loss and a Loss(sum, count) have reached the parameters of one optimizer before its step: return one kind")
+            group.used = False
+            if newest.count is not None:
+                group.add(newest.count)
+
+    def release(self) -> None:
+        """A backward pass outside of ``accumulate`` begins: whom it reaches steps."""
+        self.held, self._released = False, self.only is None
+        if self.only is not None:
+            self.only.held = False
+
+    # -- the end of a window ----------------------------------------------------------------------------------------------------
+
+    def finish(self, group: Gathered, sum_over_ranks: Sum, ranks: Group, data_ranks: int) -> Tensor | float | None:
+        """Close the window: what a group's gradients are still to be divided by, or ``None``. Later calls before a backward give the same."""
+        if group.closed:
+            return group.total
+        if ranks.world_size > 1 and not group.kind:
+            self._agree_on_kind(group)
+        weighted = group.count is not None or (group.kind == WEIGHTED and not group.scalars)
+        if ranks.world_size == 1 or not weighted or self._unit is not None:
+            group.total = self._alone(group)
+            group.kind = SCALAR if group.kind and not weighted else group.kind
+        else:
+            group.kind = WEIGHTED
+            summed = sum_over_ranks(packed(group.count, self.fed, ranks.device))
+            if not self.fed:  # this rank alone waits for the device
+                self.fed = bool(summed[1])
+            group.total = nonzero(summed[0] / (data_ranks * (self.reference or 1.0)))
+        group.closed = True
+        return group.total
+
+    def _alone(self, group: Gathered) -> Tensor | float | None:
+        if group.count is not None:
+            if self._unit is not None:
+                return None if group.count is self._exact else nonzero(group.count) / self._unit
+            return nonzero(group.count / (self.reference or 1.0))
+        return 1.0 - group.dropped if group.scalars and 0.0 < group.dropped < 1.0 else None
+
+    def _agree_on_kind(self, group: Gathered) -> None:
+        """Once, by the first window in which some rank had a loss: a rank without one takes part in what the others do at a window's end.
+
+        Raises:
+            TypeError: the ranks' losses are of different kinds (on all ranks).
+        """
+        mine = (group.scalars, group.count is not None, self.scalars)
+        scalars, weighted, any_scalar = self.agree([float(flag) for flag in mine])
+        self.scalars = bool(any_scalar)
+        if scalars and weighted:
+            raise TypeError("a scalar loss on one rank and Loss(sum, count) on another in one window: return one kind")
+        group.kind = WEIGHTED if weighted else SCALAR if any_scalar else 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What later windows depend on; the same on all ranks between two windows."""
+        return {"scalars": self.scalars, "reference": self.reference}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+        self.scalars, self.reference = state["scalars"], state["reference"]
+        self._met = self.reference is not None
+
+    def discard(self) -> None:
+        """The window ends without a step; its gradients are gone."""
+        self.fed = self.held = False
+        for group in self.groups:
+            group.cleared()
+            group.held = False
+
+
+def packed(count: Tensor | float | None, fed: bool, device: torch.device) -> Tensor:
+    """A rank's items and whether it had a loss: always a tensor on the device, so that all ranks send over one channel. Shape [2], fp64."""
+    if isinstance(count, Tensor):
+        count = count.to(device, torch.float64, non_blocking=True).reshape(())
+        return torch.stack([count, torch.full_like(count, float(fed))])
+    return torch.tensor([count or 0.0, float(fed)], dtype=torch.float64).to(device, non_blocking=True)

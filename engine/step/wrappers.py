@@ -1,0 +1,161 @@
+"""What ``Engine.prepare`` gives back for an optimizer, a scheduler and a model under autocast: the user's object, with the step under control."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from engine.step.gradient_status import Gathered
+from engine.step.precision import Precision
+from engine.step.stepper import Stepper
+from engine.step.window import Window
+from engine.utils.tree import map_tensors
+
+
+class PreparedOptimizer(Optimizer):
+    """An optimizer that steps once a window, with exact gradients, and skips what is not finite. Everything else is the wrapped one's.
+
+    Until the last micro-batch of a window, inside of ``engine.accumulate`` and after its block, ``step`` does nothing, and ``zero_grad``
+    clears only gradients that a step has used: it may stand at the start or at the end of the loop.
+    """
+
+    def __init__(self, optimizer: Optimizer, stepper: Stepper, window: Window) -> None:
+        # Not Optimizer.__init__: parameters, state and hooks stay in the one optimizer that has them.
+        self.optimizer, self._stepper, self._window = optimizer, stepper, window
+
+    def __getattr__(self, name: str) -> Any:
+        # Optimizers carry methods that no wrapper can list (schedule-free ones have train() and eval()).
+        if name == "optimizer" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return repr(self.optimizer)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Handles of this job's processes cannot travel: a copy is the plain optimizer.
+        return _itself, (self.optimizer,)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the newest step was left out because a gradient was not finite. Waits for the device."""
+        self._stepper.settle()
+        return self._stepper.skipped
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step with the window's gradients; the value of ``closure`` when one is given (it computes them itself, as LBFGS asks)."""
+        group = self._window.only or self._window.of(self.optimizer)
+        if self._window.waits(group):
+            return None
+        group.used = True
+        if closure is None:
+            return self._stepper.step([self.optimizer])
+        if self._stepper.strategy.owns_step:
+            raise RuntimeError(f"optimizer.step(closure) under {type(self._stepper.strategy).__name__}, which steps by itself: leave it out")
+        if self._stepper.scaler is not None:
+            raise RuntimeError("optimizer.step(closure) under precision='16-mixed': gradients cannot be unscaled inside the closure; use bf16-mixed")
+
+        def exact() -> Any:
+            value = closure()
+            self._stepper.finish([self.optimizer], inside=True)
+            group.used = True  # LBFGS calls the closure, and so zero_grad, several times in one step
+            return value
+
+        self._stepper.skipped = False
+        return self.optimizer.step(exact)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        group = self._window.only or self._window.of(self.optimizer)
+        if group.used or group.ready or self._window.ended(group):
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+            group.cleared()
+
+
+class PreparedScheduler:
+    """A learning rate scheduler that steps once for each optimizer step that happened, whatever the number of processes."""
+
+    def __init__(self, scheduler: Any, stepper: Stepper, window: Window) -> None:
+        self.scheduler, self._stepper, self._window = scheduler, stepper, window
+
+    def __getattr__(self, name: str) -> Any:
+        # Schedulers have no common interface beyond step and state_dict.
+        if name == "scheduler" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.scheduler,)
+
+    def _group(self) -> Gathered:
+        """What stands for its optimizer's gradients; some schedulers of other libraries do not say whose they are."""
+        optimizer = getattr(self.scheduler, "optimizer", None)
+        if isinstance(optimizer, PreparedOptimizer):
+            optimizer = optimizer.optimizer
+        known = any(optimizer is own for own in self._stepper.known)
+        return self._window.of(optimizer) if known else self._window.groups[0]  # type: ignore[arg-type]
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        if self._window.waits(self._group()):
+            return
+
+        def advance(applied: bool) -> None:
+            if applied:
+                self.scheduler.step(*args, **kwargs)
+
+        self._stepper.after(advance)
+
+
+class AutocastForward:
+    """Runs a module's forward pass under autocast; its half-precision outputs become fp32, so that losses on them are computed exactly."""
+
+    def __init__(self, precision: Precision, device: torch.device) -> None:
+        self.precision, self.device = precision, device
+        self._open: list[Any] = []
+
+    def attach(self, module: nn.Module) -> None:
+        """Hooks rather than a wrapper: class, parameter names and pickling stay as they are."""
+        module.register_forward_pre_hook(self.enter)
+        module.register_forward_hook(self.leave, always_call=True)
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        context = self.precision.context(self.device)
+        context.__enter__()
+        self._open.append(context)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
+        return map_tensors(_full, output)
+
+
+def _itself(wrapped: Any) -> Any:
+    return wrapped
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

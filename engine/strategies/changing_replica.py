@@ -1,0 +1,283 @@
+"""A replica of a model that may change while it is trained: parameters frozen and unfrozen, modules added, replaced and removed, weights tied."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from engine.distributed.collectives import gather_json
+from engine.distributed.group import Group
+from engine.health import stacks
+from engine.step.gradients import check_held
+from engine.utils.log import logger
+
+PATIENCE_S = 5.0
+"""A rank whose model has changed says so when the others have not made the same change after this long (s)."""
+_END = (object(),)
+_requires_grad = attrgetter("requires_grad")
+
+
+class Composition:
+    """The modules and parameters that a model has now, and which of the parameters are trained. Made by a walk, compared without one.
+
+    Args:
+        left_out: names of parameters that do not count.
+    """
+
+    def __init__(self, model: nn.Module, left_out: Iterable[str] = ()) -> None:
+        self.modules = list(model.modules())
+        # Live views of each module's members: about 200 ns a module and parameter, and two calls however many there are.
+        self._views: list[Any] = [view for module in self.modules for view in (module._parameters.values(), module._modules.values())]
+        self._views.append(_END)
+        skipped = set(left_out)
+        self.named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name not in skipped}
+        once = dict.fromkeys(self.named.values())
+        self._parameters = list(once)
+        self.trained = [p for p in once if p.requires_grad]
+        self._expected = [*chain.from_iterable(self._views), *map(_requires_grad, once)]
+
+    def holds(self) -> bool:
+        """Whether the model is still this."""
+        return all(map(is_, self._expected, chain(chain.from_iterable(self._views), map(_requires_grad, self._parameters))))
+
+    def newer_than(self, before: Composition) -> list[Tensor]:
+        """Parameters that ``before`` does not have, and the buffers of modules that it does not have."""
+        known, there = {id(p) for p in before.named.values()}, {id(m) for m in before.modules}
+        parameters = [p for p in dict.fromkeys(self.named.values()) if id(p) not in known]
+        return [*parameters, *(b for m in self.modules if id(m) not in there for b in m._buffers.values() if b is not None)]
+
+    def names(self, parameters: Sequence[Tensor]) -> list[str]:
+        """Their names, one each."""
+        first: dict[int, str] = {}
+        for name, parameter in self.named.items():
+            first.setdefault(id(parameter), name)
+        return [first[id(p)] for p in parameters]
+
+
+class _Unwatched:
+    """The composition of a copy."""
+
+    def holds(self) -> bool:
+        return True
+
+
+class Replica(DistributedDataParallel):
+    """``DistributedDataParallel`` that notices, at each forward pass, that the module is not what it was, and reduces what is trained now.
+
+    A change is made on all ranks, between the same forward passes: they compare what they train from then on. New parameters and the
+    buffers of new modules start with rank 0's values. Gradients of the open window stay. A pass in which no parameter is trained is not
+    reduced, and costs nothing when all of them are frozen and unfrozen in turns.
+
+    Args:
+        ranks: those of the job.
+        optimizers: all that may have the module's parameters; more may be added to it later.
+        options: of ``DistributedDataParallel``.
+
+    A forward pass raises:
+        ValueError: the ranks train different parameters, or hold different values in parameters that were made inside of a forward pass; a
+            trained parameter was replaced and its optimizer still has the old one. On all ranks.
+    """
+
+    def __init__(self, module: nn.Module, ranks: Group, optimizers: Sequence[Optimizer], **options: Any) -> None:
+        idle = not any(map(_requires_grad, module.parameters()))
+        lent = list(module.parameters())[: int(idle)]  # torch builds no reducer without a trained parameter
+        for parameter in lent:
+            parameter.requires_grad_(True)
+        super().__init__(module, **options)
+        for parameter in lent:
+            parameter.requires_grad_(False)
+        self._ranks: Group | None = ranks
+        self._optimizers = optimizers
+        self._composition = Composition(module, self.parameters_to_ignore)
+        self._reduced: Sequence[Tensor] = lent or self._composition.trained
+        self._idle = idle
+        self._open = False
+        """Gradients were gathered that no reduction has seen yet."""
+        self._stale = False
+        """The reducer is to be made again before the next reduction."""
+        self.searching = self.find_unused_parameters
+        """Whether the reducer searches the graph for parameters without gradient."""
+        self._trial = False
+        """It does so for one pass only."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the wrapper (an average of weights, say) belongs to no job, and stays as it is.
+        return {**super().__getstate__(), "_ranks": None, "_composition": _Unwatched(), "_optimizers": [], "_reduced": [], "_idle": False}
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if (self._stale or not self._composition.holds()) and torch.is_grad_enabled():
+            assert self._ranks is not None
+            if not self._composition.holds():
+                self._notice(self._ranks, used=False)
+            if self._stale and self.require_backward_grad_sync:
+                self._follow(self._ranks, inside=False)
+        return super()._pre_forward(*inputs, **kwargs)
+
+    def _post_forward(self, output: Any) -> Any:
+        if not self.require_backward_grad_sync:
+            if not self._open and torch.is_grad_enabled():  # to set an attribute of a module takes 14 calls
+                self._open = True
+            return super()._post_forward(output)
+        same = self._composition.holds()
+        if (same and not self._idle and not self._trial) or not torch.is_grad_enabled():
+            if self._open and torch.is_grad_enabled():
+                self._open = False
+            return super()._post_forward(output)
+        assert self._ranks is not None
+        if not same:
+            self._notice(self._ranks, used=True)
+            if self._stale:
+                self._follow(self._ranks, inside=True)
+        if self._idle:
+            self._average_left_over(self._ranks)
+            return output
+        self._open = False
+        search, self.find_unused_parameters = self.find_unused_parameters, self.searching
+        try:
+            return super()._post_forward(output)
+        finally:
+            self.find_unused_parameters = search
+
+    # -- a change -----------------------------------------------------------------------------------------------------------------
+
+    def _notice(self, ranks: Group, used: bool) -> None:
+        """Take over what the module is now. ``used``: a forward pass has computed with it already."""
+        before, self._composition = self._composition, Composition(self.module, self.parameters_to_ignore)
+        now = self._composition
+        check_held(before.named, now.named, self._optimizers)
+        self._idle = not now.trained
+        self._stale = not self._idle and (self._trial or not _same(now.trained, self._reduced))
+        new = now.newer_than(before)
+        if new:
+            self._agree(ranks, "now has these parameters", list(dict.fromkeys(now.named.values())), used)
+            if used:  # too late to change them
+                self._compare(ranks, [t for t in new if isinstance(t, nn.Parameter)])
+            else:
+                self._distributed_broadcast_coalesced([t.detach() for t in new], self.broadcast_bucket_size)
+
+    def _follow(self, ranks: Group, inside: bool) -> None:
+        """Reduce what is trained now, from this pass on. ``inside``: its forward pass is over, and may have left out what is new."""
+        trained = self._composition.trained
+        if not _same(trained, self._reduced):
+            self._agree(ranks, "now trains these parameters", trained, inside)
+        self._average_left_over(ranks)
+        self._rebuild(search=self.find_unused_parameters or (inside and not self.static_graph))
+        if inside:
+            self.reducer.prepare_for_forward()
+        self._stale = inside  # the next pass needs no search
+
+    def _rebuild(self, search: bool) -> None:
+        """Another reducer, with everything that the one before was given."""
+        self._check_reducer_finalized()  # an error that the pass before has left must not be lost with its reducer
+        self._remove_autograd_hooks()
+        parameters, sparse = self._build_params_for_reducer()
+        self._module_parameters = list(dict.fromkeys(self._composition.named.values()))
+        own, self.find_unused_parameters = self.find_unused_parameters, search
+        self._ddp_init_helper(parameters, sparse, self._build_debug_param_to_name_mapping(parameters), self.static_graph)
+        self.find_unused_parameters, self.searching, self._trial = own, search, search != own
+        self._reduced = self._composition.trained
+        self._has_rebuilt_buckets = False
+        for hook, state in self._comm_hooks:
+            dist._register_comm_hook(self.reducer, state, hook)
+            _start_again(state)
+        if self.static_graph:
+            self._static_graph_delay_allreduce_enqueued = False
+            self.reducer._set_static_graph()
+            assert self.logger is not None
+            self.logger._set_static_graph()
+
+    def _average_left_over(self, ranks: Group) -> None:
+        """Average what the window has gathered for parameters that are not trained any more: the optimizer still steps with it."""
+        if self._open:
+            self._open = False
+            trained = {id(p) for p in self._composition.trained}
+            average(ranks, [p for p in self._reduced if id(p) not in trained])
+
+    # -- the other ranks ----------------------------------------------------------------------------------------------------------
+
+    def _agree(self, ranks: Group, what: str, parameters: Sequence[Tensor], inside: bool) -> None:
+        """Raise on all ranks unless all have made the same change. Ranks that have made none are waited for in vain; then say so."""
+        names = self._composition.names(parameters)
+        form = [what, inside, *([name, list(p.shape), str(p.dtype)] for name, p in zip(names, parameters, strict=True))]
+        doing = f"waiting for the other ranks to make the same change of the model, which {what} on this rank: {_shown(names)}"
+        warning = threading.Timer(PATIENCE_S, logger.warning, [f"rank {ranks.rank} is {doing}"])
+        warning.daemon = True
+        warning.start()
+        try:
+            with stacks.doing(doing):
+                digests = gather_json(ranks, hashlib.sha256(repr(form).encode()).hexdigest())
+        except RuntimeError as error:
+            raise RuntimeError(f"rank {ranks.rank} was {doing}: {error}") from error
+        finally:
+            warning.cancel()
+        if len(set(digests)) > 1:
+            raise ValueError(f"the ranks have changed the model in different ways:\n{_differences(gather_json(ranks, form))}")
+
+    def _compare(self, ranks: Group, new: Sequence[Tensor]) -> None:
+        """Raise on all ranks if they hold different values."""
+        firsts = [t.detach().clone() for t in new]
+        self._distributed_broadcast_coalesced(firsts, self.broadcast_bucket_size)
+        if not all(gather_json(ranks, all(map(torch.equal, firsts, [t.detach() for t in new])))):
+            raise ValueError(
+                "modules were added inside of a forward pass (training_step), with other values on each rank: "
+                f"{_shown(self._composition.names(new))}. Add them before it, for example in on_train_batch_start, or with equal values on all ranks"
+            )
+
+
+@torch.no_grad()
+def average(ranks: Group, parameters: Sequence[Tensor]) -> None:
+    """Average gradients over the ranks. A parameter may have one on some ranks only; where none has one it stays without, as on one process."""
+    if not parameters:
+        return
+    present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=ranks.device)
+    dist.all_reduce(present, op=dist.ReduceOp.MAX)
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for parameter, anywhere in zip(parameters, present.tolist(), strict=True):
+        if anywhere:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            groups.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+    for grads in groups.values():
+        flat = torch.cat([g.flatten() for g in grads])
+        dist.all_reduce(flat)
+        flat /= ranks.world_size
+        for grad, piece in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(piece.view_as(grad))
+
+
+def _start_again(state: Any) -> None:
+    """PowerSGD keeps matrices by the number of a bucket, and buckets have other shapes now: reduce exactly until they are settled again."""
+    if type(state).__name__ == "PowerSGDState":
+        for kept in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+            kept.clear()
+        state.iter = min(state.iter, state.start_powerSGD_iter - 2)
+
+
+def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _shown(names: Sequence[str], most: int = 6) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _differences(forms: Sequence[Sequence[Any]]) -> str:
+    """Rank 0's change, and that of the first rank with another one."""
+    rank = next(rank for rank, form in enumerate(forms) if form != forms[0])
+    lines = []
+    for who, other in ((0, rank), (rank, 0)):
+        what, inside, *own = forms[who]
+        only = [f"{name} {shape} {dtype}" for name, shape, dtype in own if [name, shape, dtype] not in forms[other]]
+        when = "inside of its forward pass" if inside else "before its forward pass"
+        lines.append(f"  rank {who} {what}, changed {when}; only here: {_shown(only) or 'nothing'}")
+    return "\n".join(lines)

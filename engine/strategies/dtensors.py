@@ -1,0 +1,156 @@
+"""Tensors of which each rank holds a part (``DTensor``): their own part, their norm, the whole of them, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.weak import WeakIdKeyDictionary
+
+from engine.distributed.collectives import all_reduce
+from engine.distributed.group import Group
+from engine.utils.tree import map_tensors
+
+
+@torch.no_grad()
+def local(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """This rank's parts; they share memory with the tensors. torch's foreach functions take these, but no mix of both kinds."""
+    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+
+
+@torch.no_grad()
+def align(parameter: Any) -> None:
+    """Bring a gradient into its parameter's layout. Autograd leaves it as backward made it: summed over no rank yet, or whole where the
+    parameter is cut."""
+    grad = parameter.grad
+    if grad is not None and grad.placements != parameter.placements:
+        parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
+def pieces(tensor: Tensor) -> int:
+    """How many ranks a tensor is cut over."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    count = 1
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_shard() or _strided(placement):
+            count *= tensor.device_mesh.size(axis)
+    return count
+
+
+@torch.no_grad()
+def norm(group: Group, tensors: Sequence[Tensor], norm_type: float, holders: Callable[[Tensor], int], device: torch.device) -> Tensor:
+    """The norm over all ranks, by one collective of one number. Shape ``()``, at least fp32.
+
+    Args:
+        tensors: sharded ones and whole ones.
+        holders: how many ranks a tensor has parts on, copies counted: each part is on ``holders(t) / pieces(t)`` of them.
+        device: where the result is when this rank has no tensor.
+    """
+    dtype, largest = torch.float32, norm_type == float("inf")
+    by_copies: dict[float, list[Tensor]] = {}
+    for tensor in tensors:
+        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if part.numel():
+            dtype = torch.promote_types(dtype, part.dtype.to_real())
+            by_copies.setdefault(holders(tensor) / pieces(tensor), []).append(part)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for copies, parts in by_copies.items():
+        found = torch.nn.utils.get_total_norm(parts, norm_type).to(device, torch.float64)
+        total = torch.maximum(total, found) if largest else total + found**norm_type / copies
+    whole: Tensor = all_reduce(group, total, "max" if largest else "sum")
+    return whole.to(dtype) if largest else (whole ** (1.0 / norm_type)).to(dtype)
+
+
+@torch.no_grad()
+def whole(group: Group, tree: Any, keep: bool) -> Any:
+    """``tree`` with whole tensors on the CPU; every rank calls this, those without ``keep`` get ``{}``. One tensor at a time is gathered.
+
+    A tensor that occurs several times is gathered once, and stays one.
+    """
+    gathered: dict[int, Tensor | None] = {}
+
+    def gather(tensor: Tensor) -> Any:
+        if not isinstance(tensor, DTensor):
+            return tensor.detach()
+        if id(tensor) not in gathered:
+            # Offloaded parts are on the CPU, and travel by the mesh's device.
+            there: Any = tensor.detach().to(group.device)
+            placements = list(there.placements)
+            for axis, placement in enumerate(placements):
+                if _strided(placement):  # cut last: put together first, in a step of its own
+                    placements[axis] = Replicate()
+                    there = there.redistribute(placements=placements)
+            there = there.full_tensor()
+            gathered[id(tensor)] = there.cpu() if keep else None
+        return gathered[id(tensor)]
+
+    found = map_tensors(gather, tree)
+    return found if keep else {}
+
+
+@torch.no_grad()
+def part(value: Any, like: Any) -> Any:
+    """The whole tensor ``value``, which every rank has, sharded as ``like`` is; anything of another shape, or not sharded, as it is."""
+    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor) or value.shape != like.shape:
+        return value
+    mesh, placements = like.device_mesh, like.placements
+    axes = list(range(len(placements)))
+    if any(_strided(p) for p in placements):
+        axes.reverse()  # cut by the inner axes first, as fully_shard does with what tensor parallel has cut already
+    mine = value.to(like.device)
+    for axis in axes:
+        placement: Any = placements[axis]
+        if placement.is_shard() or _strided(placement):
+            cut, index = mine.chunk(mesh.size(axis), placement.dim), mesh.get_local_rank(axis)
+            mine = cut[index] if index < len(cut) else mine.narrow(placement.dim, 0, 0)
+    mine = mine.clone(memory_format=torch.contiguous_format)
+    return DTensor.from_local(mine, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def is_sharded(tensor: Any) -> bool:
+    return isinstance(tensor, DTensor)
+
+
+def _strided(placement: Any) -> bool:
+    # A subclass of Shard in some versions of torch, a class of its own in others.
+    return type(placement).__name__ == "_StridedShard" or (isinstance(placement, Shard) and type(placement) is not Shard)
+
+
+def accumulated(models: Iterable[nn.Module]) -> WeakIdKeyDictionary:
+    """By sharded parameter, where FSDP2 keeps the gradient of micro-batches that are not reduced yet."""
+    found = WeakIdKeyDictionary()
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                for own in module._get_fsdp_state()._fsdp_param_groups:
+                    found.update({each.sharded_param: each for each in own.fsdp_params})
+    return found
+
+
+def gradient(parameter: Tensor, away: WeakIdKeyDictionary) -> Tensor | None:
+    """What backward passes have added up for a parameter so far: of the window's micro-batches that are not reduced yet, else of the others."""
+    kept = away.get(parameter)
+    if kept is None:
+        return parameter.grad
+    unreduced = kept.unsharded_accumulated_grad
+    if unreduced is None and hasattr(kept, "_unsharded_param"):  # there since the first forward pass
+        unreduced = kept._unsharded_param.grad
+    return parameter.grad if unreduced is None else unreduced
+
+
+def discard(models: Iterable[nn.Module]) -> None:
+    """Forget the gradients of micro-batches that are not reduced yet."""
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                for own in module._get_fsdp_state()._fsdp_param_groups:
+                    own._partial_reduce_output = None
+                    for each in own.fsdp_params:
+                        each.unsharded_accumulated_grad = None
+                        if hasattr(each, "_unsharded_param"):
+                            each._unsharded_param.grad = None

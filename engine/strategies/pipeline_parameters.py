@@ -1,0 +1,177 @@
+"""What a rank keeps of a model that is cut in depth: its own stages' parameters, in the model, in optimizers and in checkpoints."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from engine.distributed.group import Group
+from engine.step.gradients import Loss
+from engine.strategies import dtensors
+from engine.strategies.pipeline import Pipeline, Step
+
+
+class Depth:
+    """The pipeline of one model, and which of its parameters are here."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self.tied: list[tuple[Tensor, Any, int]] = []
+        """Parameters of this rank that stages on several ranks use: with those ranks' process group, and their number."""
+        self._joined: dict[int, tuple[Any, int]] = {}
+        self.away: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """Parameters of other ranks' stages, on the meta device."""
+        self._groups: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._elsewhere: list[nn.Module] = []
+
+    def cut(self, model: nn.Module, parts: list[list[nn.Module]], group: Group, settle: Callable[[nn.Module], None], now: Any, replaced: Any) -> None:
+        """Keep this rank's stages of ``parts``; the other parameters go to the meta device, one part after another.
+
+        Raises:
+            ValueError: a parameter that is to be trained is in no part.
+        """
+        pipeline = self.pipeline
+        owners: dict[nn.Parameter, set[int]] = {}
+        for index, stage in enumerate(parts):
+            for part in stage:
+                for parameter in part.parameters():
+                    owners.setdefault(parameter, set()).add(pipeline.owner(index))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and parameter not in owners:
+                raise ValueError(f"pipeline parallel: {name!r} is in none of the model's parts, and nothing trains it: add its module, or freeze it")
+        for parameter, ranks in owners.items():
+            if len(ranks) > 1:
+                found = _column(group, pipeline.size, sorted(ranks))
+                if found is not None and parameter.requires_grad:
+                    self.tied.append((parameter, found, len(ranks)))
+        self._elsewhere = [part for index, stage in enumerate(parts) if pipeline.owner(index) != pipeline.rank for part in stage]
+        pipeline.build(parts)
+        for stage in parts:
+            for part in stage:
+                settle(part)
+                self._send_away(part, {now(p) for p, ranks in owners.items() if pipeline.rank not in ranks}, replaced)
+        settle(model)
+
+    def _send_away(self, part: nn.Module, away: set[Tensor], replaced: Any) -> None:
+        for module in part.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is None or parameter not in away:
+                    continue
+                if parameter not in replaced:
+                    replaced[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                    self.away[replaced[parameter]] = True
+                    parameter.data = parameter.data.new_empty(0)
+                module._parameters[key] = replaced[parameter]
+
+    def train(self, step: Step, root: Callable[[Any, float], Tensor], batch: Any, last: bool) -> Any:
+        """One micro-batch, forward and backward. ``last``: it closes its window.
+
+        Returns:
+            The loss of the whole micro-batch, without a graph, on every rank: a scalar or a :class:`Loss`.
+
+        Raises:
+            TypeError: the loss is of another kind than before.
+        """
+        kept = [self._set_aside(index, parameter) for index, (parameter, _, _) in enumerate(self.tied)]
+        found = self.pipeline.train(step, root, batch)
+        if self.pipeline.weighted is None:
+            self.pipeline.weighted = bool(found[0])
+        for stage in self.pipeline.modules.values():
+            for own in stage.parameters():
+                if last and dtensors.is_sharded(own):
+                    dtensors.align(own)  # schedules that split backward call no hooks
+        for index, (parameter, group, _) in enumerate(self.tied):
+            if last and parameter.grad is not None:
+                dist.all_reduce(dtensors.local([parameter.grad])[0], group=group)
+            before = kept[index]
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else before + parameter.grad
+            if last and parameter.grad is not None:
+                self._joined[index] = (weakref.ref(parameter.grad), parameter.grad._version)
+        return Loss(found[1], found[2]) if self.pipeline.weighted else found[1].float()
+
+    def _set_aside(self, index: int, parameter: Tensor) -> Tensor | None:
+        """A gradient that is summed over the stages already and that no step has used: it must not be summed again."""
+        grad, known = parameter.grad, self._joined.get(index)
+        if grad is None or known is None or known[0]() is not grad or known[1] != grad._version:
+            return None
+        parameter.grad = None
+        return grad
+
+    def keep_own(self, optimizer: Optimizer) -> None:
+        """Take the parameters of other ranks out of an optimizer."""
+        if optimizer in self._groups:
+            return
+        self._groups[optimizer] = [list(group["params"]) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if p not in self.away]
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------------------
+
+    def own(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What of the model's state this rank saves: all but what is in other ranks' stages only."""
+        here = {id(t) for stage in self.pipeline.modules.values() for t in (*stage.parameters(), *stage.buffers())}
+        there = {id(t) for part in self._elsewhere for t in (*part.parameters(), *part.buffers())} - here
+        return {name: value for name, value in state.items() if id(value) not in there}
+
+    def joined_model(self, group: Group, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """All stages' parameters and buffers, in the model's order, on rank 0."""
+        own = {id(t) for stage in self.pipeline.modules.values() for t in (*stage.parameters(), *stage.buffers())}
+        here = module.state_dict(keep_vars=True)
+        rows = self._gathered(group, {name: value for name, value in state.items() if id(here[name]) in own})
+        merged = {name: value for row in rows for name, value in row.items()}
+        return {name: merged.get(name, state.get(name)) for name in here} if group.is_main else {}
+
+    def with_all_names(self, optimizer: Any, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """An optimizer's state with the parameters of all stages in its groups."""
+        groups = [{**g, "params": names} for g, names in zip(state["param_groups"], self._named(optimizer, module), strict=True)]
+        return {**state, "param_groups": groups}
+
+    def own_part(self, optimizer: Any, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """What of a whole state is for this rank."""
+        names = self._named(optimizer, module)
+        saved = [group["params"] for group in state["param_groups"]]
+        if [set(n) for n in names] != [set(n) for n in saved]:
+            here, there = {n for g in names for n in g}, {n for g in saved for n in g}
+            raise ValueError(
+                f"the saved state of {type(optimizer).__name__} is of other parameters: only in the checkpoint: "
+                f"{sorted(map(str, there - here))[:5]}, only in the optimizer: {sorted(map(str, here - there))[:5]}"
+            )
+        own = [[n for p, n in zip(g, ns, strict=True) if p not in self.away] for g, ns in zip(self._groups[optimizer], names, strict=True)]
+        groups = [{**g, "params": n} for g, n in zip(state["param_groups"], own, strict=True)]
+        kept = {n for ns in own for n in ns}
+        return {**state, "state": {n: entry for n, entry in state["state"].items() if n in kept}, "param_groups": groups}
+
+    def _named(self, optimizer: Any, module: nn.Module) -> list[list[str]]:
+        names = {id(p): name for name, p in module.named_parameters()}
+        return [[names[id(p)] for p in group] for group in self._groups[optimizer]]
+
+    def _gathered(self, group: Group, own: dict[str, Any]) -> list[dict[str, Any]]:
+        """What the first rank of each stage has, on rank 0. Objects are pickled: the ranks of one job trust each other."""
+        each = group.world_size // self.pipeline.size
+        rows = [own]
+        for leader in range(each, group.world_size, each):
+            if group.rank == leader:
+                dist.send_object_list([own], 0, group=group.cpu)
+            elif group.is_main:
+                row: list[Any] = [None]
+                dist.recv_object_list(row, leader, group=group.cpu)
+                rows.append(row[0])
+        return rows
+
+
+def _column(group: Group, stages: int, ranks: list[int]) -> Any:
+    """The process group of those ranks of the pipeline axis that share this one's other coordinates; ``None`` for other ranks. A collective."""
+    found = None
+    for members in torch.arange(group.world_size).reshape(stages, -1)[ranks].t().tolist():
+        made = group.once(("column", *members), partial(dist.new_group, members))
+        found = made if group.rank in members else found
+    return found
