@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from engine import strategies
 from engine.config.settings import check
-from engine.data.sampler import ALONE, Share
 from engine.distributed import collectives, failures, relaunch
 from engine.distributed.environment import Environment, detect
 from engine.distributed.group import Group, join
@@ -22,6 +21,7 @@ from engine.states import States
 from engine.step import gradients
 from engine.step.gradients import Loss
 from engine.step.precision import Precision
+from engine.step.share import ALONE, Share
 from engine.step.stepper import OwnedStepper, Stepper, Then
 from engine.step.window import Window
 from engine.strategies.base import Strategy
@@ -29,6 +29,7 @@ from engine.transforms import batch_norm
 from engine.transforms.float8 import FP8, Layers
 from engine.transforms.order import Transforms
 from engine.utils import accelerator as accelerators
+from engine.utils.parameters import parameters_of
 from engine.utils.tree import batch_size, map_tensors
 
 
@@ -320,7 +321,7 @@ class Engine(States):
 
     def average_gradients(self, optimizer: Any) -> None:
         """Average this optimizer's gradients over the ranks now, for models whose backward passes do not (manual optimization)."""
-        self.strategy.average_gradients(gradients.parameters_of([raw(optimizer)]))
+        self.strategy.average_gradients(parameters_of([raw(optimizer)]))
 
     def step(
         self, optimizers: Sequence[Any], *, max_norm: float | None = None, max_value: float | None = None, then: Then | None = None

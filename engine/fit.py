@@ -21,7 +21,7 @@ from engine.data.datamodule import DataModule
 from engine.distributed import failures
 from engine.distributed.environment import detect
 from engine.engine import Engine
-from engine.health.rank_checks import compare, compare_models
+from engine.loop.rank_checks import compare, compare_models
 from engine.interop.lightning_names import refuse_replaced
 from engine.launch.local_ranks import crew
 from engine.loop import compatibility, setup

@@ -15,7 +15,6 @@ from engine.data.combined_loaders import CombinedLoader
 from engine.data.prepared_loader import PreparedLoader
 from engine.metrics.recorder import Recorder
 from engine.processes import Processes
-from engine.step import gradients
 from engine.step.precision import Precision
 from engine.step.stepper import Stepper
 from engine.step.wrappers import AutocastForward, PreparedOptimizer, PreparedScheduler
@@ -23,6 +22,7 @@ from engine.strategies.base import Strategy
 from engine.strategies.foreign_wrappers import check_plain
 from engine.transforms import batch_norm
 from engine.transforms.float8 import Layers
+from engine.utils.parameters import parameters_of
 
 
 class Preparing(Processes):
@@ -97,7 +97,7 @@ class Preparing(Processes):
 
     def prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         """An optimizer that steps with exact gradients at the end of each window."""
-        parameters = gradients.parameters_of([optimizer])
+        parameters = parameters_of([optimizer])
         if not parameters:
             raise ValueError(f"{type(optimizer).__name__} has no parameters: give it model.parameters()")
         self.strategy.repoint(optimizer)

@@ -10,7 +10,7 @@ import torch
 from ranked import on_ranks
 
 from engine import Engine
-from engine.data.sampler import Share
+from engine.step.share import Share
 
 
 def engine() -> Engine:

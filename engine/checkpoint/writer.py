@@ -27,9 +27,9 @@ from engine.checkpoint.tensors import storable, write_tensors
 from engine.checkpoint.write_shares import Part
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
-from engine.step.gradients import parameters_of
 from engine.utils.errors import RankError
 from engine.utils.log import logger
+from engine.utils.parameters import parameters_of
 
 CLOSE_S = 5.0
 """How long a run of several ranks that has failed waits for a checkpoint that was on its way (s): the others wait for this rank's end."""

@@ -7,10 +7,11 @@ from typing import Any
 
 from engine.data.combined_rows import Reader, Rows, rows
 from engine.data.indexed import Batches, BatchIndices, Cut, Micro, SampleIndices, indexed, weighed
-from engine.data.sampler import Deal, Share, mixed, repeated, shares
+from engine.data.sampler import Deal, mixed, repeated
 from engine.data.stream import Stream
 from engine.data.stream_position import presharded
 from engine.distributed.group import Group
+from engine.step.share import Share, shares
 from engine.utils.errors import nearest
 from engine.utils.tree import batch_size
 

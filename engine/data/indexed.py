@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from engine.data.sampler import Deal, Shards, Share, shares
+from engine.data.sampler import Deal, Shards
 from engine.data.sampler_order import Order, is_a, order_for
 from engine.data.stream_position import altered, end_workers, presharded
 from engine.distributed.collectives import gather_object, gather_row
 from engine.distributed.group import Group
+from engine.step.share import Share, shares
 from engine.utils.tree import batch_size
 
 Micro = tuple[Any, Share]

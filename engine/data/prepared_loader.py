@@ -10,8 +10,8 @@ import torch
 
 from engine.data.device_prefetch import SideStream, ahead
 from engine.data.feed import feed_for
-from engine.data.sampler import ALONE
 from engine.distributed.group import Group
+from engine.step.share import ALONE
 from engine.step.window import Window
 from engine.utils.tree import move
 

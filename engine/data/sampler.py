@@ -9,49 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
-
-class Share(NamedTuple):
-    """What one micro-batch is worth."""
-
-    size: int
-    """Samples in it; 0 for a repeated micro-batch that only keeps the collectives matched; -1: nobody needed to know, ask the batch."""
-    divisor: float
-    """What a mean loss over it is divided by, so that the average over ranks of the window's sum is the mean over all its samples."""
-    alone: float
-    """The same for a loop without accumulation: as if this micro-batch were its own window."""
-    last: bool
-    """Whether it closes its window."""
-    repeats: bool = False
-    """Whether some rank repeats a micro-batch in this window."""
-
-
 Window = tuple[list[range], list[list[range]]]
 """A window's micro-batches of one rank as ranges of positions, and ``[micro-batch][rank]`` of all (empty: all of them are full)."""
-
-ALONE = Share(size=-1, divisor=1.0, alone=1.0, last=True)
-"""The share of a batch that no prepared loader gave out."""
-
-
-@lru_cache(maxsize=1024)
-def shares(sizes: tuple[tuple[int, ...], ...], rank: int) -> tuple[Share, ...]:
-    """The shares of one window on ``rank``. ``sizes[j][r]`` is the number of samples in micro-batch ``j`` of rank ``r``."""
-    world_size = len(sizes[0])
-    total, repeats = sum(map(sum, sizes)), any(0 in micro for micro in sizes)
-    return tuple(
-        Share(
-            size=micro[rank],
-            divisor=total / (micro[rank] * world_size) if micro[rank] else 1.0,
-            alone=sum(micro) / (micro[rank] * world_size) if micro[rank] else 1.0,
-            last=j == len(sizes) - 1,
-            repeats=repeats,
-        )
-        for j, micro in enumerate(sizes)
-    )
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from engine.data.datamodule import DataModule
-from engine.loop.hook_calls import overridden
 from engine.module import TrainModule
 from engine.utils.log import warn_once
+from engine.utils.overrides import overridden
 from engine.utils.tree import cast, move
 
 Transfer = Callable[[Any, torch.device, torch.dtype | None], Any]

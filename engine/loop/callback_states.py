@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.checkpoint.files import printable
-from engine.loop.hook_calls import Hooked, overridden
+from engine.loop.hook_calls import Hooked
 from engine.utils.log import logger
+from engine.utils.overrides import overridden
 
 
 def check_keys(callbacks: Sequence[Hooked], base: type) -> None:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from engine.data.sampler import Share
 from engine.loop.automatic_step import Automatic, backward, matched_only, warn_unfed
 from engine.loop.run import Run
 from engine.metrics.torchmetrics_states import unchanged
 from engine.module import overrides
+from engine.step.share import Share
 from engine.step.wrappers import PreparedOptimizer
 
 OF_THE_STEP = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")

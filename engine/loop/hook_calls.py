@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from engine.utils.overrides import overridden
+
 Hook = Callable[..., Any]
 
 
@@ -56,12 +58,6 @@ class Hooks:
 
     def __getattr__(self, name: str) -> tuple[Hook, ...]:
         raise AttributeError(f"there is no event {name!r}")  # also tells type checkers that events are attributes
-
-
-def overridden(owner: Any, name: str, base: type) -> bool:
-    """Whether ``owner`` has a method of that name that is not ``base``'s, from its class or set on the object."""
-    method = getattr(owner, name, None)
-    return callable(method) and getattr(method, "__func__", None) is not getattr(base, name, None)
 
 
 def _of_callback(callback: Hooked, event: str, base: type) -> Hook | None:

@@ -29,10 +29,10 @@ from engine.loop.run_checkpoints import Checkpoints
 from engine.metrics.recorder import Recorder
 from engine.module import TrainModule
 from engine.preparing import raw
-from engine.step.gradients import parameters_of
 from engine.step.optimizers import Modes, Schedule
 from engine.utils.errors import nearest
 from engine.utils.log import logger
+from engine.utils.parameters import parameters_of
 from engine.utils.tree import map_tensors
 
 

@@ -12,7 +12,7 @@ import torch
 
 from engine.data.prepared_loader import PreparedLoader
 from engine.distributed.collectives import gather_object
-from engine.health.rank_checks import checked
+from engine.loop.rank_checks import checked
 from engine.loop.run import Run
 from engine.metrics.torchmetrics_states import unchanged
 from engine.metrics.torchmetrics_values import put_back

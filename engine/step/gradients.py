@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from engine.utils.log import warn_once
+from engine.utils.parameters import parameters_of
 from engine.utils.tree import whole
 
 
@@ -87,14 +88,6 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 def listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
     """One tensor or several, as torch's clipping functions take them."""
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
-
-
-def parameters_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """The optimizers' parameters, each once."""
-    if len(optimizers) == 1 and len(optimizers[0].param_groups) == 1:
-        first: list[Tensor] = optimizers[0].param_groups[0]["params"]
-        return first
-    return list({id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}.values())
 
 
 def traces(optimizers: Sequence[Optimizer]) -> list[tuple[Any, int]]:

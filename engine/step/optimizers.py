@@ -12,8 +12,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from engine.step.gradients import parameters_of
 from engine.utils.errors import nearest
+from engine.utils.parameters import parameters_of
 
 
 def _step(scheduler: Any, metric: Any) -> None:

@@ -3,19 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from engine.distributed.group import Group
 from engine.step import gradients
 from engine.step.gradient_status import SCALAR, Gathered
 from engine.step.precision import Scaler
 from engine.step.window import Window
-from engine.strategies.base import Strategy
+from engine.utils.parameters import parameters_of
 
 Then = Callable[[bool], None]
+
+
+class Sharing(Protocol):
+    """What a stepper asks of a strategy: how the ranks share gradients. :class:`engine.Strategy` says what each verb does."""
+
+    group: Group
+    data_group: Group
+
+    def drop_repeated(self, parameters: Sequence[Tensor]) -> None: ...
+    def sum(self, value: Tensor | float) -> Tensor | float: ...
+    def local(self, grads: list[Tensor]) -> list[Tensor]: ...
+    def norm(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor: ...
+    def agree(self, found: Tensor) -> Tensor: ...
+
+
+class OwnsStep(Sharing, Protocol):
+    """The same of a strategy that divides, clips, checks and applies gradients by itself."""
+
+    def step(
+        self, optimizers: Sequence[Any], divisor: Tensor | float | None, max_norm: float | None, max_value: float | None, checked: bool
+    ) -> tuple[Tensor | None, bool]: ...
+    def clip_at_step(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> None: ...
 
 
 class Stepper:
@@ -26,7 +49,7 @@ class Stepper:
     read at the next step, when that one's kernels are queued already, or by :meth:`settle`.
     """
 
-    def __init__(self, window: Window, strategy: Strategy, scaler: Scaler | None, on_nonfinite: str | None) -> None:
+    def __init__(self, window: Window, strategy: Sharing, scaler: Scaler | None, on_nonfinite: str | None) -> None:
         self.window, self.strategy, self.scaler, self.on_nonfinite = window, strategy, scaler, on_nonfinite
         self.known: list[Optimizer] = []
         """Every optimizer of this engine."""
@@ -66,7 +89,7 @@ class Stepper:
             found: Tensor | None = None
             if self.scaler is not None or divisor is not None:
                 group.altered = True
-                grads = gradients.gradients(gradients.parameters_of([optimizer]))
+                grads = gradients.gradients(parameters_of([optimizer]))
                 parts = self.strategy.local(grads)
                 if self.scaler is not None:
                     found = self.scaler.unscale(optimizer, divisor, None if parts is grads else parts)
@@ -77,7 +100,7 @@ class Stepper:
     def readable(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The gradients of these parameters, divided and unscaled."""
         ids = {id(p) for p in parameters}
-        self.prepare([o for o in self.known if any(id(p) in ids for p in gradients.parameters_of([o]))])
+        self.prepare([o for o in self.known if any(id(p) in ids for p in parameters_of([o]))])
         return gradients.gradients(parameters)
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
@@ -161,7 +184,7 @@ class Stepper:
     def _divisor(self, group: Gathered) -> Tensor | float | None:
         """What a group's gradients are still to be divided by; ``None``, the usual case: all weights were known before the backward passes."""
         if self.window.share.repeats and not group.closed:
-            self.strategy.drop_repeated(gradients.parameters_of(group.optimizers))
+            self.strategy.drop_repeated(parameters_of(group.optimizers))
         if group.count is None and not group.dropped and (self._alone or group.kind == SCALAR):
             group.closed = True
             return None
@@ -186,7 +209,7 @@ class Stepper:
             self.prepare(optimizers)
             flags = [f for f in (done[id(o)] for o, done in zip(optimizers, ready, strict=True)) if f is not None]
             found, divisor = (torch.stack(flags).max() if flags else None), None
-        grads = gradients.gradients(gradients.parameters_of(optimizers))
+        grads = gradients.gradients(parameters_of(optimizers))
         parts = self.strategy.local(grads)
         checks = self.on_nonfinite is not None and self.scaler is None and found is None
         if max_norm is not None or checks:
@@ -207,7 +230,7 @@ class Stepper:
         """Let a fused optimizer divide inside its kernel instead of in a pass of its own."""
         if max_value is not None or not isinstance(divisor, Tensor) or not all(_skips_itself(o) for o in optimizers):
             return False
-        if any(p.dtype == torch.float64 for p in gradients.parameters_of(optimizers)):
+        if any(p.dtype == torch.float64 for p in parameters_of(optimizers)):
             return False  # their factor is fp32
         for optimizer in optimizers:
             optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
@@ -274,6 +297,8 @@ class Stepper:
 
 class OwnedStepper(Stepper):
     """For strategies that own the step: gradients are divided, clipped, checked and applied in one call of theirs."""
+
+    strategy: OwnsStep
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
         """Nothing: gradients become readable inside of the step only."""

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from engine.data.sampler import ALONE, Share
 from engine.distributed.group import Group
 from engine.step.gradient_status import SCALAR, WEIGHTED, Gathered
 from engine.step.gradients import Loss, nonzero, scalar, traces
+from engine.step.share import ALONE, Share
 from engine.utils.tree import whole
 
 Agree = Callable[[Sequence[float]], list[float]]

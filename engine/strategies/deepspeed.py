@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from engine.checkpoint.reader import Report, Source, whole
 from engine.config.settings import Settings
 from engine.distributed.group import Group
-from engine.step import gradients
 from engine.step.precision import Precision
 from engine.strategies import deepspeed_config, deepspeed_state
 from engine.strategies.base import Strategy, class_name, named_state, numbered_state, spread, sum_over_ranks
@@ -26,6 +25,7 @@ from engine.strategies.deepspeed_config import Asked
 from engine.strategies.deepspeed_model import ELEMENTWISE, Driven, LossScale, calm, check_optimizer, import_deepspeed, use_process_group
 from engine.strategies.deepspeed_state import Spread
 from engine.utils.log import warn_once
+from engine.utils.parameters import parameters_of
 
 _IN_ZERO = {  # field of DeepSpeed -> its name in "zero_optimization"
     "stage": "stage",
@@ -195,7 +195,7 @@ class DeepSpeed(Strategy):
         spread(self.group, [t.detach() for t in (*model.parameters(), *model.buffers()) if not hasattr(t, "ds_id")])
 
     def repoint(self, optimizer: Optimizer) -> None:
-        parameters = {id(p) for p in gradients.parameters_of([optimizer])}
+        parameters = {id(p) for p in parameters_of([optimizer])}
         if any(model.optimizer is optimizer for model in self._models):
             return
         owners = [model for model in self._models if any(id(p) in parameters for p in model.parameters())]

@@ -24,13 +24,13 @@ from engine.config.settings import Settings
 from engine.distributed.collectives import all_reduce
 from engine.distributed.group import Group
 from engine.distributed.mesh import degrees, make_mesh
-from engine.step.gradients import parameters_of
 from engine.strategies import deferred_init, dtensors
 from engine.strategies.added_modules import Divided
 from engine.strategies.base import Strategy, class_name, spread, sum_over_ranks
 from engine.strategies.tensor_class_states import SHARDED
 from engine.transforms import blocks, float8
 from engine.utils.log import warn_once
+from engine.utils.parameters import parameters_of
 
 
 @dataclass(kw_only=True)

@@ -7,7 +7,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from engine.data.sampler import Deal, mixed, permutation, shares
+from engine.data.sampler import Deal, mixed, permutation
+from engine.step.share import shares
 
 
 def dealt(deal: Deal, start: int = 0) -> list[list[list[int]]]:

@@ -11,7 +11,7 @@ import torch
 from engine import Engine
 from engine.data import prepared_loader as loaders
 from engine.data.device_prefetch import ahead, pinned
-from engine.data.sampler import Share
+from engine.step.share import Share
 
 
 class Notes:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.data.sampler import Share
 from engine.step import gradients
 from engine.step.gradients import Loss
+from engine.step.share import Share
 from engine.step.window import Window
+from engine.utils.parameters import parameters_of
 
 
 def alone(value: Any) -> Any:
@@ -244,7 +245,7 @@ def test_parameters_of_several_optimizers_are_unique() -> None:
     a, b, c = (torch.nn.Parameter(torch.zeros(1)) for _ in range(3))
     first = torch.optim.SGD([{"params": [a]}, {"params": [b]}], lr=1)
     second = torch.optim.SGD([b, c], lr=1)
-    found = gradients.parameters_of([first, second])
+    found = parameters_of([first, second])
     assert [id(p) for p in found] == [id(a), id(b), id(c)]
 
 

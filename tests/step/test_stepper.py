@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from engine.data.sampler import Share
 from engine.step.gradients import Loss
 from engine.step.precision import Scaler
+from engine.step.share import Share
 from engine.step.stepper import Stepper
 from engine.step.window import Window
 from engine.strategies import Single

@@ -10,7 +10,7 @@ from processes import run_script
 
 SCRIPT = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 import os, time
 import torch
 from torch.utils.data import DataLoader

@@ -298,7 +298,7 @@ except BaseException as error:
 def test_ctrl_c_ends_after_the_step_saves_closes_and_is_raised(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(INTERRUPTED)
-    command = [sys.executable, str(script), str(tmp_path / "root"), str(Path(__file__).parent)]
+    command = [sys.executable, str(script), str(tmp_path / "root"), str(Path(__file__).parents[1])]
     process = subprocess.Popen(command, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for _ in range(5):

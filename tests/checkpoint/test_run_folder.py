@@ -312,10 +312,12 @@ def test_a_mark_is_somebodys_input(two: Path, kind: str, tmp_path_factory: pytes
     assert target.read_text() == "precious"
 
 
+HERE = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+
 WAITS = """
 import sys
 from pathlib import Path
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 from test_run_folder import *
 
 class Waits(Callback):
@@ -338,7 +340,7 @@ fit(Path(sys.argv[1]), Waits(), keeping()).run(Net(), DATA, DATA)
 
 def test_a_run_of_another_process(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(WAITS.format(tests=str(Path(__file__).parent)))
+    script.write_text(WAITS.format(tests=HERE))
     root = tmp_path / "runs"
     hanging, writing = os.pipe()
     environment = clean_environment()
@@ -365,7 +367,7 @@ def test_a_run_of_another_process(tmp_path: Path) -> None:
 
 RANKS = """
 import json, os, sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 from test_run_folder import *
 
 root, found = Path(sys.argv[1]), {{}}
@@ -399,7 +401,7 @@ report(found)
 
 
 def test_all_ranks_are_in_one_folder(tmp_path: Path) -> None:
-    one, two = (each.value for each in run_ranks(RANKS.format(tests=str(Path(__file__).parent)), 2, tmp_path))
+    one, two = (each.value for each in run_ranks(RANKS.format(tests=HERE), 2, tmp_path))
     errors = one.pop("error"), two.pop("error")
     assert one == two
     assert one == {

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from engine import Engine
 from engine.data.prepared_loader import PreparedLoader
-from engine.data.sampler import ALONE
+from engine.step.share import ALONE
 
 
 def prepared(data: Any = None, seed: int = 3, **settings: Any) -> tuple[Engine, PreparedLoader]:

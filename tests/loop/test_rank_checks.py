@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from engine import Callback, CheckError, Fit, TrainModule
-from engine.health.rank_checks import fingerprint
+from engine.loop.rank_checks import fingerprint
 
 
 class Net(TrainModule):

@@ -1,0 +1,11 @@
+"""Whether a method of a base class is overridden."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def overridden(owner: Any, name: str, base: type) -> bool:
+    """Whether ``owner`` has a method of that name that is not ``base``'s, from its class or set on the object."""
+    method = getattr(owner, name, None)
+    return callable(method) and getattr(method, "__func__", None) is not getattr(base, name, None)
