@@ -24,6 +24,7 @@ class Sharing(Protocol):
 
     group: Group
     data_group: Group
+    owns_step: bool
 
     def drop_repeated(self, parameters: Sequence[Tensor]) -> None: ...
     def sum(self, value: Tensor | float) -> Tensor | float: ...
