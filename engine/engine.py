@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
+import builtins
+import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from engine import strategies
+from engine.checkpoint.export import export_tensors
 from engine.config.settings import check
+from engine.data.prepared_loader import PreparedLoader
 from engine.distributed import collectives, failures, relaunch
 from engine.distributed.environment import Environment, detect
 from engine.distributed.group import Group, join
-from engine.preparing import raw
-from engine.states import States
+from engine.distributed.per_process import before_others, only, part
+from engine.metrics.recorder import Recorder
+from engine.prepared.registry import Registry
+from engine.prepared.snapshot import Snapshot
 from engine.step import gradients
 from engine.step.gradients import Loss
+from engine.step.passes import Passes
 from engine.step.precision import Precision
 from engine.step.share import ALONE, Share
 from engine.step.stepper import OwnedStepper, Stepper, Then
 from engine.step.window import Window
+from engine.step.wrappers import PreparedOptimizer, PreparedScheduler, raw
 from engine.strategies.base import Strategy
-from engine.transforms import batch_norm
-from engine.transforms.float8 import FP8, Layers
+from engine.transforms.float8 import FP8
 from engine.transforms.order import Transforms
 from engine.utils import accelerator as accelerators
 from engine.utils.parameters import parameters_of
 from engine.utils.tree import batch_size, map_tensors
 
+F = TypeVar("F", bound=Callable[..., Any])
 
-class Engine(States):
+
+class Engine:
     """Makes a plain PyTorch loop distributed, in mixed precision, with exact gradient accumulation::
 
         engine = Engine(accumulate_grad_batches=4)
@@ -112,15 +124,27 @@ class Engine(States):
         self.accumulate_grad_batches = accumulate_grad_batches
         self.strategy.window = self.window
         self.scaler = self.strategy.scaler()
-        self.seed: int = collectives.gather_json(group, torch.initial_seed() if seed is None else seed)[0]
-        self._low = Layers(self.precision.fp8, group.device)
-        self._norms = batch_norm.Layers(check("sync_batchnorm", sync_batchnorm), self.data_group, lambda: self.window.share.size != 0)
         self._stepper = (OwnedStepper if self.strategy.owns_step else Stepper)(self.window, self.strategy, self.scaler, on_nonfinite)
-        self._stepper.describe = self._describe_gradients
-        self._models: list[nn.Module] = []
-        self._schedulers, self._loaders, self._registered = [], [], []
-        self.window.agree, self.window.traces = self._largest, lambda optimizers: self.strategy.traces(optimizers, self._models)
+        self._passes = Passes(self.window, self.strategy, self.scaler)
+        data_seed = collectives.gather_json(group, torch.initial_seed() if seed is None else seed)[0]
+        self._prepared = Registry(self.strategy, self.precision, self._stepper, data_seed, check("sync_batchnorm", sync_batchnorm))
+        self._models = self._prepared.models
+        self._stepper.describe = self._prepared.where_nonfinite
+        self.snapshot = Snapshot(self._prepared, self.scaler)
+        """What checkpoints hold of all this, those of :class:`engine.Fit` too."""
+        self.window.agree = partial(collectives.largest, group)
+        self.window.traces = lambda optimizers: self.strategy.traces(optimizers, self._models)
         self._unfed = 0
+        self._trigger = False
+
+    @property
+    def seed(self) -> int:
+        """Of the data order."""
+        return self._prepared.seed
+
+    @seed.setter
+    def seed(self, value: int) -> None:
+        self._prepared.seed = value
 
     @property
     def accumulate_grad_batches(self) -> int:
@@ -133,7 +157,91 @@ class Engine(States):
             raise ValueError(f"accumulate_grad_batches={value!r} must be an int of at least 1")
         self.window.size = value
 
-    # -- a step -----------------------------------------------------------------------------------------------------------------
+    # -- objects made ready ---------------------------------------------------------------------------------------------------------------
+
+    def prepare(self, *objects: Any) -> Any:
+        """Models, optimizers, loaders and schedulers, ready for this job's processes; in the order given, one alone not in a tuple.
+
+        Objects of other kinds come back as they are, and so does what was prepared before.
+        """
+        done = tuple(self._prepared.prepare(item) for item in objects)
+        return done[0] if len(done) == 1 else done
+
+    def prepare_model(self, model: nn.Module, *, autocast: bool = True) -> nn.Module:
+        """The model on its device, wrapped by the strategy.
+
+        Args:
+            autocast: under mixed precision, run the forward pass in autocast and give half-precision outputs back as fp32.
+                Without it, use :meth:`autocast` yourself.
+        """
+        return self._prepared.model(model, autocast)
+
+    def place_model(self, model: nn.Module) -> nn.Module:
+        """The model on its device and in its dtype, the same on every rank, but not wrapped: for evaluation and manual optimization."""
+        return self._prepared.place(model)
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        """An optimizer that steps with exact gradients at the end of each window."""
+        return self._prepared.optimizer(optimizer)
+
+    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        """A scheduler that steps when the optimizer did."""
+        return self._prepared.scheduler(scheduler)
+
+    def prepare_data_loader(self, loader: Any, *, place: bool = True) -> PreparedLoader:
+        """A loader that gives this process its part of the data, on the device. Takes any iterable, a list of batches too.
+
+        Args:
+            place: move the batches to the device (and floating point inputs to a ``*-true`` precision's dtype).
+        """
+        return self._prepared.loader(loader, place)
+
+    def skip_first_batches(self, loader: Any, num_batches: int = 0) -> PreparedLoader:
+        """A loader that goes on in the middle of an epoch: its first pass leaves out ``num_batches`` micro-batches of each process.
+
+        That costs nothing where the data has indices; streams are read up to there. Later passes are whole. The pass counts as ``loader``'s
+        own: the one that ``loader`` gives next is of the next epoch, unless ``set_epoch`` is called.
+
+        Args:
+            loader: what :meth:`prepare` gave back, or a plain one.
+            num_batches: a whole number of windows, so that later ones hold what they would have held.
+
+        Raises:
+            ValueError: ``num_batches`` is negative.
+        """
+        prepared = loader if isinstance(loader, PreparedLoader) else self._prepared.loader(loader)
+        return prepared.skipping(num_batches)
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """Every model that was prepared, as :meth:`prepare` gave it back."""
+        return self._models
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """The module that the user gave to :meth:`prepare`."""
+        return self._prepared.unwrap(model)
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Give every rank the buffers of rank 0, which are those that a checkpoint holds; all ranks call this.
+
+        Each rank's running statistics (of batch norms) are of its own batches. Before an evaluation in a loop of one's own, so that its result
+        belongs to the checkpoint; :class:`engine.Fit` does it by itself.
+        """
+        self.strategy.share_buffers(self.unwrap_model(model))
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget everything that was prepared and return cached device memory; as many ``None`` as objects, to assign to their names."""
+        self.release()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return [None] * len(objects)
+
+    def release(self) -> None:
+        """Forget every prepared model and optimizer."""
+        self._prepared.release()
+
+    # -- a step ---------------------------------------------------------------------------------------------------------------------------
 
     @property
     def sync_gradients(self) -> bool:
@@ -219,19 +327,7 @@ class Engine(States):
         Raises:
             TypeError, ValueError, RuntimeError: as :meth:`backward`.
         """
-        window = self.window
-        if window.held and not window.accumulating:
-            window.release()
-        root, divisor = window.root(loss, self.data_group.world_size, self.scaler is not None)
-        value = root.detach().double() / divisor
-        if self.scaler is not None:
-            root = root * self.scaler.seed(window.seed(divisor, root))
-        elif divisor != 1.0:
-            root = root / divisor
-        function(root)
-        if window.watching:
-            window.attribute()
-        return value
+        return self._passes.by(loss, function)
 
     def forward_backward(self, step: Callable[[Any, int], Any], batch: Any) -> Any:
         """The loss of ``step(batch, samples)`` and its backward pass, under every strategy; with a pipeline, in parts of the micro-batch.
@@ -243,36 +339,15 @@ class Engine(States):
         Returns:
             The loss without its graph, on every rank that sees this data.
         """
-        if not self.strategy.pipelined:
-            loss = step(batch, batch_size(batch) or 1)
-            self.backward(loss)
-            return map_tensors(Tensor.detach, loss)
-        window = self.window
-        if window.held and not window.accumulating:
-            window.release()
-        if self.scaler is not None:
-            self.scaler.seed(window.seed(1.0, torch.ones((), device=self.device)))  # ranks without the loss need the scale too
-
-        def root(loss: Tensor | Loss, fraction: float) -> Tensor:
-            if isinstance(loss, Loss) and self.scaler is not None:
-                raise ValueError("Loss(sum, count) with a pipeline under fp16: the sum may overflow; use precision='bf16-mixed', or return a mean")
-            # As with several ranks: the loss is here, but not all that it is divided by.
-            start, divisor = window.root(loss, max(2, self.data_group.world_size), False)
-            if not isinstance(loss, Loss):
-                divisor /= fraction
-            seed = window.seed(divisor, start)
-            return start * (seed if self.scaler is None else self.scaler.seed(seed))
-
-        found = self.strategy.run_pipeline(step, root, batch, self.sync_gradients)
-        if not self.strategy.has_loss:
-            window.follow(isinstance(found, Loss))
-        if window.watching:
-            window.attribute()
-        return found
+        if self.strategy.pipelined:
+            return self._passes.pipelined(step, batch, self.sync_gradients)
+        loss = step(batch, batch_size(batch) or 1)
+        self.backward(loss)
+        return map_tensors(Tensor.detach, loss)
 
     def backward_nothing(self) -> None:
         """This micro-batch has no loss. Alone, its samples do not count; among several ranks they count with a zero gradient."""
-        self._norms.refuse_none()
+        self._prepared.refuse_none()
         window = self.window
         window.drop(self.data_group.world_size, self.scaler is not None)
         if self.group.world_size > 1:
@@ -357,13 +432,200 @@ class Engine(States):
         self._stepper.settle()
         return self._stepper.skipped
 
-    def _largest(self, values: Sequence[float]) -> list[float]:
-        """The largest of each number over all ranks. Waits for them."""
-        largest: list[float] = collectives.all_reduce(self.group, torch.tensor(values, dtype=torch.float64), "max").tolist()
-        return largest
+    # -- checkpoints; the names are Accelerate's ------------------------------------------------------------------------------------------
 
-    def _describe_gradients(self) -> str:
-        named = ((name, p) for model in self._models for name, p in self.unwrap_model(model).named_parameters())
-        names = gradients.where_nonfinite(named, self.strategy.local)
-        return f"; first in: {', '.join(names[:5])}" if names else ""
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load these objects as well, with checkpoints of :class:`engine.Fit` too. In their order, the same in every run.
 
+        Raises:
+            TypeError: one has no ``state_dict`` and ``load_state_dict``.
+        """
+        self.snapshot.register(objects)
+
+    def save_state(self, output_dir: str | Path, *, wait: bool = True, facts: dict[str, Any] | None = None) -> Path | str:
+        """Save models, optimizers, schedulers, loaders' positions, the loss scale, random numbers and registered objects; all ranks call this.
+
+        Between two steps, not inside of a window. An older checkpoint at that place is replaced once the new one is complete.
+
+        Args:
+            output_dir: a directory that will be the checkpoint, or a URL that fsspec knows.
+            wait: ``False``: return when copies are begun. The next :meth:`save_state`, :meth:`wait_for_checkpoint` and the process's end wait.
+            facts: small JSON values for the manifest (counters, metrics).
+
+        Raises:
+            TypeError: something that cannot be stored, named by its place.
+            OSError, RankError: it cannot be written; the earlier one is as it was.
+        """
+        return self.snapshot.save(output_dir, wait, facts or {})
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait for the checkpoint on its way.
+
+        Raises:
+            RuntimeError: it could not be written.
+        """
+        self.snapshot.wait()
+
+    def load_state(self, input_dir: str | Path, *, strict: bool = True) -> dict[str, Any]:
+        """Go on from :meth:`save_state`, at any world size and under any strategy; the same objects must be prepared. All ranks call this.
+
+        A checkpoint of :class:`engine.Fit` is taken too: its place in the training data is that of the first loader; callbacks' states are left.
+
+        Returns:
+            The manifest: what was given as ``facts``, and the store's own entries.
+
+        Raises:
+            FileNotFoundError, DamagedCheckpoint: there is none, or it is damaged.
+            ValueError: it does not fit what was prepared.
+        """
+        return self.snapshot.load(input_dir, strict)
+
+    def save_model(self, model: nn.Module, save_directory: str | Path, max_shard_size: int | str = "5GB") -> list[Path]:
+        """Write a prepared model's weights as ``.safetensors`` files that ``transformers`` and ``load_file`` read; all ranks call this.
+
+        Args:
+            max_shard_size: bytes of a file, or ``"5GB"``; with several files there is ``model.safetensors.index.json`` too.
+
+        Returns:
+            The files, on the main process.
+        """
+        state = self.get_state_dict(model)
+        return export_tensors(state, Path(save_directory), max_shard_size=max_shard_size) if self.group.is_main else []
+
+    def get_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Whole parameters and buffers of a prepared model by name, on the main process (on others whatever is at hand); all ranks call this."""
+        return self.strategy.model_state(self.unwrap_model(model))
+
+    # -- the processes; the names are Accelerate's ----------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this process computes on."""
+        return self.group.device
+
+    @property
+    def process_index(self) -> int:
+        """This process's rank."""
+        return self.group.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """This process's rank among those of its machine."""
+        return self.group.local_rank
+
+    @property
+    def num_processes(self) -> int:
+        """World size."""
+        return self.group.world_size
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.group.is_main
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self.group.local_rank == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank."""
+        return self.group.rank == self.group.world_size - 1
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print``, on the main process only."""
+        if self.is_main_process:
+            builtins.print(*args, **kwargs)
+
+    def on_main_process(self, function: F) -> F:
+        """Decorator: the function runs on the main process only and gives ``None`` elsewhere."""
+        return only(function, lambda: self.is_main_process)
+
+    def on_local_main_process(self, function: F) -> F:
+        """Decorator: the function runs on one process of each machine."""
+        return only(function, lambda: self.is_local_main_process)
+
+    def on_last_process(self, function: F) -> F:
+        """Decorator: the function runs on the last process only."""
+        return only(function, lambda: self.is_last_process)
+
+    def on_process(self, function: F | None = None, process_index: int = 0) -> Any:
+        """Decorator: the function runs on that process only."""
+        if function is None:
+            return partial(self.on_process, process_index=process_index)
+        return only(function, lambda: self.process_index == process_index)
+
+    def wait_for_everyone(self) -> None:
+        """Return once every process has called this."""
+        self.group.barrier()
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """The main process runs the block before the others do (to download or build something once)."""
+        return before_others(self.group, self.is_main_process)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """On each machine, its main process runs the block before the others do."""
+        return before_others(self.group, self.is_local_main_process)
+
+    def gather(self, tree: Any) -> Any:
+        """The tensors of all processes, joined along dim 0 (scalars: stacked), on every process. Lengths may differ."""
+        return collectives.gather(self.group, tree)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Like :meth:`gather`, without the samples that a micro-batch repeats only to keep the ranks matched.
+
+        Ranks that hold parts of one model see the same samples, which come once. Anything that holds no tensor is gathered as objects:
+        a list from each process, joined.
+        """
+        return collectives.gather_samples(self.data_group, input_data, self.window.share.size != 0, use_gather_object)
+
+    def reduce(self, tree: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """``tree`` reduced over the processes by ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``, times ``scale``.
+
+        Raises:
+            ValueError: for another reduction.
+        """
+        reduced = collectives.all_reduce(self.group, tree, reduction)
+        return reduced if scale == 1.0 else map_tensors(lambda t: t * scale, reduced)
+
+    def broadcast(self, tree: Any, from_process: int = 0) -> Any:
+        """One process's tensors, on every process."""
+        return collectives.broadcast(self.group, tree, from_process)
+
+    def pad_across_processes(self, tree: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Tensors padded along ``dim`` to the longest of all processes."""
+        return collectives.pad_across_processes(self.group, tree, dim, pad_index, pad_first)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This process's contiguous part of a list, tuple, tensor, or dict of them; the first ones get one more when it does not divide.
+
+        Args:
+            apply_padding: repeat the last item so that all parts are equally long.
+
+        Raises:
+            TypeError: another kind of object.
+            ValueError: a dict whose values differ in length.
+        """
+        yield part(inputs, self.process_index, self.num_processes, apply_padding)
+
+    def set_trigger(self) -> None:
+        """Raise a flag that :meth:`check_trigger` shows to every process."""
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """Whether any process has raised the flag since the last check; it is lowered again. All processes call this together."""
+        raised = bool(collectives.all_reduce(self.group, torch.tensor(self._trigger, dtype=torch.int32), "max"))
+        self._trigger = self._trigger and not raised
+        return raised
+
+    # -- for loops that log, or save beside the training ----------------------------------------------------------------------------------
+
+    def recorder(self, *, on_step: bool, on_epoch: bool, suffix: str = "") -> Recorder:
+        """What collects logged values of this engine's ranks."""
+        return Recorder(self.group, on_step=on_step, on_epoch=on_epoch, suffix=suffix, data_group=self.data_group, speaks=self.strategy.speaks)
+
+    def before_step(self, function: Callable[[], None]) -> None:
+        """Call ``function`` once, before the next optimizer step."""
+        self._stepper.first = function

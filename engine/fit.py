@@ -21,13 +21,13 @@ from engine.data.datamodule import DataModule
 from engine.distributed import failures
 from engine.distributed.environment import detect
 from engine.engine import Engine
-from engine.loop.rank_checks import compare, compare_models
 from engine.interop.lightning_names import refuse_replaced
 from engine.launch.local_ranks import crew
 from engine.loop import compatibility, setup
 from engine.loop.callback_states import check_keys
 from engine.loop.hook_calls import Hooks
 from engine.loop.lifecycle import housed, session
+from engine.loop.rank_checks import compare, compare_models
 from engine.loop.result import Result
 from engine.loop.run import Run
 from engine.loop.train import call_all, evaluate, predict, train, validate

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,12 @@ def all_reduce(group: Group, tree: Any, op: str = "sum") -> Any:
     return _rebuild(tree, results)
 
 
+def largest(group: Group, values: Sequence[float]) -> list[float]:
+    """The largest of each number over all ranks. Waits for them."""
+    found: list[float] = all_reduce(group, torch.tensor(values, dtype=torch.float64), "max").tolist()
+    return found
+
+
 def gather(group: Group, tree: Any) -> Any:
     """``tree`` with each tensor replaced by those of all ranks, concatenated along dim 0 in the order of ranks.
 
@@ -65,7 +71,7 @@ def gather(group: Group, tree: Any) -> Any:
         ValueError: the ranks hold different numbers of tensors, dtypes, numbers of dims, or sizes of dims other than 0 (on all ranks).
     """
     if group.cpu is None:
-        return map_tensors(lambda tensor: tensor if tensor.ndim else tensor.detach().reshape(1), tree)
+        return map_tensors(lambda tensor: tensor.detach() if tensor.ndim else tensor.detach().reshape(1), tree)
     tensors = [tensor.detach() if tensor.ndim else tensor.detach().reshape(1) for tensor in _leaves(tree)]
     specs = _exchange_specs(group, _leaves(tree), "gather")
     results = []
@@ -107,6 +113,27 @@ def broadcast(group: Group, tree: Any, src: int = 0) -> Any:
             dist.broadcast(_bytes(copy), group_src=src, group=_channel(group, copy.device))
         results.append(copy)
     return _rebuild(tree, results)
+
+
+def gather_samples(group: Group, data: Any, own: bool, as_objects: bool = False) -> Any:
+    """:func:`gather` of samples, or :func:`gather_object` of what has no tensors (a list from each rank, joined).
+
+    Args:
+        own: whether this rank's count; ``False``: they are repeated ones.
+        as_objects: pickle tensors, too.
+    """
+    has_tensors = False
+
+    def kept(tensor: Tensor) -> Tensor:
+        nonlocal has_tensors
+        has_tensors = True
+        return tensor.detach() if own or not tensor.ndim else tensor.detach()[:0]
+
+    tree = map_tensors(kept, data)
+    if has_tensors and not as_objects:
+        return gather(group, tree)
+    objects = data if isinstance(data, list) else [data]
+    return [item for part in gather_object(group, objects if own else []) for item in part]
 
 
 def pad_across_processes(group: Group, tree: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:

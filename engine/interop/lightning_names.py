@@ -1,4 +1,7 @@
-"""Public names of Lightning's classes that ours do not have: what to use instead. ``tests/interop/test_lightning_names.py`` compares with Lightning itself."""
+"""Public names of Lightning's classes that ours do not have: what to use instead.
+
+``tests/interop/test_lightning_names.py`` compares with Lightning itself.
+"""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ from engine.loop.result import Result, Times, TrainState
 from engine.loop.run_checkpoints import Checkpoints
 from engine.metrics.recorder import Recorder
 from engine.module import TrainModule
-from engine.preparing import raw
 from engine.step.optimizers import Modes, Schedule
+from engine.step.wrappers import raw
 from engine.utils.errors import nearest
 from engine.utils.log import logger
 from engine.utils.parameters import parameters_of

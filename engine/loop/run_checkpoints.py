@@ -210,7 +210,7 @@ class Checkpoints:
             optim={str(i): strategy.optimizer_parts(o, self.module) for i, o in enumerate(self.optimizers)},
             shared=shared,
             own={
-                **self.engine.own_state([self._stream()]),
+                **self.engine.snapshot.own([self._stream()]),
                 "recorder": self.recorder.state_dict(),
                 "metrics": metric_states(self.module),
                 "logged": self.recorder.logged_metrics(),
@@ -226,7 +226,7 @@ class Checkpoints:
         samples = None if self.train_loader is None else self.train_loader.samples
         loader = {"epoch": state.epoch + state.epoch_done, "position": 0 if state.epoch_done else state.position, "samples": samples}
         return {
-            **self.engine.shared_state(self.optimizers, self.schedulers, [loader if order is None else {**loader, "order": order}]),
+            **self.engine.snapshot.shared(self.optimizers, self.schedulers, [loader if order is None else {**loader, "order": order}]),
             "state": asdict(state),
             "metrics": dict(self.metrics),
             "elapsed_s": self.clock(),
@@ -298,7 +298,7 @@ class Checkpoints:
         self._load_weights(loaded, how.strict)
         if shared["seed"] is not None:
             self.reseed(shared["seed"], shared["loaders"][0].get("order") if shared["loaders"] else None)
-        self.engine.load_shared_state(loaded)
+        self.engine.snapshot.load_shared(loaded)
         if "state" in shared:
             self._go_on_with_run(loaded, shared)
         else:
@@ -346,7 +346,7 @@ class Checkpoints:
     def _load_own(self, loaded: Loaded) -> None:
         """What each rank has of its own. Ranks of another number, or with other parts in the model, share out what the saving ones had gathered;
         their random numbers are those of a new run."""
-        own = loaded.own(self.engine.place_among_ranks())
+        own = loaded.own(self.engine.snapshot.place_among_ranks())
         if own is not None:
             loaded.give("random generators", restore, own["rng"])
         known = own or loaded.of_rank(0)

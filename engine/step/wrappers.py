@@ -159,3 +159,8 @@ def _itself(wrapped: Any) -> Any:
 
 def _full(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def raw(optimizer: Any) -> Any:
+    """The user's own optimizer."""
+    return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer

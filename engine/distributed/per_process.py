@@ -1,0 +1,61 @@
+"""Work that not all processes do: on one of them alone, on one before the others, or a part on each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from engine.distributed.group import Group
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def only(function: F, here: Callable[[], bool]) -> F:
+    """``function`` where ``here()``, nothing elsewhere."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if here() else None
+
+    return run  # type: ignore[return-value]
+
+
+@contextmanager
+def before_others(group: Group, first: bool) -> Iterator[None]:
+    """A block that the first processes run before the others do. All processes enter it."""
+    if not first:
+        group.barrier()
+    try:
+        yield
+    finally:  # an exception in the first process still releases the others: later barriers stay matched
+        if first:
+            group.barrier()
+
+
+def part(inputs: Any, rank: int, world_size: int, pad: bool) -> Any:
+    """One rank's contiguous part of a list, tuple, tensor, or dict of them; ``pad``: with the last item repeated, so that all are equally long.
+
+    Raises:
+        TypeError: another kind of object.
+        ValueError: a dict whose values differ in length.
+    """
+    if isinstance(inputs, Mapping):
+        lengths = {key: len(value) for key, value in inputs.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"split_between_processes got a dict whose values differ in length: {lengths}")
+        return {key: part(value, rank, world_size, pad) for key, value in inputs.items()}
+    if not hasattr(inputs, "__len__") or not hasattr(inputs, "__getitem__"):
+        raise TypeError(f"split_between_processes takes a list, tuple, tensor or a dict of them, got {type(inputs).__name__}")
+    length, larger = divmod(len(inputs), world_size)
+    low = rank * length + min(rank, larger)
+    mine = inputs[low : low + length + (rank < larger)]
+    missing = (length + (larger > 0)) - len(mine)
+    if pad and missing and len(inputs):
+        last = inputs[-1:]
+        mine = torch.cat([mine, *[last] * missing]) if isinstance(inputs, Tensor) else mine + last * missing
+    return mine

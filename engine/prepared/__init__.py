@@ -1,0 +1,1 @@
+"""What ``Engine.prepare`` has made ready, and its checkpoints."""

@@ -1,0 +1,191 @@
+"""Checkpoints of everything that one engine has prepared, and of objects that were registered beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from engine.checkpoint.resume import Loaded, check_optimizers, check_samples, describe, fitting, load_scheduler, opening
+from engine.checkpoint.storage import split
+from engine.checkpoint.writer import Content, Saver, stepped, together
+from engine.prepared.registry import Registry
+from engine.utils.log import logger
+from engine.utils.seed import capture, restore
+
+
+class Snapshot:
+    """Saves what a :class:`Registry` knows, and puts it back."""
+
+    def __init__(self, prepared: Registry, scaler: Any) -> None:
+        self._prepared, self._scaler = prepared, scaler
+        self._registered: list[Any] = []
+        self._saver: Saver | None = None
+
+    def register(self, objects: Sequence[Any]) -> None:
+        """As :meth:`engine.Engine.register_for_checkpointing`."""
+        for item in objects:
+            if not callable(getattr(item, "state_dict", None)) or not callable(getattr(item, "load_state_dict", None)):
+                raise TypeError(f"register_for_checkpointing got {type(item).__name__}: it needs state_dict() and load_state_dict(state)")
+        self._registered += objects
+
+    def save(self, output_dir: str | Path, wait: bool, facts: dict[str, Any]) -> Path | str:
+        """As :meth:`engine.Engine.save_state`."""
+        prepared = self._prepared
+        prepared.stepper.settle()
+        place, name = split(output_dir)
+        if self._saver is None:
+            self._saver = Saver(prepared.group, place.root)
+        elif self._saver.place.root != place.root:
+            self.wait()
+            self._saver.place = place
+        path = self._saver.save(name, self._content(facts), asynchronous=not wait)
+        if not wait:
+            prepared.stepper.first = self._saver.hold
+        return path
+
+    def wait(self) -> None:
+        """Wait for the checkpoint on its way.
+
+        Raises:
+            RuntimeError: it could not be written.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+
+    def load(self, input_dir: str | Path, strict: bool) -> dict[str, Any]:
+        """As :meth:`engine.Engine.load_state`."""
+        self.wait()
+        prepared, strategy = self._prepared, self._prepared.strategy
+        place, _ = split(input_dir)
+        with opening(prepared.group, place, str(input_dir)) as loaded:
+            source, module, shared = loaded.source, self._whole_module(), loaded.shared
+            if report := strategy.load_model(module, source, strict):
+                logger.warning("%s fits in part: %s", input_dir, report)
+            together(prepared.group, partial(self._check, loaded, strict))
+            for index, optimizer in enumerate(prepared.optimizers):
+                state = source.optim[str(index)]
+                if not strict:
+                    state = fitting(state, strategy.optimizer_parts(optimizer, module), module, source)
+                take = partial(strategy.load_optimizer, optimizer, module, source=source)
+                loaded.give(f"optimizer {index} ({type(optimizer).__name__})", take, state)
+            for index, state in enumerate(shared["schedulers"]):
+                load_scheduler(loaded, index, prepared.schedulers[index].scheduler, state)
+            own = loaded.own(self.place_among_ranks())
+            self._load_places(loaded, own)
+            self.load_shared(loaded)
+            if left := [name for name in ("callbacks", "datamodule", "user") if shared.get(name)]:
+                logger.warning("%s was saved by a run; a loop of your own does not take its %s", input_dir, ", ".join(left))
+            if own is not None:
+                loaded.give("random generators", restore, own["rng"])
+            return loaded.manifest
+
+    # -- what checkpoints of runs have too ------------------------------------------------------------------------------------------------
+
+    def shared(self, optimizers: Sequence[Any], schedulers: Sequence[Any], loaders: Sequence[Any]) -> dict[str, Any]:
+        """What every checkpoint has of what is the same on all ranks; the form is :mod:`engine.checkpoint.snapshot`'s.
+
+        Args:
+            optimizers: their classes are kept; their states are each rank's.
+            schedulers: each has the learning rate scheduler as ``scheduler``.
+            loaders: their places in the data.
+        """
+        return {
+            "seed": self._prepared.seed,
+            "schedulers": [each.scheduler.state_dict() for each in schedulers],
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "window": self._prepared.window.state_dict(),
+            "registered": [item.state_dict() for item in self._registered],
+            "loaders": list(loaders),
+            "kinds": describe(optimizers, [each.scheduler for each in schedulers]),
+        }
+
+    def load_shared(self, loaded: Loaded) -> None:
+        """Put back :meth:`shared`, but for the seed, the schedulers and the loaders.
+
+        Raises:
+            ValueError: other objects are registered.
+        """
+        shared = loaded.shared
+        if self._scaler is not None and shared["scaler"]:
+            loaded.give("the loss scaler", self._scaler.load_state_dict, shared["scaler"])
+        if shared.get("window") is not None:
+            loaded.give("the window", self._prepared.window.load_state_dict, shared["window"])
+        loaded.give("objects that are registered", self._load_registered, shared["registered"])
+
+    def own(self, streams: Sequence[Any]) -> dict[str, Any]:
+        """What every checkpoint has of this rank alone."""
+        return {"place": self.place_among_ranks(), "rng": capture(), "streams": list(streams)}
+
+    def place_among_ranks(self) -> list[int]:
+        """Where this rank is among those that see different data, and whether it speaks for what it sees."""
+        group = self._prepared.data_group
+        return [group.world_size, group.rank, int(self._prepared.strategy.speaks)]
+
+    # -- parts of the above ---------------------------------------------------------------------------------------------------------------
+
+    def _content(self, facts: dict[str, Any]) -> Content:
+        prepared, strategy = self._prepared, self._prepared.strategy
+        module = self._whole_module()
+        loaders = [{**loader.state_dict(), "samples": loader.samples} for loader in prepared.loaders]
+        places = [{name: value for name, value in state.items() if name != "stream"} for state in loaders]
+        return Content(
+            model=strategy.model_parts(module),
+            optim={str(i): strategy.optimizer_parts(o, module) for i, o in enumerate(prepared.optimizers)},
+            shared=self.shared(prepared.optimizers, prepared.schedulers, places),
+            own=self.own([state["stream"] for state in loaders]),
+            facts=facts,
+            partial=strategy.parts_differ,
+            stepped=stepped(prepared.optimizers),
+        )
+
+    def _check(self, loaded: Loaded, strict: bool) -> None:
+        """Whether the optimizers, the schedulers and the data are those of the checkpoint."""
+        prepared, shared, source = self._prepared, loaded.shared, loaded.source
+        here = (len(prepared.optimizers), len(prepared.schedulers), len(prepared.loaders))
+        of_run = "state" in shared  # its one loader is the training data's; others are read from their start
+        known = max(here[2], 1) if of_run else len(shared["loaders"])
+        found = (len(source.optim), len(shared["schedulers"]), known)
+        if found != here:
+            raise ValueError(
+                f"{loaded.path} has (optimizers, schedulers, loaders) = {found}, and {here} were prepared: prepare the same objects before loading"
+            )
+        check_optimizers(loaded, prepared.optimizers, [each.scheduler for each in prepared.schedulers])
+        for loader, state in zip(prepared.loaders, shared["loaders"], strict=False):
+            if state["position"]:
+                check_samples(loaded.path, state.get("samples"), loader.samples, state["position"], strict)
+
+    def _load_places(self, loaded: Loaded, own: Any) -> None:
+        """Where each loader was in its data."""
+        prepared, shared = self._prepared, loaded.shared
+        known = loaded.of_rank(0) if own is None else own
+        streams = [None] * len(shared["loaders"]) if known is None else known["streams"]  # a converted checkpoint has none
+        if shared["seed"] is not None:
+            prepared.seed = shared["seed"]
+        for loader, state, stream in zip(prepared.loaders, shared["loaders"], streams, strict=False):
+            loader.reseed(prepared.seed, state.get("order"))
+            loader.load_state_dict({**state, "stream": stream})
+
+    def _load_registered(self, states: list[Any]) -> None:
+        if len(states) != len(self._registered):
+            raise ValueError(
+                f"the checkpoint has {len(states)} object(s) of register_for_checkpointing, and {len(self._registered)} are registered: "
+                "register the same ones before loading"
+            )
+        for item, state in zip(self._registered, states, strict=True):
+            item.load_state_dict(state)
+
+    def _whole_module(self) -> nn.Module:
+        """The one model that was prepared; several as members of one module."""
+        prepared = self._prepared
+        models = [prepared.unwrap(model) for model in prepared.models]
+        if len(models) == 1:
+            return models[0]
+        if not models:
+            raise ValueError("no model was prepared: there is nothing to save or to load into")
+        if prepared.strategy.pipelined or prepared.strategy.owns_step:
+            raise ValueError(f"save_state of {len(models)} models under {type(prepared.strategy).__name__}: it takes one model")
+        return nn.ModuleList(models)

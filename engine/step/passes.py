@@ -1,0 +1,78 @@
+"""Backward passes that are not plain ones: by a function of the user's, or by a pipeline's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.distributed.group import Group
+from engine.step.gradients import Loss
+from engine.step.window import Window
+
+
+class Pipelines(Protocol):
+    """What is asked of a strategy. :class:`engine.Strategy` says what each does."""
+
+    group: Group
+    data_group: Group
+    has_loss: bool
+
+    def run_pipeline(
+        self, step: Callable[[Any, int], Any], root: Callable[[Any, float], Tensor], batch: Any, last: bool
+    ) -> Any: ...
+
+
+class Passes:
+    """The weights of a window's micro-batches, for backward passes that somebody else runs.
+
+    Args:
+        scaler: of losses under fp16, or ``None``.
+    """
+
+    def __init__(self, window: Window, strategy: Pipelines, scaler: Any) -> None:
+        self._window, self._strategy, self._scaler = window, strategy, scaler
+
+    def by(self, loss: Tensor | Loss, function: Callable[[Tensor], Any]) -> Tensor:
+        """As :meth:`engine.Engine.backward_by`."""
+        window = self._begin()
+        root, divisor = window.root(loss, self._strategy.data_group.world_size, self._scaler is not None)
+        value = root.detach().double() / divisor
+        if self._scaler is not None:
+            root = root * self._scaler.seed(window.seed(divisor, root))
+        elif divisor != 1.0:
+            root = root / divisor
+        function(root)
+        if window.watching:
+            window.attribute()
+        return value
+
+    def pipelined(self, step: Callable[[Any, int], Any], batch: Any, last: bool) -> Any:
+        """As :meth:`engine.Engine.forward_backward`, in parts of the micro-batch; ``last``: it closes its window."""
+        window, strategy, scaler = self._begin(), self._strategy, self._scaler
+        if scaler is not None:
+            scaler.seed(window.seed(1.0, torch.ones((), device=strategy.group.device)))  # ranks without the loss need the scale too
+
+        def root(loss: Tensor | Loss, fraction: float) -> Tensor:
+            if isinstance(loss, Loss) and scaler is not None:
+                raise ValueError("Loss(sum, count) with a pipeline under fp16: the sum may overflow; use precision='bf16-mixed', or return a mean")
+            # As with several ranks: the loss is here, but not all that it is divided by.
+            start, divisor = window.root(loss, max(2, strategy.data_group.world_size), False)
+            if not isinstance(loss, Loss):
+                divisor /= fraction
+            seed = window.seed(divisor, start)
+            return start * (seed if scaler is None else scaler.seed(seed))
+
+        found = strategy.run_pipeline(step, root, batch, last)
+        if not strategy.has_loss:
+            window.follow(isinstance(found, Loss))
+        if window.watching:
+            window.attribute()
+        return found
+
+    def _begin(self) -> Window:
+        if self._window.held and not self._window.accumulating:
+            self._window.release()
+        return self._window
