@@ -232,10 +232,10 @@ def test_unknown_reductions_are_errors(op: str) -> None:
 
 def test_what_cannot_be_split() -> None:
     e = engine()
-    with pytest.raises(ValueError, match=r"values differ in length: {'a': 1, 'b': 2}"):
-        e._part({"a": [1], "b": [1, 2]}, False)
-    with pytest.raises(TypeError, match="got int"):
-        e._part(3, False)
+    with pytest.raises(ValueError, match=r"values differ in length: {'a': 1, 'b': 2}"), e.split_between_processes({"a": [1], "b": [1, 2]}):
+        pass
+    with pytest.raises(TypeError, match="got int"), e.split_between_processes(3):
+        pass
 
 
 def test_decorated_functions_keep_their_names() -> None:
