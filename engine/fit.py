@@ -23,7 +23,7 @@ from engine.distributed.environment import detect
 from engine.engine import Engine
 from engine.interop.lightning_names import refuse_replaced
 from engine.launch.local_ranks import crew
-from engine.loop import compatibility, setup
+from engine.loop import compatibility, setup, snapshot
 from engine.loop.callback_states import check_keys
 from engine.loop.hook_calls import Hooks
 from engine.loop.lifecycle import housed, session
@@ -201,7 +201,7 @@ class Fit:
             compare_models(run)
             setup.training(run, train_loader, val_loaders, datamodule)
             if resume is not None:
-                run.resume(resume)
+                snapshot.resume(run, resume)
             call_all(run, run.hooks.on_fit_start)
             self._sanity_check(run)
             compare(run)
@@ -238,7 +238,7 @@ class Fit:
             prepared = setup.evaluation(run, "predict", loaders, datamodule, "predict_step")
             if not prepared:
                 return []
-            run.load_weights(checkpoint)
+            snapshot.load_weights(run, checkpoint)
             with watched(run):
                 results = predict(run, prepared)
         return results[0] if len(prepared) == 1 else results
@@ -289,7 +289,7 @@ class Fit:
             prepared = setup.evaluation(run, name, loaders, datamodule, f"{name}_step")
             if not prepared:
                 return []
-            run.load_weights(checkpoint)
+            snapshot.load_weights(run, checkpoint)
             with watched(run):
                 return evaluate(run, prepared, name, run.method(f"{name}_step"))
 
@@ -329,7 +329,7 @@ class Fit:
             callbacks = tuple(c for c in _with_own(module, settings.callbacks) if not (settings.fast_dev_run and c.runs_last))
             check_keys(callbacks, Callback)
             config = compatibility.shown(settings, origins, engine.strategy, engine.precision) | described(self.sections, origins)
-            yield Run(settings, engine, module, callbacks, Hooks(callbacks, module, Callback, TrainModule), stage, config)
+            yield Run(settings, engine, module, callbacks, Hooks(callbacks, module, Callback, TrainModule), stage, config, snapshot.content)
 
 
 def _check_callbacks(where: str, callbacks: Sequence[Any]) -> None:

@@ -1,1 +1,1 @@
-"""."""
+"""Other trainers' names and files."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.writer import Saver
+from engine.checkpoint.resume import name_of
+from engine.checkpoint.run_folder import RunFolder
+from engine.checkpoint.storage import same, split
+from engine.checkpoint.writer import Content, Saver
 from engine.config.duration import Every
 from engine.config.masked import Config
 from engine.config.settings import Settings
@@ -20,12 +23,12 @@ from engine.config.yaml_writer import as_yaml
 from engine.data.datamodule import DataModule
 from engine.data.prepared_loader import PreparedLoader
 from engine.distributed.agreement import HURRY, STOP, TERMINATE, Agreement
+from engine.distributed.collectives import gather_json
 from engine.engine import Engine
 from engine.health.garbage import Collector
 from engine.health.watchdog import collective_limit
 from engine.loop.hook_calls import Hooked, Hooks
 from engine.loop.result import Result, Times, TrainState
-from engine.loop.run_checkpoints import Checkpoints
 from engine.metrics.recorder import Recorder
 from engine.module import TrainModule
 from engine.step.optimizers import Modes, Schedule
@@ -36,9 +39,19 @@ from engine.utils.parameters import parameters_of
 from engine.utils.tree import map_tensors
 
 
-class Run(Checkpoints):
+class Run:
     """What callbacks see. Attributes without a method are for reading."""
 
+    config: Config
+    """The settings as plain JSON values, for loggers and checkpoints: name -> ``value`` and ``origin``, secrets as ``"***"``."""
+    home: RunFolder
+    """Which folder this run has, while it is going on."""
+    stream_state: Any = None
+    """What the training data's loader needs besides the position after a resume, until it takes it."""
+    pulse = 0
+    """Signs of life beside the training's batches: batches of evaluation, and saves."""
+    _saved: tuple[tuple[int, int, int, int], str] | None = None
+    _chosen: str | None = None
     stepping = False
     """An optimizer step and what belongs to it are under way: there is no whole state."""
     stride = 1
@@ -61,9 +74,19 @@ class Run(Checkpoints):
     """What runs a backward pass from a loss: the engine, or what the module has overridden ``backward`` with."""
 
     def __init__(
-        self, settings: Settings, engine: Engine, module: TrainModule, callbacks: tuple[Hooked, ...], hooks: Hooks, stage: str, config: Config
+        self,
+        settings: Settings,
+        engine: Engine,
+        module: TrainModule,
+        callbacks: tuple[Hooked, ...],
+        hooks: Hooks,
+        stage: str,
+        config: Config,
+        content: Callable[[Run, Mapping[str, Any] | None], Content],
     ) -> None:
         self.settings, self.engine, self.module, self.callbacks, self.config = settings, engine, module, callbacks, config
+        self._content = content
+        """Everything that a checkpoint of this moment holds, as this rank has it."""
         self.stage = stage
         """``"fit"`` (validation in it included), ``"sanity"`` (the check before training), ``"validate"``, ``"test"``, ``"predict"``."""
         self.hooks = hooks
@@ -115,7 +138,7 @@ class Run(Checkpoints):
         self.stop_level = 0
         """How urgent that is, as of :mod:`engine.distributed.agreement`."""
         self._started = time.monotonic()
-        self._elapsed_before = 0.0
+        self.elapsed_before = 0.0
         self._logged_step = -1
         self._logs_itself = not hooks.on_log
 
@@ -188,6 +211,10 @@ class Run(Checkpoints):
         if self.settings.timeout is not None and self.world_size > 1:
             self.engine.group.barrier()  # a rank that still compiles must find the others patient
             self.engine.group.limit(collective_limit(self.settings.timeout.value, self.device))
+
+    def clock(self) -> float:
+        """Seconds of training by this rank's own clock."""
+        return self.elapsed_before + time.monotonic() - self._started
 
     # -- stopping ---------------------------------------------------------------------------------------------------------------
 
@@ -302,6 +329,113 @@ class Run(Checkpoints):
             hook(self, self.module, values, self.state.step)
         if self._logs_itself and self.is_main_process and logger.isEnabledFor(logging.INFO):
             logger.info("epoch %d step %d: %s", self.epoch, self.step, ", ".join(f"{name}={value:.4g}" for name, value in values.items()))
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------------
+
+    def checkpoints_at(self, root: str | Path | None, max_failures: int = 1) -> None:
+        """Keep checkpoints in ``root``, a directory or a URL that fsspec knows (in a numbered folder of it, when another run has ``root``), rather
+        than in ``checkpoints`` of the run's folder. All ranks call this together, in ``setup``.
+
+        Args:
+            root: what the callback has as ``checkpoints_in``.
+            max_failures: so many failures of asynchronous saves in a row are an error.
+
+        Raises:
+            ValueError: another place was chosen already.
+        """
+        place = self.home.keep(root)
+        if self._chosen is not None and str(place) != self._chosen:
+            raise ValueError(f"checkpoints are to be kept in {self._chosen} and in {place}: give one dirpath to all ModelCheckpoints of a run")
+        if str(place) != self.saver.place.root:
+            self.saver = Saver(self.engine.group, place)
+        self._chosen, self.saver.max_failures = str(place), max_failures
+
+    def checkpoint_path(self, name: str) -> Path | str:
+        """Where the checkpoint of that name is."""
+        return self.saver.place.path(name)
+
+    @property
+    def continues_in_place(self) -> bool:
+        """Whether this run goes on from a checkpoint of its own folder."""
+        return self.last_checkpoint is not None and same(split(self.last_checkpoint)[0], self.saver.place)
+
+    def checkpoint_names(self) -> set[str]:
+        """The complete checkpoints of this run's folder, as rank 0 sees them; all ranks call this together."""
+        found: list[str] = gather_json(self.engine.group, list(self.saver.place.manifests()) if self.engine.is_main_process else None)[0]
+        return set(found)
+
+    def save_checkpoint(
+        self,
+        name: str | None = None,
+        *,
+        score: Mapping[str, Any] | None = None,
+        asynchronous: bool = False,
+        tolerant: bool = False,
+        remove: Sequence[str] = (),
+    ) -> Path | str:
+        """Save everything that the run needs to go on; all ranks call this together. A place in the run that is saved already is not saved again.
+
+        Args:
+            name: of its directory; by default ``step=00000120``.
+            score: ``{"monitor": name, "mode": "min", "value": number}``: what ``resume="best"`` compares.
+            asynchronous: return as soon as the training may go on; see :meth:`wait_for_checkpoint`.
+            tolerant: a failure to write is logged, unless it is the last of ``max_failures`` in a row (:meth:`checkpoints_at`).
+            remove: names of checkpoints that are to go when this one is complete.
+
+        Returns:
+            Where it is, or will be.
+
+        Raises:
+            TypeError: something that cannot be stored, named by its place in the state.
+            OSError: it cannot be written (and neither ``asynchronous`` nor ``tolerant``).
+        """
+        began = time.perf_counter()
+        self.home.announce()
+        self.engine.settle()
+        state = self.state
+        # The end of an epoch and the start of the next are one place. Inside of a window the state at its start is what counts.
+        key = (state.step, state.epoch + state.epoch_done, 0 if state.epoch_done else state.whole_batches, state.validated_step)
+        if self._saved is not None and (key == self._saved[0] or (state.batch_idx != state.whole_batches and self._saved[0][0] == state.step)):
+            known = self._saved[1]
+            if known not in self.saver.lost and name in (None, known):
+                self.saver.discard(remove)
+                return self.saver.place.path(known)
+        name = f"step={state.step:08d}" if name is None else name
+        unchanging = self.module.automatic_optimization and not self.modes.switched
+        with self.modes.evaluating():
+            content = self._content(self, score)
+            content.shared["postponed"] += remove  # a job that is killed before it has removed them leaves that to the next one
+            path = self.saver.save(name, content, asynchronous=asynchronous, tolerant=tolerant, remove=remove, unchanging=unchanging)
+        self._saved = (key, name_of(path))
+        if asynchronous:
+            self.engine.before_step(self.saver.hold)
+        self.times.checkpoint += time.perf_counter() - began
+        self.pulse += 1
+        return path
+
+    def wait_for_checkpoint(self) -> set[str]:
+        """Wait until the checkpoint on its way is complete; all ranks call this together.
+
+        Returns:
+            The names of those that could not be written.
+
+        Raises:
+            RuntimeError: too many could not be written, one after another.
+        """
+        began = time.perf_counter()
+        self.saver.wait()
+        self.times.checkpoint += time.perf_counter() - began
+        self.pulse += 1
+        return self.saver.lost
+
+    def remove_checkpoint(self, path: Path | str) -> None:
+        """Delete a checkpoint; every rank may call this, the main process does it."""
+        self.saver.remove([name_of(path)])
+
+    def take_stream(self) -> Any:
+        """What the training data's loader needs besides the position, once after a resume."""
+        state, self.stream_state = self.stream_state, None
+        return state
 
     # -- the end ----------------------------------------------------------------------------------------------------------------
 

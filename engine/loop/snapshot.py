@@ -1,0 +1,265 @@
+"""What a run puts into a checkpoint, and how it goes on from one."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.checkpoint.files import printable
+from engine.checkpoint.json_tree import pack
+from engine.checkpoint.manifest import FOLDERS
+from engine.checkpoint.resume import (
+    Loaded,
+    Resume,
+    check_optimizers,
+    check_samples,
+    configure,
+    fitting,
+    load_scheduler,
+    opening,
+    rebase,
+)
+from engine.checkpoint.writer import Content, stepped, together
+from engine.config.masked import without_secrets
+from engine.loop.callback_states import load_states, states
+from engine.loop.own_loop_counters import state_of_loop
+from engine.loop.result import TrainState
+from engine.loop.run import Run
+from engine.metrics.recorder import named
+from engine.metrics.torchmetrics_states import load_metric_states, metric_states
+from engine.step.optimizers import counters
+from engine.utils.log import logger
+from engine.utils.seed import restore
+
+
+def content(run: Run, score: Mapping[str, Any] | None = None) -> Content:
+    """Everything that a checkpoint of this moment holds, as this rank has it."""
+    shared, strategy = _shared(run), run.engine.strategy
+    for hook in run.hooks.on_save_checkpoint:
+        hook(run, run.module, shared["user"])
+    shared["callbacks"] = states(run.callbacks)
+    facts = {
+        "counters": {"epoch": run.state.epoch, "step": run.state.step, "batch_idx": run.state.batch_idx},
+        "metrics": dict(run.metrics),
+        "module": f"{type(run.module).__module__}:{type(run.module).__qualname__}",
+        "hparams": without_secrets(_readable(run.module.hparams)),
+        "config": run.config,
+        "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+    }
+    return Content(
+        model=strategy.model_parts(run.module),
+        optim={str(i): strategy.optimizer_parts(o, run.module) for i, o in enumerate(run.optimizers)},
+        shared=shared,
+        own={
+            **run.engine.snapshot.own([_stream(run)]),
+            "recorder": run.recorder.state_dict(),
+            "metrics": metric_states(run.module),
+            "logged": run.recorder.logged_metrics(),
+        },
+        facts=facts if score is None else {**facts, "score": dict(score)},
+        partial=strategy.parts_differ,
+        stepped=stepped(run.optimizers),
+    )
+
+
+def _shared(run: Run) -> dict[str, Any]:
+    """Everything about the run that is the same on all ranks, but for parameters and optimizers."""
+    state, order = run.state, None if run.train_loader is None else run.train_loader.order
+    samples = None if run.train_loader is None else run.train_loader.samples
+    loader = {"epoch": state.epoch + state.epoch_done, "position": 0 if state.epoch_done else state.position, "samples": samples}
+    return {
+        **run.engine.snapshot.shared(run.optimizers, run.schedulers, [loader if order is None else {**loader, "order": order}]),
+        "state": asdict(state),
+        "metrics": dict(run.metrics),
+        "elapsed_s": run.clock(),
+        "val_every": run.val_every.state_dict(),
+        "datamodule": None if run.datamodule is None else run.datamodule.state_dict(),
+        "hparams": _storable(run.module.hparams),
+        "hparams_name": run.module.hparams_name,
+        "postponed": list(run.saver.postponed),
+        "user": {},
+    }
+
+
+def _stream(run: Run) -> Any:
+    """The state of training data that a position says too little of; ``None`` for other data."""
+    if run.train_loader is None:
+        return None
+    if run.state.epoch_done:
+        return run.train_loader.carried()
+    return run.train_loader.state(run.state.position)
+
+
+def resume(run: Run, wanted: str | Path | Resume) -> None:
+    """Go on from a checkpoint: parameters, optimizers, schedulers, counters, data position, random numbers, callbacks.
+
+    Raises:
+        FileNotFoundError: there is none (but for ``"auto"``).
+        DamagedCheckpoint: it cannot be used, or (for a name such as ``"auto"``) none of those that are there.
+        ValueError: it does not fit the module or its optimizers.
+    """
+    how = wanted if isinstance(wanted, Resume) else Resume(wanted)
+    where, what = run.home.source(str(how.path))
+    run.home.named = run.saver.place.root  # from now on
+    try:
+        with opening(run.engine.group, where, what, FOLDERS[:1] if how.weights_only else FOLDERS) as loaded:  # the first is the model's
+            run.saver.kept = {loaded.name, *loaded.passed}
+            if how.weights_only:
+                _load_weights(run, loaded, how.strict)
+            else:
+                _go_on(run, loaded, how)
+    except FileNotFoundError:
+        if str(how.path) != "auto":
+            raise
+
+
+def reseed(run: Run, seed: int, order: str | None) -> None:
+    """Take over another run's data order."""
+    run.engine.seed = seed
+    if run.train_loader is not None:
+        run.train_loader.reseed(seed, order)
+
+
+def load_weights(run: Run, wanted: str | Path | None, strict: bool = True) -> None:
+    """Take only the parameters and buffers of a checkpoint."""
+    if wanted is not None:
+        with opening(run.engine.group, *run.home.source(str(wanted)), ("model",), "checkpoint") as loaded:
+            _load_weights(run, loaded, strict)
+
+
+def _load_weights(run: Run, loaded: Loaded, strict: bool) -> None:
+    report = run.engine.strategy.load_model(run.module, loaded.source, strict and run.module.strict_loading)
+    if report:
+        logger.warning("%s fits in part: %s", loaded.path, report)
+
+
+def _go_on(run: Run, loaded: Loaded, how: Resume) -> None:
+    shared = loaded.shared
+    run.saver.take_over(shared.get("postponed", []), loaded.path)
+    _load_weights(run, loaded, how.strict)
+    if shared["seed"] is not None:
+        reseed(run, shared["seed"], shared["loaders"][0].get("order") if shared["loaders"] else None)
+    run.engine.snapshot.load_shared(loaded)
+    if "state" in shared:
+        _go_on_with_run(run, loaded, shared)
+    else:
+        run.state = _state_of_loop(run, loaded, shared["loaders"])
+    together(run.engine.group, partial(_check_loaded, run, loaded, how))  # hooks have added the parameter groups that the training had added
+    if how.optimizer:
+        _load_optimizers(run, loaded, shared["schedulers"], how)
+    _load_own(run, loaded)
+    run.last_checkpoint = loaded.path
+    if run.engine.is_main_process:
+        logger.info("resumed from %s: epoch %d, step %d", loaded.path, run.state.epoch, run.state.step)
+
+
+def _go_on_with_run(run: Run, loaded: Loaded, shared: Any) -> None:
+    """What a run has saved, and a loop of one's own has not."""
+    loaded.give("the counters", partial(_take_counters, run), shared["state"])
+    # A window that an error cut short is run again as a whole.
+    run.state.batches -= run.state.batch_idx - run.state.whole_batches
+    run.state.batch_idx = run.state.whole_batches
+    run.metrics.update(shared["metrics"])
+    run.elapsed_before = shared["elapsed_s"]
+    loaded.give("val_every", run.val_every.load_state_dict, shared["val_every"])
+    if run.datamodule is not None and shared["datamodule"] is not None:
+        loaded.give(type(run.datamodule).__name__, run.datamodule.load_state_dict, shared["datamodule"])
+    elif shared["datamodule"]:
+        logger.warning("%s has the state of a DataModule, and this run has none: it is lost to this run", loaded.path)
+    loaded.give("the callbacks", lambda states: load_states(run.callbacks, states, loaded.path, loaded.give), shared["callbacks"])
+    for hook in run.hooks.on_load_checkpoint:
+        hook(run, run.module, shared["user"])
+    if shared["user"] and not run.hooks.on_load_checkpoint:
+        names = printable(", ".join(map(str, shared["user"])))
+        logger.warning(
+            "%s has entries of on_save_checkpoint (%s), and nothing here has on_load_checkpoint: they are not read", loaded.path, names
+        )
+
+
+def _take_counters(run: Run, values: Mapping[str, Any]) -> None:
+    run.state = TrainState(**values)
+
+
+def _state_of_loop(run: Run, loaded: Loaded, loaders: list[Any]) -> TrainState:
+    """Where the run stands that goes on from a loop of one's own."""
+    window = run.engine.accumulate_grad_batches = run.window_at(loaders[0]["epoch"] if loaders else 0)
+    assert run.train_loader is not None
+    stride = run.train_loader.stride // window
+    return state_of_loop(loaded.path, loaders, loaded.manifest, run.num_train_batches, run.window_at, stride)
+
+
+def _load_own(run: Run, loaded: Loaded) -> None:
+    """What each rank has of its own. Ranks of another number, or with other parts in the model, share out what the saving ones had gathered;
+    their random numbers are those of a new run."""
+    own = loaded.own(run.engine.snapshot.place_among_ranks())
+    if own is not None:
+        loaded.give("random generators", restore, own["rng"])
+    known = own or loaded.of_rank(0)
+    if known is not None and "recorder" not in known:  # of a loop of one's own
+        rows = []
+    elif own is not None:
+        rows = [own]
+    elif run.engine.data_group.rank == 0:
+        rows = [row for row in loaded.every() if row["place"][-1]]
+    else:
+        rows = []
+    loaded.give("the logged values", run.recorder.load_state_dicts, [row["recorder"] for row in rows])
+    loaded.give("the metrics", partial(load_metric_states, run.module), [row["metrics"] for row in rows])
+    if known is not None:  # a converted checkpoint has none
+        # Under a pipeline only ranks of the last stage have logged metrics; the last rank is one of them.
+        last = loaded.of_rank(loaded.manifest["world_size"] - 1)
+        if last is not None and "logged" in last:
+            logged = [row["logged"] for row in rows] or [named(last["logged"])]
+            loaded.give("the logged metrics", run.recorder.load_logged_metrics, logged)
+        run.stream_state = next(iter(known["streams"]), None)
+
+
+def _check_loaded(run: Run, loaded: Loaded, how: Resume) -> None:
+    """Whether the data, the optimizers and the schedulers are those of the checkpoint."""
+    loaders = loaded.shared["loaders"]
+    if run.train_loader is not None and run.state.position and not run.state.epoch_done and loaders:
+        check_samples(loaded.path, loaders[0].get("samples"), run.train_loader.samples, run.state.position, how.strict)
+    if how.optimizer:
+        check_optimizers(loaded, run.optimizers, [each.scheduler for each in run.schedulers])
+
+
+def _load_optimizers(run: Run, loaded: Loaded, schedules: list[Any], how: Resume) -> None:
+    source = loaded.source
+    given = [[{k: v for k, v in group.items() if k not in {"params", *counters(o)}} for group in o.param_groups] for o in run.optimizers]
+    for index, optimizer in enumerate(run.optimizers):
+        state = source.optim[str(index)]
+        if not how.strict:
+            state = fitting(state, run.engine.strategy.optimizer_parts(optimizer, run.module), run.module, source)
+        take = partial(run.engine.strategy.load_optimizer, optimizer, run.module, source=source)
+        loaded.give(f"optimizer {index} ({type(optimizer).__name__})", take, state)
+        optimizer._opt_called = run.state.step > 0  # else torch warns of a scheduler that steps first, at an epoch's end
+    for index, state in enumerate(schedules):
+        load_scheduler(loaded, index, run.schedulers[index].scheduler, state)
+    if how.hyperparameters == "configured":
+        for optimizer, groups in zip(run.optimizers, given, strict=True):
+            configure(optimizer, groups)
+        for schedule in run.schedulers:
+            rebase(schedule.scheduler)
+
+
+def _storable(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What of hyperparameters a checkpoint can hold; a network or a function among them is given again when the module is made."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        with suppress(TypeError):
+            pack(value)
+            found[name] = value
+    return found
+
+
+def _readable(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What of ``values`` JSON can say; the rest as text."""
+    plain = (str, int, float, bool, type(None))
+    return {str(k): v if isinstance(v, plain) else repr(v)[:200] for k, v in values.items()}
