@@ -286,6 +286,24 @@ def test_what_is_of_another_kind_is_refused(tmp_path: Path, saved: Any, given: A
         fit(tmp_path, max_steps=4, max_epochs=None).run(Other(*given), DATA, resume="last")
 
 
+class Table(Net):
+    """With a buffer of a type."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(3, dtype=dtype))
+
+
+@pytest.mark.parametrize(("saved", "here"), [(torch.int8, torch.float32), (torch.float32, torch.int8), (torch.bool, torch.uint8)])
+def test_integers_are_not_taken_for_real_numbers(tmp_path: Path, saved: torch.dtype, here: torch.dtype) -> None:
+    fit(tmp_path, ModelCheckpoint(), max_epochs=1).run(Table(saved), DATA)
+    message = rf"of another type: table \({saved} there, {here} here\)"
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path, max_epochs=2).run(Table(here), DATA, resume="last")
+    with pytest.raises(ValueError, match=message):
+        Table.load_from_checkpoint(tmp_path, dtype=here)
+
+
 def test_an_epoch_goes_on_with_the_data_that_it_began_with(tmp_path: Path) -> None:
     fit(tmp_path, ModelCheckpoint(), max_steps=6, max_epochs=None).run(Net(), DATA)  # two steps into the second epoch of four
     with pytest.raises(ValueError, match="saved at 2 of the 4 samples or batches of an epoch, and the data now has 5"):
