@@ -253,7 +253,7 @@ def check_optimizers(loaded: Loaded, optimizers: Sequence[Any], schedulers: Sequ
     if len(loaded.source.optim) != len(optimizers) or len(schedules) != len(schedulers):
         raise ValueError(
             f"{loaded.path} has {len(loaded.source.optim)} optimizer(s) and {len(schedules)} scheduler(s), configure_optimizers gave "
-            f"{len(optimizers)} and {len(schedulers)}; Resume(path, optimizer=False) begins them anew"
+            f"{len(optimizers)} and {len(schedulers)}; Resume(path, optimizer=False) starts them again"
         )
     for index, optimizer in enumerate(optimizers):
         check_optimizer(loaded, index, optimizer)

@@ -77,7 +77,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def as_text(value: Any) -> str:
-    """What a manifest says of a hyperparameter that is no plain value."""
+    """The text that stands in a manifest for a hyperparameter that is not a plain value."""
     return repr(value)[:200]
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -36,10 +36,6 @@ def remove(directory: Path) -> None:
 
 def _hold(path: Path, flags: int) -> int | None:
     """A descriptor that locks the file until it is closed, at the latest by the process's end; ``None``: another process has it."""
-    if sys.platform == "win32":
-        return None
-    import fcntl
-
     descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

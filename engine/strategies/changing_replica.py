@@ -110,6 +110,11 @@ class Replica(DistributedDataParallel):
         self._trial = False
         """It does so for one pass only."""
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether a pass may leave its gradients to a later one. The first of a static graph is always reduced: torch asserts it."""
+        return not self.static_graph or self._static_graph_delay_allreduce_enqueued
+
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the wrapper (an average of weights, say) belongs to no job, and stays as it is.
         return {**super().__getstate__(), "_ranks": None, "_composition": _Unwatched(), "_optimizers": [], "_reduced": [], "_idle": False}

@@ -41,7 +41,6 @@ class DDP(Strategy):
     powersgd_rank: int = 1
     powersgd_start: int = 1000
     """PowerSGD: steps that are reduced exactly before compression begins."""
-    _begun: set[int] = field(default_factory=set, init=False, repr=False)
     _optimizers: list[Optimizer] = field(default_factory=list, init=False, repr=False)
     _watches: list[RemovableHandle] = field(default_factory=list, init=False, repr=False)
     _reached: Reached = field(default_factory=Reached, init=False, repr=False)
@@ -109,18 +108,14 @@ class DDP(Strategy):
     def release(self) -> None:
         for watch in self._watches:
             watch.remove()
-        for known in (self._watches, self._optimizers, self._begun):
+        for known in (self._watches, self._optimizers):
             known.clear()
         self._reached.forget()
 
     def sync(self, models: Sequence[nn.Module], enabled: bool) -> None:
         for model in models:
-            if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync != enabled:
-                if self.static_graph and not enabled and id(model) not in self._begun:
-                    continue  # an assert in torch: the first window of a static graph must be reduced at every micro-batch
+            if isinstance(model, Replica) and model.require_backward_grad_sync != enabled and (enabled or model.may_wait):
                 model.require_backward_grad_sync = enabled
-            if enabled:
-                self._begun.add(id(model))
 
     def expect(self, models: Sequence[nn.Module], root: Tensor) -> None:
         for model in models:

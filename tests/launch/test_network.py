@@ -7,10 +7,10 @@ import contextlib
 import os
 import pickle
 import re
+import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -98,20 +98,20 @@ def attack(port: int, run_ids: set[str], evil: bytes, wait_s: float) -> bool:
     has taken them."""
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
         connection.sendall(evil)
-    taken = threading.Event()
-
-    def write() -> None:
-        with contextlib.suppress(RuntimeError, ValueError):  # gloo's: what comes there is ended with the job
+    child = os.fork()  # torch's client waits without a limit for an answer, which only a store gives: then this process is killed
+    if child == 0:
+        with contextlib.suppress(BaseException):  # gloo's: what comes there is ended with the job
             store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
             for run_id in run_ids:
                 for value in (evil, base64.b64encode(evil)):
                     store.set(f"torch.rendezvous.{run_id}", value)
-            taken.set()
-
-    client = threading.Thread(target=write, daemon=True)  # torch's client waits without a limit for the answer of what is no store
-    client.start()
-    client.join(wait_s)
-    return taken.is_set()
+            os._exit(0)
+        os._exit(1)
+    deadline = time.monotonic() + wait_s
+    while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize("options", [(), ("--rdzv", "port")], ids=["any port", "a port"])

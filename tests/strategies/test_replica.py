@@ -243,6 +243,9 @@ def rank_settings() -> Any:
                 found[f"{name} {window}"] = apart(ours(change, window, strategy=strategy), bare(change, window))
                 more = {"begin": freeze_all_but_head}
                 found[f"{name} {window} unfrozen"] = apart(ours(unfreeze, window, strategy=strategy, **more), bare(unfreeze, window, **more))
+    # One strategy for many models, of which one may get the address of one that is gone.
+    strategy = DDP(static_graph=True)
+    found["static 4, many models"] = max(apart(ours(window=4, strategy=strategy), bare(window=4)) for _ in range(20))
     # Compressed, so not equal, but of the right size: PowerSGD's matrices are those of buckets that are gone.
     found["powersgd"] = apart(ours(freeze, strategy=DDP(comm_hook="powersgd", powersgd_start=2)), bare(freeze)) / 100
     return found

@@ -37,7 +37,7 @@ class Campaign:
         place: a directory for the jobs' files.
         tree: the tree whose library trains.
         seed: another one draws other kills.
-        report: is told what happens, a line each.
+        report: called with a line for each thing that happens.
     """
 
     def __init__(self, setups: Sequence[Setup], place: Path, tree: Path, seed: int, report: Callable[[str], None]) -> None:

@@ -98,7 +98,7 @@ def live(setup: Setup, references: References, place: Path, seed: str, most: int
 
     Args:
         place: a new directory; it stays when something is found.
-        report: is told of each kill.
+        report: called with a line for each kill.
     """
     reference = references.of(setup)
     life, plans = Life(), Plans(setup, seed, reference)

@@ -41,7 +41,7 @@ class Start:
     Args:
         plan: whom to kill in the first attempt, in the one that the launcher starts after it, and so on.
         typical: seconds to the first step.
-        report: is told of each kill.
+        report: called with a line for each kill.
     """
 
     def __init__(
