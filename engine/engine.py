@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import builtins
-import gc
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +18,10 @@ from engine import strategies
 from engine.checkpoint.export import export_tensors
 from engine.config.settings import check
 from engine.data.prepared_loader import PreparedLoader
-from engine.distributed import collectives, failures, relaunch
-from engine.distributed.environment import Environment, detect
-from engine.distributed.group import Group, join
-from engine.distributed.per_process import before_others, only, part
+from engine.distributed import collectives
+from engine.distributed.environment import Environment
+from engine.distributed.group import Group, join_here, own_environment
+from engine.distributed.per_process import F, Trigger, before_others, only, part
 from engine.metrics.recorder import Recorder
 from engine.prepared.registry import Registry
 from engine.prepared.snapshot import Snapshot
@@ -31,18 +29,14 @@ from engine.step import gradients
 from engine.step.gradients import Loss
 from engine.step.passes import Passes
 from engine.step.precision import Precision
-from engine.step.share import ALONE, Share
-from engine.step.stepper import OwnedStepper, Stepper, Then
+from engine.step.stepper import Optimizers, Then
 from engine.step.window import Window
 from engine.step.wrappers import PreparedOptimizer, PreparedScheduler, raw
 from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8
 from engine.transforms.order import Transforms
-from engine.utils import accelerator as accelerators
 from engine.utils.parameters import parameters_of
 from engine.utils.tree import batch_size, map_tensors
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Engine:
@@ -103,39 +97,31 @@ class Engine:
         if on_nonfinite not in (None, "raise", "skip"):
             raise ValueError(f"on_nonfinite={on_nonfinite!r} is unknown; possible: 'raise', 'skip', None")
         self.precision = Precision.parse(precision)
-        if group is None:
-            started = relaunch.current()  # by an earlier Fit in this process, rank 0
-            environment = environment or (started.environment if started else detect(os.environ))
-            failures.attach(environment)
-            chosen = strategies.get(strategy, environment.world_size)
-            kind = accelerators.device_type(accelerator)
-            device = accelerators.device(kind, environment.local_rank, own=environment.binds_devices)
-            group = join(environment, device, timeout=timeout, store=started.store if started else None, debug=debug)
-        else:
-            chosen = strategies.get(strategy, group.world_size)
-        self.group, self.strategy = group, chosen
+        where = group or own_environment(environment)
+        self.strategy = strategies.get(strategy, where.world_size)
+        self.group = where if isinstance(where, Group) else join_here(where, accelerator, timeout=timeout, debug=debug)
         self.strategy.precision = self.precision
-        self.strategy.connect(group)
+        self.strategy.connect(self.group)
         transforms = Transforms(check("activation_checkpointing", activation_checkpointing), check("compile", compile))
-        transforms.check(self.strategy.compiles_whole, type(self.strategy).__name__)
-        self.strategy.transform = transforms.apply
+        self.strategy.transform_by(transforms)
         self.data_group = self.strategy.data_group
         self.window = Window()
         self.accumulate_grad_batches = accumulate_grad_batches
         self.strategy.window = self.window
         self.scaler = self.strategy.scaler()
-        self._stepper = (OwnedStepper if self.strategy.owns_step else Stepper)(self.window, self.strategy, self.scaler, on_nonfinite)
+        self._stepper = self.strategy.stepper(self.scaler, on_nonfinite)
         self._passes = Passes(self.window, self.strategy, self.scaler)
-        data_seed = collectives.gather_json(group, torch.initial_seed() if seed is None else seed)[0]
-        self._prepared = Registry(self.strategy, self.precision, self._stepper, data_seed, check("sync_batchnorm", sync_batchnorm))
-        self._models = self._prepared.models
+        data_seed = collectives.gather_json(self.group, torch.initial_seed() if seed is None else seed)[0]
+        check("sync_batchnorm", sync_batchnorm)
+        self._prepared = Registry(self.strategy, self.precision, self._stepper, data_seed, sync_batchnorm)
+        self.models: Sequence[nn.Module] = self._prepared.models
+        """Every model that was prepared, as :meth:`prepare` gave it back."""
         self._stepper.describe = self._prepared.where_nonfinite
         self.snapshot = Snapshot(self._prepared, self.scaler)
         """What checkpoints hold of all this, those of :class:`engine.Fit` too."""
-        self.window.agree = partial(collectives.largest, group)
-        self.window.traces = lambda optimizers: self.strategy.traces(optimizers, self._models)
-        self._unfed = 0
-        self._trigger = False
+        self.window.agree = partial(collectives.largest, self.group)
+        self.window.traces = lambda optimizers: self.strategy.traces(optimizers, self.models)
+        self._trigger = Trigger(self.group)
 
     @property
     def seed(self) -> int:
@@ -209,13 +195,7 @@ class Engine:
         Raises:
             ValueError: ``num_batches`` is negative.
         """
-        prepared = loader if isinstance(loader, PreparedLoader) else self._prepared.loader(loader)
-        return prepared.skipping(num_batches)
-
-    @property
-    def models(self) -> list[nn.Module]:
-        """Every model that was prepared, as :meth:`prepare` gave it back."""
-        return self._models
+        return self._prepared.loader(loader).skipping(num_batches)
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The module that the user gave to :meth:`prepare`."""
@@ -231,10 +211,7 @@ class Engine:
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget everything that was prepared and return cached device memory; as many ``None`` as objects, to assign to their names."""
-        self.release()
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._prepared.free()
         return [None] * len(objects)
 
     def release(self) -> None:
@@ -262,30 +239,16 @@ class Engine:
         try:
             yield
         finally:
-            window = self.window
-            window.accumulating = False
-            window.hold({id(p) for model in models for p in model.parameters()} if models and window.only is None else None)
-            if window.share.alone < 0:
-                window.share = ALONE
+            self.window.exit(models)
 
     def enter_window(self, models: Sequence[nn.Module] = ()) -> None:
         """What :meth:`accumulate` does on entering; for loops that accumulate throughout."""
-        window = self.window
-        if window.share is ALONE or window.share.alone < 0:
-            self._unfed += 1
-            window.share = Share(1, float(window.size), -1.0, last=self._unfed % window.size == 0)
-        window.enter()
-        self.strategy.sync(models or self._models, window.share.last)
+        self.window.enter()
+        self.strategy.sync(models or self.models, self.window.share.last)
 
-    @contextmanager
-    def no_sync(self, *models: nn.Module) -> Iterator[None]:
+    def no_sync(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Forward and backward passes whose gradients are not reduced over the ranks."""
-        chosen = models or tuple(self._models)
-        self.strategy.sync(chosen, False)
-        try:
-            yield
-        finally:
-            self.strategy.sync(chosen, True)
+        return self.strategy.no_sync(models or self.models)
 
     def autocast(self) -> Any:
         """The context of a forward pass in this precision (for code outside a prepared model's ``forward``)."""
@@ -351,7 +314,7 @@ class Engine:
         window = self.window
         window.drop(self.data_group.world_size, self.scaler is not None)
         if self.group.world_size > 1:
-            self.strategy.backward_nothing(self._models, self.sync_gradients)
+            self.strategy.backward_nothing(self.models, self.sync_gradients)
 
     def window_has_loss(self) -> bool:
         """Whether some rank had a loss in the window that ends here. For ranks that had none (``window.fed``): others need not ask."""
@@ -359,15 +322,12 @@ class Engine:
 
     def discard_window(self) -> None:
         """End the window without a step: forget its gradients and its losses' weights, on all ranks. For loops that are left in its middle."""
-        for optimizer in self._stepper.known:
-            optimizer.zero_grad()
-        self.strategy.discard(self._models)
-        self.window.discard()
+        self._prepared.discard()
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Make the gradients readable before ``optimizer.step()``: divided by the loss scale and the window's weight."""
-        chosen = self._stepper.known if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        self._stepper.prepare([raw(o) for o in chosen])
+        chosen = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        self._stepper.prepare(self._stepper.known if optimizer is None else [raw(o) for o in chosen])
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Scale the gradients down to a global norm of at most ``max_norm``; the norm before, shape ``()``; ``None`` inside a window.
@@ -382,7 +342,7 @@ class Engine:
             self._stepper.clip_values(gradients.listed(parameters), clip_value)
 
     def finish_gradients(
-        self, optimizers: Sequence[Any], *, max_norm: float | None = None, max_value: float | None = None, inside: bool = False
+        self, optimizers: Optimizers, *, max_norm: float | None = None, max_value: float | None = None, inside: bool = False
     ) -> None:
         """Everything of :meth:`step` before the optimizers' own, once for all of them: later each may step alone, or none.
 
@@ -399,7 +359,7 @@ class Engine:
         self.strategy.average_gradients(parameters_of([raw(optimizer)]))
 
     def step(
-        self, optimizers: Sequence[Any], *, max_norm: float | None = None, max_value: float | None = None, then: Then | None = None
+        self, optimizers: Optimizers, *, max_norm: float | None = None, max_value: float | None = None, then: Then | None = None
     ) -> None:
         """Finish the window: divide, clip, check and apply the gradients of all ``optimizers`` as one, in as few passes as possible.
 
@@ -586,8 +546,7 @@ class Engine:
         Raises:
             ValueError: for another reduction.
         """
-        reduced = collectives.all_reduce(self.group, tree, reduction)
-        return reduced if scale == 1.0 else map_tensors(lambda t: t * scale, reduced)
+        return collectives.all_reduce(self.group, tree, reduction, scale)
 
     def broadcast(self, tree: Any, from_process: int = 0) -> Any:
         """One process's tensors, on every process."""
@@ -612,19 +571,17 @@ class Engine:
 
     def set_trigger(self) -> None:
         """Raise a flag that :meth:`check_trigger` shows to every process."""
-        self._trigger = True
+        self._trigger.set()
 
     def check_trigger(self) -> bool:
         """Whether any process has raised the flag since the last check; it is lowered again. All processes call this together."""
-        raised = bool(collectives.all_reduce(self.group, torch.tensor(self._trigger, dtype=torch.int32), "max"))
-        self._trigger = self._trigger and not raised
-        return raised
+        return self._trigger.check()
 
     # -- for loops that log, or save beside the training ----------------------------------------------------------------------------------
 
     def recorder(self, *, on_step: bool, on_epoch: bool, suffix: str = "") -> Recorder:
         """What collects logged values of this engine's ranks."""
-        return Recorder(self.group, on_step=on_step, on_epoch=on_epoch, suffix=suffix, data_group=self.data_group, speaks=self.strategy.speaks)
+        return Recorder(self.group, self.data_group, self.strategy.speaks, on_step, on_epoch, suffix)
 
     def before_step(self, function: Callable[[], None]) -> None:
         """Call ``function`` once, before the next optimizer step."""

@@ -25,8 +25,8 @@ _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceO
 _Spec = tuple[torch.dtype, tuple[int, ...]]
 
 
-def all_reduce(group: Group, tree: Any, op: str = "sum") -> Any:
-    """``tree`` with each tensor replaced by its sum, mean, min or max over all ranks, elementwise; shapes are kept.
+def all_reduce(group: Group, tree: Any, op: str = "sum", scale: float = 1.0) -> Any:
+    """``tree`` with each tensor replaced by its sum, mean, min or max over all ranks, elementwise, times ``scale``; shapes are kept.
 
     Dtypes are kept, but for these (on one process too): the ``"mean"`` of integers and booleans is float32, the ``"sum"`` of booleans
     is int64. Sums of float16 and bfloat16 are made in float32. Tensors of one dtype and device share one collective.
@@ -36,6 +36,8 @@ def all_reduce(group: Group, tree: Any, op: str = "sum") -> Any:
     """
     if op not in _OPS:
         raise ValueError(f"unknown reduction {op!r}{nearest(op, _OPS)}. Possible: {', '.join(_OPS)}")
+    if scale != 1.0:
+        return map_tensors(lambda tensor: tensor * scale, all_reduce(group, tree, op))
     tensors = _leaves(tree)
     if group.cpu is None:
         if all(_result_dtype(tensor.dtype, op) == tensor.dtype for tensor in tensors):

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from engine.distributed import failures, relaunch, stores
-from engine.distributed.environment import Environment
+from engine.distributed.environment import Environment, detect
 from engine.distributed.meeting import meet
+from engine.utils import accelerator as accelerators
 from engine.utils.log import logger
 
 LEAVE_S = 5.0
@@ -193,6 +194,28 @@ def join(
     )
     _shared = _adopt(timeout, prefixed, debug or dist.get_debug_level() == dist.DebugLevel.DETAIL)
     return Group(environment, device, _shared)
+
+
+def own_environment(given: Environment | None = None) -> Environment:
+    """Where this process stands: as it was given, as an earlier ``Fit`` of this process has arranged it, or as the launcher's variables say.
+
+    From here on an error that ends this process is recorded for the launcher.
+    """
+    started = relaunch.current()
+    found = given or (started.environment if started else detect(os.environ))
+    failures.attach(found)
+    return found
+
+
+def join_here(environment: Environment, accelerator: str, *, timeout: timedelta, debug: bool) -> Group:
+    """:func:`join` on this process's own device, with the processes that an earlier ``Fit`` has started, if it has.
+
+    Raises:
+        ValueError, RuntimeError: the accelerator is unknown or not there; or as :func:`join`.
+    """
+    kind, started = accelerators.device_type(accelerator), relaunch.current()
+    device = accelerators.device(kind, environment.local_rank, own=environment.binds_devices)
+    return join(environment, device, timeout=timeout, store=started.store if started else None, debug=debug)
 
 
 def _check_existing(environment: Environment) -> None:

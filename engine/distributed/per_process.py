@@ -10,9 +10,27 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from engine.distributed.collectives import all_reduce
 from engine.distributed.group import Group
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Trigger:
+    """A flag that any process raises and all processes see."""
+
+    def __init__(self, group: Group) -> None:
+        self._group, self._raised = group, False
+
+    def set(self) -> None:
+        """Raise it here."""
+        self._raised = True
+
+    def check(self) -> bool:
+        """Whether it is raised anywhere; it is lowered again. All processes call this together."""
+        anywhere = bool(all_reduce(self._group, torch.tensor(self._raised, dtype=torch.int32), "max"))
+        self._raised = self._raised and not anywhere
+        return anywhere
 
 
 def only(function: F, here: Callable[[], bool]) -> F:

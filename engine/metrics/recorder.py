@@ -25,7 +25,13 @@ class Recorder:
     """What ``self.log`` writes to: one for training, one for each loader of an evaluation."""
 
     def __init__(
-        self, group: Group, *, on_step: bool, on_epoch: bool, suffix: str = "", data_group: Group | None = None, speaks: bool = True
+        self,
+        group: Group,
+        data_group: Group | None = None,
+        speaks: bool = True,
+        on_step: bool = False,
+        on_epoch: bool = True,
+        suffix: str = "",
     ) -> None:
         self.group, self.suffix, self.speaks = group, suffix, speaks
         """Values are reduced over all of ``group``; those of a rank that does not speak are left out: another one saw the same data."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -100,6 +102,8 @@ class Registry:
 
     def loader(self, loader: Any, place: bool = True) -> PreparedLoader:
         """As :meth:`engine.Engine.prepare_data_loader`."""
+        if isinstance(loader, PreparedLoader):
+            return loader
         dtype = self.precision.parameters
         self.loaders.append(PreparedLoader(loader, group=self.data_group, window=self.window, seed=self.seed, dtype=dtype, place=place))
         return self.loaders[-1]
@@ -122,6 +126,20 @@ class Registry:
         self.stepper.leave()
         for known in (self.models, self.schedulers, self.loaders):
             known.clear()
+
+    def free(self) -> None:
+        """Forget everything, and return cached device memory."""
+        self.release()
+        gc.collect()
+        if self.group.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def discard(self) -> None:
+        """As :meth:`engine.Engine.discard_window`."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.strategy.discard(self.models)
+        self.window.discard()
 
     def where_nonfinite(self) -> str:
         """The names of parameters whose gradients are not finite, as the end of a message. Waits for the device."""

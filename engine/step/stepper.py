@@ -16,6 +16,8 @@ from engine.step.precision import Scaler
 from engine.step.window import Window
 from engine.utils.parameters import parameters_of
 
+Optimizers = Sequence[Any]
+"""Prepared ones or plain ones."""
 Then = Callable[[bool], None]
 
 

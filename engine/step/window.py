@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine.distributed.group import Group
 from engine.step.gradient_status import SCALAR, WEIGHTED, Gathered
 from engine.step.gradients import Loss, nonzero, scalar, traces
 from engine.step.share import ALONE, Share
+from engine.utils.parameters import parameters_of
 from engine.utils.tree import whole
 
 Agree = Callable[[Sequence[float]], list[float]]
@@ -33,6 +34,7 @@ class Window:
         "_rare",
         "_released",
         "_seeds",
+        "_unfed",
         "_unit",
         "_watched",
         "accumulating",
@@ -87,6 +89,7 @@ class Window:
         self._unit: Tensor | float | None = None
         self._exact: Tensor | float | None = None
         self._met = False
+        self._unfed = 0
         self._seeds: dict[tuple[float, torch.device, torch.dtype], Tensor] = {}
 
     # -- whose gradients --------------------------------------------------------------------------------------------------------
@@ -135,20 +138,27 @@ class Window:
         return self.only is not None or self.groups.index(group) in self.reached(self._entered)
 
     def enter(self) -> None:
-        """A micro-batch of an accumulating loop begins."""
+        """A micro-batch of an accumulating loop begins; without a prepared loader, every :attr:`size`-th closes a window."""
+        if self.share is ALONE or self.share.alone < 0:
+            self._unfed += 1
+            self.share = Share(1, float(self.size), -1.0, last=self._unfed % self.size == 0)
         self.accumulating, self.complete = True, False
         if self.only is None and self.share.last:
             self._entered = [self.traces(group.optimizers) for group in self.groups]
 
-    def hold(self, parameters: set[int] | None) -> None:
-        """An ``accumulate`` block ends. ``parameters``: ids of those that it was about; ``None``: all."""
+    def exit(self, models: Sequence[nn.Module]) -> None:
+        """An ``accumulate`` block about these models ends; without any, about all."""
+        self.accumulating = False
         self.held = held = not self.share.last
-        if self.only is not None and parameters is None:
+        if self.only is not None:
             self.only.held = held
-            return
-        for group in self.groups:
-            if parameters is None or any(id(p) in parameters for o in group.optimizers for g in o.param_groups for p in g["params"]):
-                group.held = held
+        else:
+            own = {id(p) for model in models for p in model.parameters()}
+            for group in self.groups:
+                if not models or any(id(p) in own for p in parameters_of(group.optimizers)):
+                    group.held = held
+        if self.share.alone < 0:
+            self.share = ALONE
 
     # -- backward ---------------------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,12 @@ from engine.distributed.collectives import all_reduce
 from engine.distributed.group import Group
 from engine.step.gradients import joins, traces
 from engine.step.precision import Precision, Scaler
+from engine.step.stepper import OwnedStepper, Stepper
 from engine.step.window import Window
 from engine.strategies import deferred_init
 from engine.strategies.tensor_class_states import flat, whole_again
 from engine.transforms.blocks import user_module
+from engine.transforms.order import Transforms
 
 
 @dataclass(kw_only=True)
@@ -51,7 +53,7 @@ class Strategy:
     precision: Precision = field(default=Precision.parse("32-true"), init=False, repr=False)
     """Set by the engine before ``connect``."""
     transform: Callable[[nn.Module], None] = field(default=lambda model: None, init=False, repr=False)
-    """Recomputation and compilation, set by the engine: to be called once for each model, between cutting its modules and sharding it."""
+    """Recomputation and compilation, of :meth:`transform_by`: called once for each model, between cutting its modules and sharding it."""
     compiles_whole: str | None = field(default=None, init=False, repr=False)
     """Why a whole model cannot be compiled under this strategy, its blocks only; ``None``: it can."""
     window: Window = field(default_factory=Window, init=False, repr=False)
@@ -79,6 +81,15 @@ class Strategy:
         self.group = self.data_group = group
         self.random_stream = group.rank
 
+    def transform_by(self, transforms: Transforms) -> None:
+        """Called once, after ``connect``.
+
+        Raises:
+            ValueError: the whole model is to be compiled, which this strategy does not allow.
+        """
+        transforms.check(self.compiles_whole, type(self).__name__)
+        self.transform = transforms.apply
+
     def configure(self, settings: Settings, origins: Mapping[str, str]) -> Settings:
         """The settings of a run that begins: as they are, or with what the strategy's own configuration says where nobody else did.
 
@@ -97,6 +108,10 @@ class Strategy:
     def scaler(self) -> Any:
         """What scales losses under fp16; ``None`` under other precisions."""
         return Scaler(self.group.device) if self.precision.scaled else None
+
+    def stepper(self, scaler: Any, on_nonfinite: str | None) -> Stepper:
+        """What finishes windows and steps optimizers."""
+        return (OwnedStepper if self.owns_step else Stepper)(self.window, self, scaler, on_nonfinite)
 
     def own_optimizers(self, model: nn.Module) -> Any:
         """What the strategy's own configuration names for ``model`` (as ``setup`` returned it), in a form of ``configure_optimizers``."""
@@ -126,6 +141,15 @@ class Strategy:
 
     def sync(self, models: Sequence[nn.Module], enabled: bool) -> None:
         """Whether the coming forward and backward passes reduce gradients over the ranks (only a window's last one needs to)."""
+
+    @contextmanager
+    def no_sync(self, models: Sequence[nn.Module]) -> Iterator[None]:
+        """Forward and backward passes that reduce no gradients."""
+        self.sync(models, False)
+        try:
+            yield
+        finally:
+            self.sync(models, True)
 
     def expect(self, models: Sequence[nn.Module], root: Tensor) -> None:
         """The coming backward pass starts at ``root``, which no forward pass has returned."""
