@@ -22,7 +22,7 @@ from engine.checkpoint.reader import Source
 from engine.checkpoint.snapshot import own_form, shared_form
 from engine.checkpoint.storage import Place, split
 from engine.checkpoint.tensors import Stored
-from engine.checkpoint.writer import together
+from engine.distributed.all_or_none import together
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
 from engine.utils.errors import nearest

@@ -22,8 +22,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
+from engine.checkpoint.remote_storage import reach
 from engine.checkpoint.run_json import ENDED, FAILED, LONGEST, RUN, RUNNING, Mark, continued, in_use, packed, parsed, read, runs_here, who
-from engine.checkpoint.storage import Place, place, reach
+from engine.checkpoint.storage import Place, place
 from engine.utils.errors import FolderInUse
 from engine.utils.log import logger
 

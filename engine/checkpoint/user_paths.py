@@ -10,8 +10,9 @@ from pathlib import Path
 from engine.checkpoint.directory import Opened
 from engine.checkpoint.files import DamagedCheckpoint, inside
 from engine.checkpoint.manifest import FOLDERS, MANIFEST
+from engine.checkpoint.remote_storage import Remote, reach
 from engine.checkpoint.run_locks import runs
-from engine.checkpoint.storage import Place, Remote, place, reach, split
+from engine.checkpoint.storage import Place, place, split
 
 
 def folder(path: str | Path) -> Place | None:

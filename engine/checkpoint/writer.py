@@ -19,15 +19,16 @@ from engine.checkpoint import write_shares
 from engine.checkpoint.directory import RANK, SHARED, write_tree
 from engine.checkpoint.files import DamagedCheckpoint, Record, in_parallel, is_entry
 from engine.checkpoint.host_copies import Staging
-from engine.checkpoint.json_tree import pack, same_memory
+from engine.checkpoint.json_tree import pack
 from engine.checkpoint.manifest import packed_facts
+from engine.checkpoint.model_state import _merged, split
 from engine.checkpoint.storage import place, same
 from engine.checkpoint.storage import split as place_of
-from engine.checkpoint.tensors import storable, write_tensors
+from engine.checkpoint.tensors import write_tensors
 from engine.checkpoint.write_shares import Part
+from engine.distributed.all_or_none import together
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
-from engine.utils.errors import RankError
 from engine.utils.log import logger
 from engine.utils.parameters import parameters_of
 
@@ -339,61 +340,8 @@ def stepped(optimizers: Sequence[Any]) -> set[int]:
     return {id(p) for p in parameters_of(optimizers) if p.requires_grad}
 
 
-def split(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
-    """The tensors of a model's state, each once, and a JSON value: which names share one, and what is no tensor.
-
-    Raises:
-        TypeError: something that cannot be stored.
-    """
-    tensors: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    extra: dict[str, Any] = {}
-    first: dict[Any, str] = {}
-    for name, value in model.items():
-        if not isinstance(value, Tensor):
-            extra[name] = value
-            continue
-        if not storable(value):
-            raise TypeError(
-                f"the model's {name!r} ({value.dtype} on {value.device}) cannot be stored: convert it to a dense tensor of a type that "
-                "safetensors has"
-            )
-        known = first.setdefault(same_memory(value), name)
-        if known == name:
-            tensors[name] = value
-        else:
-            aliases[name] = known
-    packed, found = pack(extra)
-    if found:
-        raise TypeError(f"get_extra_state gave tensors ({sorted(found)[:3]}): register them as buffers")
-    return tensors, {"aliases": aliases, "extra": packed}
-
-
-def together(group: Group, work: Callable[[], Any]) -> list[Any]:
-    """Do a part of a job that may fail on some rank; if it did on one, raise on all. What it gave (JSON) on each rank."""
-    mine: Exception | None = None
-    row: dict[str, Any] = {}
-    try:
-        row = {"value": work()}
-    except Exception as error:
-        mine, row = error, {"error": f"{type(error).__name__}: {error}"}
-    rows = gather_json(group, row)
-    if mine is not None:
-        raise mine
-    for rank, other in enumerate(rows):
-        if "error" in other:
-            raise RankError(f"rank {rank} failed with {other['error']}")
-    return [other["value"] for other in rows]
-
-
 def _tensors(folder: Path, name: str, parts: Mapping[str, Part]) -> dict[str, Record]:
     tensors = {key: part.tensor for key, part in parts.items()}
     return {name: write_tensors(folder / name, tensors, {key: part.offsets for key, part in parts.items()})}
 
 
-def _merged(rows: list[Any]) -> Any:
-    """One JSON tree out of those of ranks that hold different names; where they hold the same, rank 0's."""
-    if not all(isinstance(row, dict) for row in rows):
-        return rows[0]
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: _merged([row[name] for row in rows if name in row]) for name in names}

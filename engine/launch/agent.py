@@ -8,13 +8,12 @@ machine that is lost costs no restart; and no rank outlives its agent.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,9 @@ from engine.launch import child, rank, rendezvous
 from engine.launch.job import Job, LaunchError
 from engine.launch.output import Direct, Output
 from engine.launch.rank import Rank
+from engine.launch.signals import HANDLED, handle_signals, signals
+from engine.launch.torch_log import torch_log
 
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that reach the ranks through the agent."""
 SETTLE_S = 0.5
 """After a death: time for ranks that die of the same cause to leave their tracebacks, so that the first can be told (s)."""
 FAIL_S = 4.0
@@ -347,47 +346,3 @@ class Agent(LocalElasticAgent):
         return f"{told}\n\nThe rank that this one lost was on another machine, which cannot be reached." if only_saw else told
 
 
-@contextlib.contextmanager
-def signals() -> Iterator[None]:
-    """Signals are :class:`SignalException` inside, and what they were before afterwards."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (*HANDLED, signal.SIGQUIT)}
-    # nohup ignores SIGHUP. Ctrl-C is ignored for every job in the background of a script, but whoever sends it there means it.
-    handle_signals([number for number in HANDLED if number != signal.SIGHUP or before[number] != signal.SIG_IGN])
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def handle_signals(numbers: Sequence[signal.Signals]) -> None:
-    """From now on these raise :class:`SignalException`; the others of those that torch's agent handles do what they do anywhere."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-
-    def handle(number: int, frame: object) -> None:
-        raise SignalException(f"process {os.getpid()} got signal {number}", signal.Signals(number))
-
-    for number in HANDLED:
-        signal.signal(number, handle if number in numbers else signal.SIG_IGN)
-    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-
-
-@contextlib.contextmanager
-def torch_log(path: Path) -> Iterator[None]:
-    """What torch's agent logs goes to a file: the terminal is for the ranks and for what we say."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    handler = logging.FileHandler(path, delay=True)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    before = logger.propagate
-    logger.addHandler(handler)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.propagate = before
-        logger.removeHandler(handler)
-        handler.close()

@@ -20,6 +20,8 @@ from engine.distributed.environment import detect
 from engine.launch import agent, child, rendezvous
 from engine.launch.job import Job, check_devices, cores
 from engine.launch.output import Direct
+from engine.launch.signals import signals
+from engine.launch.torch_log import torch_log
 from engine.utils.errors import RankError
 
 T = TypeVar("T")
@@ -129,7 +131,7 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], count: int, start_method
         )
     job = Job(command=(), nproc=count, grace_s=30.0, variables={"CUDA_VISIBLE_DEVICES": ""} if cpu else {})
     errors = scratch.make("fit-launch-")
-    with agent.signals(), agent.torch_log(errors / "agent.log"):
+    with signals(), torch_log(errors / "agent.log"):
         meeting = rendezvous.handler(job, Direct().say)
         started = agent.make_agent(job, meeting, Direct(), errors, _enter, (_Call(fn, args, os.getpid(), threads),), start_method)
         try:

@@ -72,6 +72,26 @@ class Run:
     """What becomes of each micro-batch and each window, an :class:`engine.loop.automatic_step.Automatic`; in trainings only."""
     backward: Callable[..., Any]
     """What runs a backward pass from a loss: the engine, or what the module has overridden ``backward`` with."""
+    best_checkpoint: Path | str | None = None
+    last_checkpoint: Path | str | None = None
+    train_loader: PreparedLoader | None = None
+    datamodule: DataModule | None = None
+    num_train_batches: int | None = None
+    """Micro-batches of this rank in an epoch; ``None`` when the loader has no length."""
+    exception: BaseException | None = None
+    interrupted = False
+    """Ctrl-C has reached this rank."""
+    terminated = False
+    """SIGTERM has reached some rank."""
+    preempted = False
+    """The ranks have agreed to end early, by Ctrl-C or SIGTERM."""
+    stop_reason = ""
+    stop_wish: str | None = None
+    """Why this rank wants to stop; the ranks agree on it."""
+    stop_level = 0
+    """How urgent that is, as of :mod:`engine.distributed.agreement`."""
+    elapsed_before = 0.0
+    _logged_step = -1
 
     def __init__(
         self,
@@ -100,19 +120,12 @@ class Run:
         self.schedulers: list[Schedule] = []
         self._step_schedules: list[Schedule] = []
         self.saver = Saver(engine.group, settings.root_dir / "checkpoints")
-        self.best_checkpoint: Path | str | None = None
-        self.last_checkpoint: Path | str | None = None
-        self.train_loader: PreparedLoader | None = None
-        self.datamodule: DataModule | None = None
-        self.num_train_batches: int | None = None
-        """Micro-batches of this rank in an epoch; ``None`` when the loader has no length."""
         self.val_loaders: list[PreparedLoader] = []
         self.loaders: list[PreparedLoader] = []
         """All that this run has prepared."""
         self.num_eval_batches: list[int | None] = []
         self.max_steps: int | None = settings.max_steps
         self.max_epochs: int | None = settings.max_epochs
-        self.exception: BaseException | None = None
         self.times = Times()
         intervals = settings.val_every, settings.log_every_n_steps or None, settings.gc_every_n_steps or None
         self.val_every, self._log_every, self.gc_every = map(Every, intervals)
@@ -123,23 +136,12 @@ class Run:
         self.window_at: Callable[[int], int] = settings.accumulate_at
         """Micro-batches in a window, by epoch."""
         self.garbage = Collector()
-        self.interrupted = self.terminated = False
-        """Ctrl-C has reached this rank; SIGTERM has reached some rank."""
-        self.preempted = False
-        """The ranks have agreed to end early, by Ctrl-C or SIGTERM."""
         self.call: Callable[..., Any] = module.training_step
         """What runs ``training_step``: the module itself, or the strategy's wrapper around it."""
         self.backward = engine.backward
         self.method: Callable[[str], Callable[..., Any]] = partial(getattr, module)
         """What runs a step of that name in evaluation."""
-        self.stop_reason = ""
-        self.stop_wish: str | None = None
-        """Why this rank wants to stop; the ranks agree on it."""
-        self.stop_level = 0
-        """How urgent that is, as of :mod:`engine.distributed.agreement`."""
         self._started = time.monotonic()
-        self.elapsed_before = 0.0
-        self._logged_step = -1
         self._logs_itself = not hooks.on_log
 
     def config_as_yaml(self) -> str:

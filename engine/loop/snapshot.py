@@ -26,8 +26,9 @@ from engine.checkpoint.resume import (
     opening,
     rebase,
 )
-from engine.checkpoint.writer import Content, stepped, together
+from engine.checkpoint.writer import Content, stepped
 from engine.config.masked import without_secrets
+from engine.distributed.all_or_none import together
 from engine.loop.callback_states import load_states, states
 from engine.loop.own_loop_counters import state_of_loop
 from engine.loop.result import TrainState

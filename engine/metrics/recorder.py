@@ -109,9 +109,7 @@ class Recorder:
                 self._no_steps(name, options[1])
             slot = self.slots[name] = Slot(name, options)
         elif slot.options != options:
-            names = ("on_step", "on_epoch", "prog_bar", "reduce")
-            differ = [f"{n}={b!r} (before: {a!r})" for n, a, b in zip(names, slot.options, options, strict=True) if a != b]
-            raise ValueError(f"log({name!r}) is called with other options than before: {', '.join(differ)}; give it one set, or another name")
+            slot.refuse(options)
         if slot.metric is None:
             slot.given = given
         elif not _computes(value):
@@ -136,12 +134,7 @@ class Recorder:
             return None
         if isinstance(value, Mapping):
             raise TypeError(f"log({slot.name!r}) got a dict: use log_dict, with one number under each name (no nested dicts)")
-        try:
-            return float(value)
-        except (TypeError, ValueError):
-            raise TypeError(
-                f"log({slot.name!r}) got {type(value).__name__}: log a number, a tensor with one element or a torchmetrics Metric"
-            ) from None
+        return slot.number(value)
 
     def _attach(self, slot: Slot, metric: Any) -> None:
         """A torchmetrics object is logged for the first time."""

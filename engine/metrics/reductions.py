@@ -67,6 +67,29 @@ class Slot:
         self.total: Any = None
         self.weight: Any = 0.0
 
+    def refuse(self, options: tuple[bool, bool, bool, str]) -> None:
+        """Raise: a call of ``log`` has other options than those before it."""
+        names = ("on_step", "on_epoch", "prog_bar", "reduce")
+        differ = [f"{n}={b!r} (before: {a!r})" for n, a, b in zip(names, self.options, options, strict=True) if a != b]
+        raise ValueError(
+            f"log({self.name!r}) is called with other options than before: {', '.join(differ)}; give it one set, "
+            "or another name"
+        )
+
+    def number(self, value: Any) -> float:
+        """A number of another library.
+
+        Raises:
+            TypeError: it is not a number.
+        """
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"log({self.name!r}) got {type(value).__name__}: log a number, a tensor with one element "
+                "or a torchmetrics Metric"
+            ) from None
+
     def fold(self) -> None:
         """Reduce the epoch's values so far to one pair (value, weight), on the device."""
         if self.values:

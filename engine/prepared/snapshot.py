@@ -11,7 +11,8 @@ from torch import nn
 
 from engine.checkpoint.resume import Loaded, check_optimizers, check_samples, describe, fitting, load_scheduler, opening
 from engine.checkpoint.storage import split
-from engine.checkpoint.writer import Content, Saver, stepped, together
+from engine.checkpoint.writer import Content, Saver, stepped
+from engine.distributed.all_or_none import together
 from engine.prepared.registry import Registry
 from engine.utils.log import logger
 from engine.utils.seed import capture, restore

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,21 +18,22 @@ from engine.checkpoint.reader import Report, Source, whole
 from engine.config.settings import Settings
 from engine.distributed.group import Group
 from engine.step.precision import Precision
-from engine.strategies import deepspeed_config, deepspeed_state
+from engine.strategies import deepspeed_checks, deepspeed_config, deepspeed_state
 from engine.strategies.base import Strategy, class_name, named_state, numbered_state, spread, sum_over_ranks
 from engine.strategies.deepspeed_config import Asked
-from engine.strategies.deepspeed_model import ELEMENTWISE, Driven, LossScale, calm, check_optimizer, import_deepspeed, use_process_group
+from engine.strategies.deepspeed_model import (
+    ELEMENTWISE,
+    Driven,
+    LossScale,
+    calm,
+    check_optimizer,
+    convert_rest,
+    import_deepspeed,
+    use_process_group,
+)
 from engine.strategies.deepspeed_state import Spread
 from engine.utils.log import warn_once
 from engine.utils.parameters import parameters_of
-
-_IN_ZERO = {  # field of DeepSpeed -> its name in "zero_optimization"
-    "stage": "stage",
-    "overlap_comm": "overlap_comm",
-    "reduce_bucket_size": "reduce_bucket_size",
-    "allgather_bucket_size": "allgather_bucket_size",
-    "param_persistence_threshold": "stage3_param_persistence_threshold",
-}
 
 
 @dataclass(kw_only=True)
@@ -83,7 +83,7 @@ class DeepSpeed(Strategy):
     def __post_init__(self) -> None:
         self._config, self._where = deepspeed_config.read(self.config)
         zero = self._config.setdefault("zero_optimization", {})
-        for name, inside in _IN_ZERO.items():
+        for name, inside in deepspeed_config.IN_ZERO.items():
             if getattr(self, name) is not None:
                 asked = Asked(getattr(self, name), f"DeepSpeed({name}={getattr(self, name)!r})")
                 deepspeed_config.settle(self._config, f"zero_optimization.{inside}", asked, self._where)
@@ -94,13 +94,13 @@ class DeepSpeed(Strategy):
         if zero["stage"] not in (0, 1, 2, 3) or isinstance(zero["stage"], bool):
             raise ValueError(f"stage={zero['stage']!r} in {self._where} is no stage of ZeRO; possible: 0, 1, 2, 3")
         self.zero_stage: int = zero["stage"]
-        deepspeed_config.check_offload(self._config, self._where, self.zero_stage)
+        deepspeed_checks.check_offload(self._config, self._where, self.zero_stage)
         self._given = self._config
         self.owns_step, self.matched_backward = True, self.zero_stage > 0
 
     def check(self, settings: Settings, origins: Mapping[str, str], world_size: int | None) -> None:
-        deepspeed_config.check_precision(Precision.parse(settings.precision).name, self.zero_stage, settings.accelerator)
-        deepspeed_config.check_clipping(settings, origins)
+        deepspeed_checks.check_precision(Precision.parse(settings.precision).name, self.zero_stage, settings.accelerator)
+        deepspeed_checks.check_clipping(settings, origins)
 
     # -- where it runs ----------------------------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class DeepSpeed(Strategy):
         name, stage = self.precision.name, self.zero_stage
         if importlib.util.find_spec("deepspeed") is None:
             raise ImportError('strategy="deepspeed" needs DeepSpeed, which is not installed: pip install "fit-trainer[deepspeed]"')
-        deepspeed_config.check_precision(name, stage, group.device.type)
+        deepspeed_checks.check_precision(name, stage, group.device.type)
         for kind in ("bf16", "fp16"):
             wanted = self._half == kind
             asked = Asked(wanted, f"precision={name!r}")
@@ -125,7 +125,7 @@ class DeepSpeed(Strategy):
         import_deepspeed(group.device)
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-        deepspeed_config.check_names("zero_optimization", self._config["zero_optimization"], DeepSpeedZeroConfig.model_fields, self._where)
+        deepspeed_checks.check_names("zero_optimization", self._config["zero_optimization"], DeepSpeedZeroConfig.model_fields, self._where)
         self.matched_forward = self.zero_stage == 3
 
     @property
@@ -137,7 +137,7 @@ class DeepSpeed(Strategy):
             value = getattr(settings, name)
             return Asked(value, f"{name}={value!r} ({origins.get(name, 'code')})")
 
-        deepspeed_config.check_clipping(settings, origins)
+        deepspeed_checks.check_clipping(settings, origins)
         names = {"gradient_clip_val": "gradient_clipping", "accumulate_grad_batches": "gradient_accumulation_steps"}
         if settings.global_batch_size is not None:
             names = {"gradient_clip_val": "gradient_clipping", "global_batch_size": "train_batch_size"}
@@ -202,13 +202,7 @@ class DeepSpeed(Strategy):
         if not owners:
             return  # its model comes later
         owner, name = owners[0], type(optimizer).__name__
-        if len(owners) > 1 or not parameters <= {id(p) for p in owner.parameters()}:
-            raise ValueError(f"{name} has parameters of several models, or of none that was prepared: under DeepSpeed each model has its own")
-        if owner.optimizer is not None:
-            raise ValueError(
-                f"{name} is a second optimizer of {class_name(owner.module)}: DeepSpeed trains a model with one; give one optimizer "
-                "several parameter groups"
-            )
+        deepspeed_checks.check_only_optimizer(optimizer, owners)
         if deepspeed_config.says(self._config, "optimizer"):
             raise ValueError(
                 f'{name} was given, and "optimizer" in {self._where} is {self._config["optimizer"].get("type")!r}: keep one of them'
@@ -217,7 +211,8 @@ class DeepSpeed(Strategy):
             raise ValueError(f'"scheduler" in {self._where} goes with "optimizer" there: return yours from configure_optimizers')
         if self.zero_stage:
             check_optimizer(optimizer, self.zero_stage, bool(self._config.get("zero_allow_untested_optimizer")))
-        warm = self._state_before(optimizer, owner) if optimizer.state else None
+        warm = named_state(optimizer, owner) if optimizer.state else None
+        optimizer.state.clear()
         self._start(owner, optimizer, trains=True)
         if warm is not None:
             found = self._of(optimizer).spread
@@ -225,11 +220,6 @@ class DeepSpeed(Strategy):
                 optimizer.load_state_dict(numbered_state(optimizer, owner, warm))
             else:
                 deepspeed_state.load_optimizer(found, owner, warm, lambda value: value)
-
-    def _state_before(self, optimizer: Optimizer, model: Driven) -> dict[str, Any]:
-        state = named_state(optimizer, model)
-        optimizer.state.clear()
-        return state
 
     def own_optimizers(self, model: nn.Module) -> Any:
         """What ``"optimizer"`` and ``"scheduler"`` in the configuration name, as ``configure_optimizers`` would return it.
@@ -266,10 +256,7 @@ class DeepSpeed(Strategy):
         trained = [p for p in model.module.parameters() if p.requires_grad]
         groups = [trained] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
         if any(hasattr(p, "ds_id") for p in model.module.parameters()):
-            # Of a model that was built in part under zero.Init, DeepSpeed does not convert the rest.
-            for parameter in model.module.parameters():
-                if not hasattr(parameter, "ds_id") and parameter.is_floating_point():
-                    parameter.data = parameter.data.to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._half, parameter.dtype))
+            convert_rest(model.module, self._half)
         with calm(self.group.device, self.group.local_rank):
             engine, wrapper, _, _ = deepspeed.initialize(
                 model=model.module,
@@ -287,25 +274,14 @@ class DeepSpeed(Strategy):
         asked, size = self._asked or {}, self.micro_batch_size
         config = copy.deepcopy(self._config)
         micro = Asked(size, f"the training loader's batch_size={size}") if isinstance(size, int) else None
-        deepspeed_config.batch_sizes(config, self._where, micro, self._window(asked, size), self.group.world_size)
+        window = deepspeed_config.window(asked, size, self.group.world_size, self.window.size)
+        deepspeed_config.batch_sizes(config, self._where, micro, window, self.group.world_size)
         clip = asked.get("gradient_clip_val")
         pinned = self.group.device.type == "cuda" if self.pin_memory is None else self.pin_memory
         numel = 0 if model is None else sum(getattr(p, "ds_numel", p.numel()) for p in model.module.parameters())
         deepspeed_config.complete(config, (clip.value or 0.0) if clip else 0.0, numel, pinned)
         deepspeed_config.no_auto_left(config, self._where)
         return config
-
-    def _window(self, asked: Mapping[str, Asked], size: int | None) -> Asked | None:
-        whole, window = asked.get("global_batch_size"), asked.get("accumulate_grad_batches")
-        if whole is not None and whole.value is not None:
-            if not isinstance(size, int):
-                return None
-            return Asked(whole.value // (size * self.group.world_size), whole.by)
-        if window is None:
-            return Asked(self.window.size, f"Engine(accumulate_grad_batches={self.window.size})")
-        if isinstance(window.value, dict):
-            return replace(window, value=window.value.get(0, 1))
-        return window
 
     def release(self) -> None:
         for model in self._models:

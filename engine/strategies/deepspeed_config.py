@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.config.settings import Settings
 from engine.utils.errors import nearest
 
 KNOWN = frozenset(
@@ -42,6 +41,13 @@ _INSTEAD = {
 _AUTO_ELSEWHERE = ("data_types.keep_in_fp32_modules",)  # DeepSpeed's own word there
 
 
+IN_ZERO = {  # field of DeepSpeed -> its name in "zero_optimization"
+    "stage": "stage",
+    "overlap_comm": "overlap_comm",
+    "reduce_bucket_size": "reduce_bucket_size",
+    "allgather_bucket_size": "allgather_bucket_size",
+    "param_persistence_threshold": "stage3_param_persistence_threshold",
+}
 OFFLOAD = {"offload_optimizer": "offload_optimizer", "offload_parameters": "offload_param"}
 """Field of ``DeepSpeed`` -> its section in ``"zero_optimization"``."""
 
@@ -105,18 +111,6 @@ def _check(config: dict[str, Any], where: str) -> None:
         config["bf16"] = config.pop("bfloat16")
 
 
-def check_names(section: str, names: Mapping[str, Any], fields: Mapping[str, Any], where: str) -> None:
-    """Every name in a section must be one of DeepSpeed's ``fields`` (pydantic's), or an alias of one.
-
-    Raises:
-        ValueError: it is not; names the nearest.
-    """
-    known = {*fields, *(field.alias for field in fields.values() if field.alias)}
-    for name in names:
-        if name not in known:
-            raise ValueError(f"{where}: {section}.{name} is no setting of DeepSpeed{nearest(name, known)}")
-
-
 def get(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
     """The value at ``"section.name"``."""
     for name in path.split("."):
@@ -176,22 +170,6 @@ def offload(config: dict[str, Any], where: str, path: str, name: str, value: boo
         settle(config, f"{path}.nvme_path", Asked(str(nvme_path), f"DeepSpeed(nvme_path={str(nvme_path)!r})"), where)
 
 
-def check_offload(config: dict[str, Any], where: str, stage: int) -> None:
-    """Nothing that this stage does not shard can be offloaded.
-
-    Raises:
-        ValueError: it would be; or ``overlap_comm`` where nothing is reduced during backward.
-    """
-    for name, inside in OFFLOAD.items():
-        device = get(config, f"zero_optimization.{inside}.device", "none")
-        least = 3 if name == "offload_parameters" else 1
-        if device != "none" and stage < least:
-            what = "parameters are sharded from stage 3" if least == 3 else "stage 0 shards nothing that could be offloaded"
-            raise ValueError(f"{name}={device!r} with stage {stage} ({where}): {what}; use stage={max(least, 2)}, or leave it out")
-    if stage < 2 and get(config, "zero_optimization.overlap_comm") is True:
-        raise ValueError(f"overlap_comm=True with stage {stage} ({where}): stages 0 and 1 reduce within the step; leave it out")
-
-
 def batch_sizes(config: dict[str, Any], where: str, micro: Asked | None, window: Asked | None, world_size: int) -> None:
     """Settle the three numbers of which each follows from the other two.
 
@@ -209,6 +187,22 @@ def batch_sizes(config: dict[str, Any], where: str, micro: Asked | None, window:
     if micro is None and says(config, "train_batch_size") and not window:
         put(config, "train_batch_size", product)  # without a loader nobody knows
     settle(config, "train_batch_size", Asked(product, by), where)
+
+
+def window(asked: Mapping[str, Asked], size: int | None, world_size: int, own: int) -> Asked | None:
+    """The micro-batches in a window.
+
+    Args:
+        asked: settings that somebody gave, by their names.
+        size: samples in a rank's micro-batch, where they are known.
+        own: what the engine has been given.
+    """
+    whole, given = asked.get("global_batch_size"), asked.get("accumulate_grad_batches")
+    if whole is not None and whole.value is not None:
+        return Asked(whole.value // (size * world_size), whole.by) if isinstance(size, int) else None
+    if given is None:
+        return Asked(own, f"Engine(accumulate_grad_batches={own})")
+    return replace(given, value=given.value.get(0, 1)) if isinstance(given.value, dict) else given
 
 
 def complete(config: dict[str, Any], clip: float, numel: int, pinned: bool) -> None:
@@ -288,20 +282,3 @@ def no_auto_left(config: Any, where: str, path: str = "") -> None:
             raise ValueError(f'{where}: {place}="auto" cannot be filled, because nothing else says it: write a value, or leave it out')
 
 
-def check_precision(name: str, stage: int, device: str) -> None:
-    """Raise ``ValueError`` for a precision that DeepSpeed does not have at this stage of ZeRO on this kind of device."""
-    if name == "64-true":
-        raise ValueError("precision='64-true' under DeepSpeed, whose master copies are fp32: use strategy='ddp' or 'fsdp'")
-    if name.startswith("16-") and device == "cpu":
-        raise ValueError(f"precision={name!r} under DeepSpeed on the CPU: its fp16 needs CUDA; use 'bf16-mixed' or '32-true'")
-    if name.startswith("16-") and not stage:
-        raise ValueError(f"precision={name!r} with stage 0 under DeepSpeed: use stage=1 or higher, or strategy='ddp'")
-
-
-def check_clipping(settings: Settings, origins: Mapping[str, str]) -> None:
-    """Raise ``ValueError`` for clipping that DeepSpeed does not have."""
-    if settings.gradient_clip_val is not None and settings.gradient_clip_algorithm == "value":
-        raise ValueError(
-            f"gradient_clip_algorithm='value' ({origins.get('gradient_clip_algorithm', 'code')}) under DeepSpeed, which clips by norm only: "
-            "use 'norm', or strategy='fsdp'"
-        )

@@ -214,6 +214,15 @@ class Driven(nn.Module):
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
+def convert_rest(module: nn.Module, half: str) -> None:
+    """The parameters that were not made under ``zero.Init``, when others were, in the half format: DeepSpeed leaves them."""
+    for parameter in module.parameters():
+        if not hasattr(parameter, "ds_id") and parameter.is_floating_point():
+            parameter.data = parameter.data.to(
+                {"bf16": torch.bfloat16, "fp16": torch.float16}.get(half, parameter.dtype)
+            )
+
+
 def _as_parameters(module: nn.Module, args: Any) -> Any:
     """Autocast on a CPU leaves these alone, and they refuse an fp32 input with half-precision parameters."""
     weight: Any = module.weight

@@ -18,8 +18,9 @@ from engine.distributed.group import Group
 from engine.distributed.mesh import data_group
 from engine.strategies import dtensors, tensor_parallel
 from engine.strategies.fsdp import FSDP
-from engine.strategies.pipeline import SCHEDULES, Pipeline, Step, stages_of
+from engine.strategies.pipeline import SCHEDULES, Pipeline, Step
 from engine.strategies.pipeline_parameters import Depth
+from engine.strategies.pipeline_stages import stages_of
 from engine.transforms.blocks import user_module
 from engine.transforms.order import Transforms
 from engine.utils.errors import nearest

@@ -18,8 +18,9 @@ from tiny import DATA, Net, fit
 
 from callbacks import ModelCheckpoint
 from engine.checkpoint.files import DamagedCheckpoint
+from engine.checkpoint.remote_storage import Remote
 from engine.checkpoint.resume import opening
-from engine.checkpoint.storage import Local, Place, Remote, place, split
+from engine.checkpoint.storage import Local, Place, place, split
 from engine.checkpoint.writer import Saver
 
 
@@ -92,7 +93,7 @@ def test_old_remains_far_away_are_swept(tmp_path: Path, monkeypatch: pytest.Monk
         where.sweep()
         assert files.exists(f"{inside}/step=2/state/rank=00000.json")
         with monkeypatch.context() as patch:
-            patch.setattr("engine.checkpoint.storage.OLD", timedelta(seconds=-5))
+            patch.setattr("engine.checkpoint.remote_storage.OLD", timedelta(seconds=-5))
             where.sweep()
         assert not files.exists(f"{inside}/step=2")
         assert list(where.manifests()) == ["step=1"]

@@ -18,7 +18,8 @@ from torch import nn
 from callbacks import ModelCheckpoint
 from engine import Callback, Engine
 from engine.checkpoint.host_copies import Staging
-from engine.checkpoint.writer import Saver, split
+from engine.checkpoint.model_state import split
+from engine.checkpoint.writer import Saver
 
 
 class Gate:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from engine.strategies.pipeline import _balanced, _rows, stages_of
+from engine.strategies.pipeline import _rows
+from engine.strategies.pipeline_stages import _balanced, stages_of
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,226 @@
+"""Checkpoints at a URL that fsspec knows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint import directory
+from engine.checkpoint.files import DamagedCheckpoint, Record, check_entry, inside, is_entry, parse_json
+from engine.checkpoint.manifest import FOLDERS, MANIFEST, age_of, check_manifest, manifest_of, next_serial
+
+
+def reach(url: str) -> tuple[Any, str]:
+    """The fsspec file system of a URL, and the path in it.
+
+    Raises:
+        ValueError: fsspec does not know the protocol, or its package is missing.
+    """
+    import fsspec
+
+    try:
+        files, inner = fsspec.core.url_to_fs(url)
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"{url}: {error}") from error
+    return files, str(inner)
+
+
+_UNFINISHED = f"{MANIFEST} is missing: a run is writing it, or was killed while it did"
+
+
+OLD = timedelta(hours=1)
+"""After so long without a change, what is incomplete far away was left by a job that was killed."""
+
+
+class Remote:
+    """A place without rename: what has a manifest is complete, and the manifest is sent last. Drafts and what is read lie in local copies.
+
+    Raises:
+        ValueError: fsspec does not know the protocol, or its package is missing; the message says which.
+    """
+
+    shared = False
+
+    def __init__(self, root: str) -> None:
+        self.root = root.rstrip("/")
+        self.files, self._inside = reach(self.root)
+        self._drafts: dict[str, Path] = {}
+        self._serial = 0
+        self._folder: Path | None = None
+
+    def path(self, name: str) -> str:
+        return f"{self.root}/{name}"
+
+    @property
+    def _copies(self) -> Path:
+        """A local directory that goes when this object does."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="checkpoints-"))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        return self._folder
+
+    def _at(self, name: str) -> str:
+        return f"{self._inside}/{name}"
+
+    def draft(self, name: str) -> Path:
+        return self._drafts[name]
+
+    def begin(self, name: str, first: bool) -> None:
+        if first and self.files.exists(self._at(name)):
+            if not self.files.exists(self._at(f"{name}/{MANIFEST}")) and not self._remains(name):
+                raise FileExistsError(f"{self.path(name)} exists and is no checkpoint ({MANIFEST} is missing): choose another place")
+            self._delete(name)
+        self._drafts[name] = Path(tempfile.mkdtemp(dir=self._copies))
+        for folder in FOLDERS:
+            (self._drafts[name] / folder).mkdir()
+
+    def send(self, name: str, files: Iterable[str]) -> None:
+        for file in files:
+            target = self._at(f"{name}/{file}")
+            self.files.makedirs(target.rpartition("/")[0], exist_ok=True)
+            self.files.put_file(str(self._drafts[name] / file), target)
+
+    def seal(self, name: str, world_size: int, facts: Mapping[str, Any], files: Mapping[str, Record]) -> None:
+        self._serial = next_serial([{"serial": self._serial}] if self._serial else self.manifests().values())
+        manifest = manifest_of(world_size, facts, files, self._serial)
+        for file, known in files.items():
+            found = self.files.size(self._at(f"{name}/{file}"))
+            if found != known["bytes"]:
+                raise OSError(f"{self.path(name)}/{file} has {found} bytes after sending, and {known['bytes']} were written")
+        self.files.pipe_file(self._at(f"{name}/{MANIFEST}"), json.dumps(manifest, allow_nan=False, indent=1).encode())
+        self._drop(name)
+
+    def abandon(self, name: str, first: bool) -> None:
+        begun = name in self._drafts
+        self._drop(name)
+        if first and begun:
+            with suppress(Exception):  # the error that led here is the one to be told
+                if not self.files.exists(self._at(f"{name}/{MANIFEST}")):
+                    self._delete(name)
+
+    def manifests(self) -> dict[str, dict[str, Any]]:
+        found: list[tuple[Any, str, dict[str, Any]]] = []
+        for name in self._names():
+            with suppress(DamagedCheckpoint, OSError):
+                manifest = self._whole(name)
+                found.append((age_of(manifest), name, manifest))
+        return {name: manifest for _, name, manifest in sorted(found, key=lambda entry: entry[:2])}
+
+    def damaged(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for name in self._names():
+            try:
+                self._whole(name)
+            except FileNotFoundError:
+                if self._remains(name):
+                    found[name] = _UNFINISHED
+            except (DamagedCheckpoint, OSError) as error:
+                found[name] = str(error).removeprefix(f"{self.path(name)}: ")
+        return found
+
+    def unusable(self) -> dict[str, str]:
+        return {name: why for name, why in self.damaged().items() if why != _UNFINISHED}
+
+    def has_manifest(self, name: str) -> bool:
+        """Whether there is one; it may be damaged."""
+        return bool(self.files.exists(self._at(f"{name}/{MANIFEST}")))
+
+    def _whole(self, name: str) -> dict[str, Any]:
+        """The manifest of a checkpoint whose files are there with the right sizes; errors as of :func:`store.read_manifest`."""
+        text = self.files.cat_file(self._at(f"{name}/{MANIFEST}"))
+        manifest = check_manifest(self.path(name), parse_json(self.path(name), text))
+        sizes = {path: entry["size"] for path, entry in self.files.find(self._at(name), detail=True).items()}
+        for file, known in manifest["files"].items():
+            size = sizes.get(self._at(f"{name}/{file}"))
+            if size != known["bytes"]:
+                what = "is missing" if size is None else f"has {size} bytes, and had {known['bytes']} when it was written"
+                raise DamagedCheckpoint(f"{self.path(name)}: {file} {what}")
+        return manifest
+
+    def fetch(self, name: str) -> Path:
+        target = self._copies / name
+        manifest = self._manifest(name)
+        if not (target / MANIFEST).exists() or directory.read_manifest(target)["crc32"] != manifest["crc32"]:
+            shutil.rmtree(target, ignore_errors=True)
+            for file in [*manifest["files"], MANIFEST]:
+                path = inside(target, file)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self.files.get_file(self._at(f"{name}/{file}"), str(path))
+        return target
+
+    def remove(self, name: str) -> bool:
+        check_entry(self.root, name)
+        if not any(other != name for other in self.manifests()):
+            return False
+        with suppress(FileNotFoundError):
+            self.files.rm_file(self._at(f"{name}/{MANIFEST}"))
+        self._delete(name)
+        return True
+
+    def busy(self, name: str) -> bool:
+        try:
+            self._whole(name)
+        except FileNotFoundError:
+            return False
+        except DamagedCheckpoint:
+            return True
+        except OSError:  # it may not be read, or the place cannot be reached: what follows will find out
+            with suppress(OSError):
+                return name in self._names()
+        return False
+
+    def sweep(self) -> None:
+        # There are no locks: what is young may be another job's, and stays.
+        for name in self._names():
+            if not self.has_manifest(name) and self._remains(name) and self._age(name) > OLD:
+                self._delete(name)
+
+    def _age(self, name: str) -> timedelta:
+        """Of its youngest file; nothing where the place tells no times."""
+        now, youngest = datetime.now(UTC), timedelta.max
+        for entry in self.files.find(self._at(name), detail=True).values():
+            when = next((entry[key] for key in ("LastModified", "mtime", "updated", "created") if entry.get(key) is not None), None)
+            if isinstance(when, (int, float)):
+                when = datetime.fromtimestamp(when, UTC)
+            if not isinstance(when, datetime):
+                return timedelta()
+            youngest = min(youngest, now - (when if when.tzinfo else when.replace(tzinfo=UTC)))
+        return youngest
+
+    def _names(self) -> list[str]:
+        try:
+            entries = self.files.ls(self._inside, detail=True)
+        except FileNotFoundError:
+            return []
+        names = [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"]
+        return [name for name in names if is_entry(name)]
+
+    def _remains(self, name: str) -> bool:
+        """Of a checkpoint that was being written or removed: its state is there, whose name nobody else gives."""
+        found = (path.removeprefix(self._at(name)).strip("/").partition("/") for path in self.files.find(self._at(name)))
+        return any(inner in FOLDERS and file.startswith("rank=") for inner, _, file in found)  # checkpoints in it are not its own
+
+    def _manifest(self, name: str) -> dict[str, Any]:
+        try:
+            text = self.files.cat_file(self._at(f"{name}/{MANIFEST}"))
+        except FileNotFoundError as error:
+            there = ", ".join(self.manifests()) or "none"
+            raise FileNotFoundError(
+                f"{self.path(name)} holds no complete checkpoint ({MANIFEST} is missing); complete ones beside it: {there}"
+            ) from error
+        return check_manifest(self.path(name), parse_json(self.path(name), text))
+
+    def _delete(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self.files.rm(self._at(name), recursive=True)
+
+    def _drop(self, name: str) -> None:
+        if name in self._drafts:
+            shutil.rmtree(self._drafts.pop(name), ignore_errors=True)

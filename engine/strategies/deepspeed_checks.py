@@ -1,0 +1,76 @@
+"""What DeepSpeed cannot do: errors before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from engine.config.settings import Settings
+from engine.strategies.base import class_name
+from engine.strategies.deepspeed_config import OFFLOAD, get
+from engine.strategies.deepspeed_model import Driven
+from engine.utils.errors import nearest
+from engine.utils.parameters import parameters_of
+
+
+def check_names(section: str, names: Mapping[str, Any], fields: Mapping[str, Any], where: str) -> None:
+    """Every name in a section must be one of DeepSpeed's ``fields`` (pydantic's), or an alias of one.
+
+    Raises:
+        ValueError: it is not; names the nearest.
+    """
+    known = {*fields, *(field.alias for field in fields.values() if field.alias)}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{where}: {section}.{name} is no setting of DeepSpeed{nearest(name, known)}")
+
+
+def check_offload(config: dict[str, Any], where: str, stage: int) -> None:
+    """Nothing that this stage does not shard can be offloaded.
+
+    Raises:
+        ValueError: it would be; or ``overlap_comm`` where nothing is reduced during backward.
+    """
+    for name, inside in OFFLOAD.items():
+        device = get(config, f"zero_optimization.{inside}.device", "none")
+        least = 3 if name == "offload_parameters" else 1
+        if device != "none" and stage < least:
+            what = "parameters are sharded from stage 3" if least == 3 else "stage 0 shards nothing that could be offloaded"
+            raise ValueError(f"{name}={device!r} with stage {stage} ({where}): {what}; use stage={max(least, 2)}, or leave it out")
+    if stage < 2 and get(config, "zero_optimization.overlap_comm") is True:
+        raise ValueError(f"overlap_comm=True with stage {stage} ({where}): stages 0 and 1 reduce within the step; leave it out")
+
+
+def check_precision(name: str, stage: int, device: str) -> None:
+    """Raise ``ValueError`` for a precision that DeepSpeed does not have at this stage of ZeRO on this kind of device."""
+    if name == "64-true":
+        raise ValueError("precision='64-true' under DeepSpeed, whose master copies are fp32: use strategy='ddp' or 'fsdp'")
+    if name.startswith("16-") and device == "cpu":
+        raise ValueError(f"precision={name!r} under DeepSpeed on the CPU: its fp16 needs CUDA; use 'bf16-mixed' or '32-true'")
+    if name.startswith("16-") and not stage:
+        raise ValueError(f"precision={name!r} with stage 0 under DeepSpeed: use stage=1 or higher, or strategy='ddp'")
+
+
+def check_clipping(settings: Settings, origins: Mapping[str, str]) -> None:
+    """Raise ``ValueError`` for clipping that DeepSpeed does not have."""
+    if settings.gradient_clip_val is not None and settings.gradient_clip_algorithm == "value":
+        raise ValueError(
+            f"gradient_clip_algorithm='value' ({origins.get('gradient_clip_algorithm', 'code')}) under DeepSpeed, which clips by norm only: "
+            "use 'norm', or strategy='fsdp'"
+        )
+
+
+def check_only_optimizer(optimizer: Optimizer, owners: Sequence[Driven]) -> None:
+    """Raise unless this is the one optimizer of one model. ``owners``: the models that have some of its parameters."""
+    owner, name = owners[0], type(optimizer).__name__
+    if len(owners) > 1 or not {id(p) for p in parameters_of([optimizer])} <= {id(p) for p in owner.parameters()}:
+        raise ValueError(
+            f"{name} has parameters of several models, or of none that was prepared: under DeepSpeed each model has its own"
+        )
+    if owner.optimizer is not None:
+        raise ValueError(
+            f"{name} is a second optimizer of {class_name(owner.module)}: DeepSpeed trains a model with one; give one optimizer "
+            "several parameter groups"
+        )
