@@ -222,10 +222,7 @@ class Engine:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-batch closes its window, so that gradients are reduced and the optimizer steps.
-
-        After an :meth:`accumulate` block it tells about that block.
-        """
+        """Whether the micro-batch of the current or newest :meth:`accumulate` block closes its window: the optimizer steps."""
         return self.window.share.last if self.window.accumulating else not self.window.held
 
     @contextmanager
@@ -512,8 +509,6 @@ class Engine:
 
     def on_process(self, function: F | None = None, process_index: int = 0) -> Any:
         """Decorator: the function runs on that process only."""
-        if function is None:
-            return partial(self.on_process, process_index=process_index)
         return only(function, lambda: self.process_index == process_index)
 
     def wait_for_everyone(self) -> None:
@@ -576,8 +571,6 @@ class Engine:
     def check_trigger(self) -> bool:
         """Whether any process has raised the flag since the last check; it is lowered again. All processes call this together."""
         return self._trigger.check()
-
-    # -- for loops that log, or save beside the training ----------------------------------------------------------------------------------
 
     def recorder(self, *, on_step: bool, on_epoch: bool, suffix: str = "") -> Recorder:
         """What collects logged values of this engine's ranks."""

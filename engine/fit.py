@@ -25,12 +25,13 @@ from engine.interop.lightning_names import refuse_replaced
 from engine.launch.local_ranks import crew
 from engine.loop import compatibility, setup, snapshot
 from engine.loop.callback_states import check_keys
+from engine.loop.evaluate import call_all, evaluate, predict, validate
 from engine.loop.hook_calls import Hooks
 from engine.loop.lifecycle import housed, session
 from engine.loop.rank_checks import compare, compare_models
 from engine.loop.result import Result
 from engine.loop.run import Run
-from engine.loop.train import call_all, evaluate, predict, train, validate
+from engine.loop.train import train
 from engine.loop.watching import collected, watched
 from engine.loop.whole_weights import holding, whole_state
 from engine.module import TrainModule
@@ -209,7 +210,6 @@ class Fit:
             with watched(run), collected(run), run.modes.training():
                 train(run)
             run.over = True
-            run.saver.hold()  # hooks may change weights
             call_all(run, run.hooks.on_train_end)
             call_all(run, run.hooks.on_fit_end)
         return run.result()

@@ -60,8 +60,9 @@ def fit(root: Path | str, **settings: Any) -> Fit:
 
 def on_ranks(function: Callable[..., Any], world_size: int, *args: object, timeout: float = PATIENCE_S) -> list[Any]:
     """What ``function``, which stands at the top of a test file, gives on each of the ranks of a real job. ``args`` arrive as text."""
+    folders = [str(Path(__file__).parent), str(Path(function.__code__.co_filename).parent)]
     lines = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})",
+        f"import sys; sys.path[:0] = {folders!r}",
         f"import {function.__module__} as tests",
         f"report(tests.{function.__name__}(*sys.argv[1:]))",
     )

@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LAZY_TABLES = ("engine", "engine.launch", "engine.strategies", "engine.cli.main", "engine.cli.checkpoint", "engine.cli.config", "callbacks")
 MAX_FILE_LINES = 400
 PUBLIC_CLASSES = ("engine.module", "engine.engine", "engine.fit", "engine.loop.run")  # one class each, up to 600 lines
-MAX_FUNCTION_LINES = 60
+MAX_FUNCTION_LINES = 50  # without the docstring
 
 
 def module_name(path: Path) -> str:
@@ -128,7 +128,9 @@ def test_sizes(name: str) -> None:
     assert lines <= (600 if name in PUBLIC_CLASSES else MAX_FILE_LINES), f"{FILES[name]} has {lines} lines"
     for node in ast.walk(TREES[name]):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            docstring = node.body[0] if ast.get_docstring(node) else None
+            own = 0 if docstring is None else (docstring.end_lineno or 0) - docstring.lineno + 1
+            length = (node.end_lineno or node.lineno) - node.lineno + 1 - own
             assert length <= MAX_FUNCTION_LINES, f"{name}.{node.name} has {length} lines"
 
 

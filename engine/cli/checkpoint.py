@@ -49,9 +49,13 @@ def parser() -> argparse.ArgumentParser:
 
     _export(add("export", "write a checkpoint's weights as .safetensors files that transformers and load_file read"), one)
 
-    command = add(
-        "convert", "write a checkpoint of this library from a Lightning .ckpt, a torch.distributed.checkpoint directory or safetensors"
-    )
+    others = "a Lightning .ckpt, a torch.distributed.checkpoint directory or safetensors"
+    _convert(add("convert", f"write a checkpoint of this library from {others}"))
+    _prune(add("prune", "delete all complete checkpoints of a folder but the newest, and those with the best scores"))
+    return top
+
+
+def _convert(command: argparse.ArgumentParser) -> None:
     command.add_argument("source", metavar="in", help=f"a file or a directory, or a URL of one; {_PLACE}")
     command.add_argument("out", help=f"the new checkpoint: {_PLACE}")
     command.add_argument(
@@ -60,14 +64,13 @@ def parser() -> argparse.ArgumentParser:
         help="read pickles too (.ckpt, .pt, .distcp): tensors and plain values only, by weights_only=True",
     )
 
-    command = add("prune", "delete all complete checkpoints of a folder but the newest, and those with the best scores")
+
+def _prune(command: argparse.ArgumentParser) -> None:
+    best = "and the N with the best scores of ModelCheckpoint(monitor=)"
     command.add_argument("root", help=_PLACE)
     command.add_argument("--keep", type=_at_least(1), required=True, metavar="N", help="keep the N newest (1 or more)")
-    command.add_argument(
-        "--keep-best", type=_at_least(0), default=0, metavar="N", help="and the N with the best scores of ModelCheckpoint(monitor=)"
-    )
+    command.add_argument("--keep-best", type=_at_least(0), default=0, metavar="N", help=best)
     command.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
-    return top
 
 
 def _export(command: argparse.ArgumentParser, one: str) -> None:

@@ -62,6 +62,20 @@ def parser() -> argparse.ArgumentParser:
         "130 Ctrl-C; 143 SIGTERM.",
         allow_abbrev=False,
     )
+    _add_processes(found)
+    _add_failures(found)
+    _add_output(found)
+    _add_clusters(found)
+    what = found.add_argument_group("what is run")
+    kind = what.add_mutually_exclusive_group()
+    kind.add_argument("-m", "--module", action="store_true", help="the script is a module, as for python -m")
+    kind.add_argument("--no-python", action="store_true", help="the script is a program of its own")
+    what.add_argument("script")
+    what.add_argument("args", nargs=argparse.REMAINDER)
+    return found
+
+
+def _add_processes(found: argparse.ArgumentParser) -> None:
     where = found.add_argument_group("processes")
     where.add_argument("--nproc", metavar="N", help="processes on this machine: a number, 'gpu' (one a GPU), 'cpu' (one a core), "
                        "'auto' (one a GPU, or one); default: auto")  # fmt: skip
@@ -73,6 +87,9 @@ def parser() -> argparse.ArgumentParser:
     )
     where.add_argument("--rdzv", metavar="HOST:PORT", help="where the machines meet: a port of one of them; not needed for one machine")
     where.add_argument("--rdzv-id", metavar="ID", help="the name at the rendezvous, the same on all machines; default: fit (one machine: random)")
+
+
+def _add_failures(found: argparse.ArgumentParser) -> None:
     life = found.add_argument_group("failures")
     life.add_argument("--max-restarts", metavar="K", help="start all ranks again up to K times when one fails; default: 0")
     life.add_argument(
@@ -85,18 +102,13 @@ def parser() -> argparse.ArgumentParser:
         "--join-wait", metavar="S", type=int, default=5, help="seconds to wait for more machines once MIN have come; default: 5"
     )
     life.add_argument("--join-timeout", metavar="S", type=int, default=600, help="seconds to wait for the machines to meet; default: 600")
+
+
+def _add_output(found: argparse.ArgumentParser) -> None:
     out = found.add_argument_group("settings and output")
     out.add_argument("--config", metavar="FILE", type=Path, help="the YAML file of settings, for every rank (its FIT_CONFIG)")
     out.add_argument("--log-dir", metavar="DIR", type=Path, help="a new directory in it gets a file for each rank; default: runs/logs")
     out.add_argument("--show", metavar="RANKS", default="all", help="whose output is shown here: 'all', 'none', or '0,3'; default: all")
-    _add_clusters(found)
-    what = found.add_argument_group("what is run")
-    kind = what.add_mutually_exclusive_group()
-    kind.add_argument("-m", "--module", action="store_true", help="the script is a module, as for python -m")
-    kind.add_argument("--no-python", action="store_true", help="the script is a program of its own")
-    what.add_argument("script")
-    what.add_argument("args", nargs=argparse.REMAINDER)
-    return found
 
 
 def _add_clusters(found: argparse.ArgumentParser) -> None:

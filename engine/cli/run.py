@@ -87,7 +87,8 @@ def parser(command: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     top.add_argument("target", nargs="?", metavar="TARGET", help="the TrainModule")
-    top.add_argument("-h", "--help", action="store_true", help="print this; with a target, the parameters of its classes")
+    about = "print this; with a target, the parameters of its classes"
+    top.add_argument("-h", "--help", action="store_true", help=about)
     top.add_argument("--data", metavar="CLASS", help="a DataModule, or a class or function that gives a DataLoader")
     top.add_argument(
         "--callback",
@@ -104,8 +105,10 @@ def parser(command: str) -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="settings of Fit, model.*, data.*, callbacks.N.* or callbacks.CLASS.*; above the environment and the file",
     )
-    top.add_argument("--config", metavar="FILE", help="the file of settings (default: $FIT_CONFIG, then ./fit.yaml if there is one)")
-    top.add_argument("--print-config", action="store_true", help="print everything that would run as such a file, and do not run it")
+    file = "the file of settings (default: $FIT_CONFIG, then ./fit.yaml if there is one)"
+    top.add_argument("--config", metavar="FILE", help=file)
+    shown = "print everything that would run as such a file, and do not run it"
+    top.add_argument("--print-config", action="store_true", help=shown)
     if command == "run":
         top.add_argument("--resume", metavar="CHECKPOINT", help=f"last, auto (last, if there is one), best, or a checkpoint's path or URL; {_SAVED}")
         return top

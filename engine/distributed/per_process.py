@@ -33,14 +33,16 @@ class Trigger:
         return anywhere
 
 
-def only(function: F, here: Callable[[], bool]) -> F:
-    """``function`` where ``here()``, nothing elsewhere."""
+def only(function: F | None, here: Callable[[], bool]) -> Any:
+    """``function`` where ``here()``, nothing elsewhere; without a function, the decorator that does this."""
+    if function is None:
+        return functools.partial(only, here=here)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs) if here() else None
 
-    return run  # type: ignore[return-value]
+    return run
 
 
 @contextmanager

@@ -53,7 +53,6 @@ class Automatic:
             warn_unfed(run)
             return
         if hooks.on_before_optimizer_step:
-            run.saver.hold()
             engine.unscale_gradients(run.optimizers)
             for optimizer in run.optimizers:
                 for hook in hooks.on_before_optimizer_step:

@@ -31,6 +31,17 @@ APART = ("on_train_epoch_end", "on_validation_end")
 those of the training again. They are called by the name ``last_<event>``."""
 
 
+HOLDING = (
+    "on_train_batch_start",
+    "on_before_optimizer_step",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_train_end",
+    "on_fit_end",
+)
+"""Events in which weights may be changed while a checkpoint of them is under way: its copies are awaited first."""
+
+
 class Hooks:
     """For each event, the bound methods to call: callbacks in their order, then the module, then the callbacks that run last.
 
@@ -54,10 +65,16 @@ class Hooks:
                 setattr(self, f"last_{event}", tuple(hook for hook in last if hook is not None))
             else:
                 found += last
-            setattr(self, event, tuple(hook for hook in found if hook is not None))
+            called = [hook for hook in found if hook is not None]
+            setattr(self, event, (_hold, *called) if called and event in HOLDING else tuple(called))
 
     def __getattr__(self, name: str) -> tuple[Hook, ...]:
         raise AttributeError(f"there is no event {name!r}")  # also tells type checkers that events are attributes
+
+
+def _hold(run: Any, *args: Any) -> None:
+    """The first of the hooks of an event in :data:`HOLDING`."""
+    run.saver.hold()
 
 
 def _of_callback(callback: Hooked, event: str, base: type) -> Hook | None:

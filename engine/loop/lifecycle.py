@@ -19,9 +19,9 @@ from engine.data.datamodule import DataModule
 from engine.data.sampler import mixed
 from engine.distributed import relaunch
 from engine.distributed.agreement import HURRY, TERMINATE
+from engine.loop.evaluate import Preempted
 from engine.loop.run import Run
 from engine.loop.torch_flags import switched
-from engine.loop.train import Preempted
 from engine.module import TrainModule, overrides
 from engine.utils.errors import CheckError, RankError
 from engine.utils.log import logger

@@ -42,6 +42,8 @@ from engine.utils.tree import map_tensors
 class Run:
     """What callbacks see. Attributes without a method are for reading."""
 
+    stage: str
+    """``"fit"`` (validation in it included), ``"sanity"`` (the check before training), ``"validate"``, ``"test"``, ``"predict"``."""
     config: Config
     """The settings as plain JSON values, for loggers and checkpoints: name -> ``value`` and ``origin``, secrets as ``"***"``."""
     home: RunFolder
@@ -104,12 +106,10 @@ class Run:
         config: Config,
         content: Callable[[Run, Mapping[str, Any] | None], Content],
     ) -> None:
-        self.settings, self.engine, self.module, self.callbacks, self.config = settings, engine, module, callbacks, config
+        self.settings, self.engine, self.module = settings, engine, module
+        self.callbacks, self.config, self.hooks, self.stage = callbacks, config, hooks, stage
         self._content = content
         """Everything that a checkpoint of this moment holds, as this rank has it."""
-        self.stage = stage
-        """``"fit"`` (validation in it included), ``"sanity"`` (the check before training), ``"validate"``, ``"test"``, ``"predict"``."""
-        self.hooks = hooks
         self.state = TrainState() if stage == "fit" else TrainState(epoch=module.current_epoch, step=module.global_step)
         self.record_to(engine.recorder(on_step=True, on_epoch=False))
         self.metrics: dict[str, float] = {}

@@ -160,8 +160,8 @@ class Recorder:
     def _known(self, metric: Any) -> Logged:
         """The one record of a metric, which may have several names."""
         if id(metric) not in self._logged:
-            paths = (path for path, found in self.module.named_modules() if found is metric) if self.module is not None else iter(())
-            self._logged[id(metric)] = Logged(metric, next(paths, None))
+            modules = () if self.module is None else self.module.named_modules()
+            self._logged[id(metric)] = Logged(metric, next((path for path, found in modules if found is metric), None))
         return self._logged[id(metric)]
 
     def _watch(self, part: Any) -> Watch:
@@ -212,7 +212,8 @@ class Recorder:
 
     def set_aside(self) -> None:
         """A loader is at its end: what torchmetrics objects have seen for it is kept, and they begin the next one. A collective."""
-        self._adopt(agree(self.data_group, {slot.name: self._offer(slot) for slot in self.slots.values() if slot.metric is not None})[0])
+        offers = {slot.name: self._offer(slot) for slot in self.slots.values() if slot.metric is not None}
+        self._adopt(agree(self.data_group, offers)[0])
         for logged in self._logged.values():
             logged.set_aside()
 

@@ -11,7 +11,7 @@ import torch
 
 from engine.cli import self_check, self_check_jobs
 from engine.cli.self_check import CHECKS, Outcome
-from engine.loop import run_checkpoints
+from engine.loop import snapshot
 
 RANKS = self_check_jobs.Ranks()
 
@@ -76,7 +76,7 @@ def test_checks_of_one_device_pass(folder: Path) -> None:
 
 
 def test_a_resume_that_loses_random_numbers_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_checkpoints, "restore", lambda state: None)
+    monkeypatch.setattr(snapshot, "restore", lambda state: None)
     with pytest.raises(AssertionError, match="losses without interruption"):
         self_check_jobs.resume("cpu", RANKS)
 

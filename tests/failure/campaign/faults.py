@@ -40,7 +40,7 @@ FAULTS = {
         "        free = _lock(descriptor, fcntl.LOCK_EX, before) and", "        free = before.get(\"status\") != RUNNING and",
     ),
     "random": Fault(
-        "random numbers start again", "engine/loop/run_checkpoints.py",
+        "random numbers start again", "engine/prepared/snapshot.py",
         "            loaded.give(\"random generators\", restore, own[\"rng\"])\n", "            pass\n",
     ),
     "position": Fault(
@@ -48,7 +48,7 @@ FAULTS = {
         "loader.resume(state.epoch, state.position, run.take_stream())", "loader.resume(state.epoch, 0, run.take_stream())",
     ),
     "removal": Fault(
-        "what was still to be removed is forgotten", "engine/loop/run_checkpoints.py",
+        "what was still to be removed is forgotten", "engine/loop/run.py",
         "            content.shared[\"postponed\"] += remove", "            content.shared[\"postponed\"] += []",
     ),
     "orphan": Fault(

@@ -26,7 +26,7 @@ class Fault(NamedTuple):
 
 FAULTS = {
     "gradients": Fault(
-        "each micro-batch weighs the same", "engine/data/sampler.py",
+        "each micro-batch weighs the same", "engine/step/share.py",
         "divisor=total / (micro[rank] * world_size) if micro[rank] else 1.0", "divisor=float(len(sizes))",
     ),
     "window": Fault(
@@ -60,7 +60,7 @@ FAULTS = {
         ("ddp2",),
     ),
     "resume": Fault(
-        "what was logged in the epoch before the save is lost", "engine/loop/run_checkpoints.py",
+        "what was logged in the epoch before the save is lost", "engine/loop/snapshot.py",
         "self.recorder.load_state_dicts, [row[\"recorder\"] for row in rows]", "self.recorder.load_state_dicts, []",
     ),
     "manual optimization": Fault(

@@ -1,0 +1,170 @@
+"""Validation, test and prediction."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from engine.data.prepared_loader import PreparedLoader
+from engine.distributed.collectives import gather_object
+from engine.loop.run import Run
+from engine.metrics.torchmetrics_states import unchanged
+from engine.metrics.torchmetrics_values import put_back
+from engine.module import TrainModule, overrides
+from engine.utils.seed import isolated
+from engine.utils.tree import map_tensors, whole
+
+
+def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
+    """Validation inside of a training; it leaves gradients, random numbers and every module's train/eval flag as they were."""
+    before = run.state.validated_step
+    if run.stage == "fit":
+        if before == run.state.step:
+            return []
+        run.state.validated_step = run.state.step
+        run.optimization.before_validation()
+    began, saving, outer = time.perf_counter(), run.times.checkpoint, run.recorder
+    run.saver.hold()  # callbacks may put other weights in place
+    for loader in run.val_loaders:
+        loader.set_epoch(run.state.epoch)  # a shuffled one gives the same order after a resume
+    try:
+        with run.garbage.automatic(), run.modes.evaluating():
+            results = evaluate(run, run.val_loaders, "validation", run.method("validation_step"), limit)
+    except Preempted:
+        run.record_to(outer)
+        run.state.validated_step, results = before, []
+    run.times.validation += time.perf_counter() - began - (run.times.checkpoint - saving)
+    if run.stage == "fit" and run.agreement.now(run.stop_level):
+        run.accept_stop()
+    return results
+
+
+def evaluate(
+    run: Run, loaders: Sequence[PreparedLoader], name: str, step: Callable[..., Any], limit: int | None = None
+) -> list[dict[str, float]]:
+    """Run ``step`` on every batch of every loader without gradients; one dict of metrics for each loader.
+
+    Args:
+        name: ``"validation"`` or ``"test"``: whose hooks are called.
+        limit: at most so many batches of each loader.
+    """
+    hooks, module, outer = run.hooks, run.module, run.recorder
+    several = len(loaders) > 1
+    suffixes = [f"/dataloader_idx_{i}" if several else "" for i in range(len(loaders))]
+    *recorders, common = every = [run.engine.recorder(on_step=False, on_epoch=True, suffix=suffix) for suffix in [*suffixes, ""]]
+    with evaluating(module, name):
+        run.record_to(common)
+        call_all(run, getattr(hooks, f"on_{name}_start"))
+        call_all(run, getattr(hooks, f"on_{name}_epoch_start"))
+        run.engine.share_buffers(module)  # the values belong to the weights that are saved
+        try:
+            for index, (loader, recorder) in enumerate(zip(loaders, recorders, strict=True)):
+                run.record_to(recorder)
+                for _ in batches(run, loader, name, step, index if several else None, limit):
+                    pass
+                if several:
+                    recorder.set_aside()
+            put_back(logged for recorder in recorders for logged in recorder.logged)
+            run.record_to(common)
+            call_all(run, getattr(hooks, f"on_{name}_epoch_end"))
+            shared = common.epoch_values(clear=False)
+            values = [recorder.epoch_values(clear=False) for recorder in recorders]
+        finally:
+            for recorder in every:  # not before all are computed: one torchmetrics object may stand in several
+                recorder.clear()
+        run.record_to(outer)
+        if run.stage != "sanity":
+            for recorder, found in zip(every, [*values, shared], strict=True):
+                if found:
+                    run.publish(dict(found), recorder)
+        call_all(run, getattr(hooks, f"on_{name}_end"))
+    if name == "validation":
+        call_all(run, hooks.last_on_validation_end)
+    return [{**found, **shared} for found in values]
+
+
+def predict(run: Run, loaders: Sequence[PreparedLoader]) -> list[list[Any]]:
+    """The outputs of ``predict_step`` for each loader: one entry a batch in the data's order, from all ranks, on the CPU."""
+    run.num_eval_batches = [loader.length for loader in loaders]
+    results = []
+    with evaluating(run.module, "predict"):
+        call_all(run, run.hooks.on_predict_start)
+        call_all(run, run.hooks.on_predict_epoch_start)
+        run.engine.share_buffers(run.module)
+        for index, loader in enumerate(loaders):
+            several = index if len(loaders) > 1 else None
+            own = [map_tensors(lambda t: whole(t).cpu(), out) for out in batches(run, loader, "predict", run.method("predict_step"), several, None)]
+            by_rank = gather_object(run.engine.data_group, own)
+            dealt = itertools.zip_longest(*by_rank, fillvalue=_NOTHING)
+            results.append([out for row in dealt for out in row if out is not _NOTHING])
+        call_all(run, run.hooks.on_predict_epoch_end)
+        call_all(run, run.hooks.on_predict_end)
+    return results
+
+
+_NOTHING = object()
+
+
+class Preempted(Exception):
+    """Ctrl-C or SIGTERM during an evaluation: all ranks leave it at the same batch, without results."""
+
+
+def batches(run: Run, loader: PreparedLoader, name: str, step: Callable[..., Any], index: int | None, limit: int | None) -> Iterator[Any]:
+    """The outputs of ``step`` on this rank's batches. ``index``: the loader's, when there are several.
+
+    Raises:
+        Preempted: Ctrl-C or SIGTERM on some rank.
+    """
+    engine, module = run.engine, run.module
+    starts, ends = getattr(run.hooks, f"on_{name}_batch_start"), getattr(run.hooks, f"on_{name}_batch_end")
+    place = () if index is None else (index,)
+    autocast = engine.autocast()
+    run.agreement.restart()
+    began = time.perf_counter()
+    for number, batch in enumerate(loader if limit is None else itertools.islice(loader, limit)):
+        began, waited = time.perf_counter(), time.perf_counter() - began
+        run.pulse += 1
+        if run.agreement.poll(run.stop_level, waited):
+            run.accept_stop()
+            if run.preempted:
+                raise Preempted
+        size = engine.window.share.size
+        if not size and not engine.strategy.matched_forward:
+            continue  # repeated samples of a rank that has run out
+        run.recorder.size, run.recorder.batch = size, batch
+        # A batch that only keeps the ranks matched is not told to anyone.
+        for hook in starts if size else ():
+            hook(run, module, batch, number, *place)
+        with autocast, nullcontext() if size else unchanged(module, run.recorder.metrics):
+            outputs = step(batch, number, *place)
+        for hook in ends if size else ():
+            hook(run, module, outputs, batch, number, *place)
+        if size:
+            yield outputs
+    run.recorder.size = 1
+
+
+@contextmanager
+def evaluating(module: TrainModule, name: str) -> Iterator[None]:
+    """Eval mode, no gradients; afterwards each submodule's own flag (unless the module does otherwise) and all random numbers are back."""
+    flags = [(m, m.training) for m in module.modules()]
+    getattr(module, f"on_{name}_model_eval")()
+    try:
+        with isolated(), torch.no_grad():
+            yield
+    finally:
+        for m, flag in flags:
+            m.training = flag
+    if name != "predict" and overrides(module, f"on_{name}_model_train"):
+        getattr(module, f"on_{name}_model_train")()
+
+
+def call_all(run: Run, hooks: Sequence[Callable[..., Any]]) -> None:
+    """Call hooks that take nothing but the run and the module."""
+    for hook in hooks:
+        hook(run, run.module)
