@@ -27,7 +27,6 @@ from engine.prepared.registry import Registry
 from engine.prepared.snapshot import Snapshot
 from engine.step import gradients
 from engine.step.gradients import Loss
-from engine.step.passes import Passes
 from engine.step.precision import Precision
 from engine.step.stepper import Optimizers, Then
 from engine.step.window import Window
@@ -36,7 +35,6 @@ from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8
 from engine.transforms.order import Transforms
 from engine.utils.parameters import parameters_of
-from engine.utils.tree import batch_size, map_tensors
 
 
 class Engine:
@@ -110,7 +108,7 @@ class Engine:
         self.strategy.window = self.window
         self.scaler = self.strategy.scaler()
         self._stepper = self.strategy.stepper(self.scaler, on_nonfinite)
-        self._passes = Passes(self.window, self.strategy, self.scaler)
+        self._passes = self.strategy.passes(self.scaler)
         data_seed = collectives.gather_json(self.group, torch.initial_seed() if seed is None else seed)[0]
         check("sync_batchnorm", sync_batchnorm)
         self._prepared = Registry(self.strategy, self.precision, self._stepper, data_seed, sync_batchnorm)
@@ -299,11 +297,7 @@ class Engine:
         Returns:
             The loss without its graph, on every rank that sees this data.
         """
-        if self.strategy.pipelined:
-            return self._passes.pipelined(step, batch, self.sync_gradients)
-        loss = step(batch, batch_size(batch) or 1)
-        self.backward(loss)
-        return map_tensors(Tensor.detach, loss)
+        return self._passes.forward_backward(step, batch, self.backward, self.sync_gradients)
 
     def backward_nothing(self) -> None:
         """This micro-batch has no loss. Alone, its samples do not count; among several ranks they count with a zero gradient."""

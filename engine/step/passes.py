@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.distributed.group import Group
 from engine.step.gradients import Loss
 from engine.step.window import Window
+from engine.utils.tree import batch_size, map_tensors
 
 
 class Pipelines(Protocol):
@@ -49,8 +50,32 @@ class Passes:
             window.attribute()
         return value
 
-    def pipelined(self, step: Callable[[Any, int], Any], batch: Any, last: bool) -> Any:
-        """As :meth:`engine.Engine.forward_backward`, in parts of the micro-batch; ``last``: it closes its window."""
+    def forward_backward(
+        self, step: Callable[[Any, int], Any], batch: Any, backward: Callable[[Tensor | Loss], None], last: bool
+    ) -> Any:
+        """As :meth:`engine.Engine.forward_backward`.
+
+        Args:
+            backward: the engine's.
+            last: the micro-batch closes its window.
+        """
+        loss = step(batch, batch_size(batch) or 1)
+        backward(loss)
+        return map_tensors(Tensor.detach, loss)
+
+    def _begin(self) -> Window:
+        if self._window.held and not self._window.accumulating:
+            self._window.release()
+        return self._window
+
+
+class PipelinedPasses(Passes):
+    """For strategies whose forward and backward passes run together, in parts of the micro-batch."""
+
+    def forward_backward(
+        self, step: Callable[[Any, int], Any], batch: Any, backward: Callable[[Tensor | Loss], None], last: bool
+    ) -> Any:
+        """As :meth:`Passes.forward_backward`."""
         window, strategy, scaler = self._begin(), self._strategy, self._scaler
         if scaler is not None:
             scaler.seed(window.seed(1.0, torch.ones((), device=strategy.group.device)))  # ranks without the loss need the scale too
@@ -71,8 +96,3 @@ class Passes:
         if window.watching:
             window.attribute()
         return found
-
-    def _begin(self) -> Window:
-        if self._window.held and not self._window.accumulating:
-            self._window.release()
-        return self._window

@@ -26,7 +26,6 @@ class Sharing(Protocol):
 
     group: Group
     data_group: Group
-    owns_step: bool
 
     def drop_repeated(self, parameters: Sequence[Tensor]) -> None: ...
     def sum(self, value: Tensor | float) -> Tensor | float: ...
@@ -81,6 +80,13 @@ class Stepper:
         """Let go of all optimizers."""
         self.known.clear()
         self.window.leave()
+
+    def check_closure(self) -> None:
+        """Raise if an optimizer cannot step with a closure here."""
+        if self.scaler is not None:
+            raise RuntimeError(
+                "optimizer.step(closure) under precision='16-mixed': gradients cannot be unscaled inside the closure; use bf16-mixed"
+            )
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
         """Unscale and divide these optimizers' gradients now, so that they can be looked at; the step does not do it again."""
@@ -302,6 +308,10 @@ class OwnedStepper(Stepper):
     """For strategies that own the step: gradients are divided, clipped, checked and applied in one call of theirs."""
 
     strategy: OwnsStep
+
+    def check_closure(self) -> None:
+        name = type(self.strategy).__name__
+        raise RuntimeError(f"optimizer.step(closure) under {name}, which steps by itself: leave it out")
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
         """Nothing: gradients become readable inside of the step only."""

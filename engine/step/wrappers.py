@@ -75,10 +75,7 @@ class PreparedOptimizer(Optimizer):
         group.used = True
         if closure is None:
             return self._stepper.step([self.optimizer])
-        if self._stepper.strategy.owns_step:
-            raise RuntimeError(f"optimizer.step(closure) under {type(self._stepper.strategy).__name__}, which steps by itself: leave it out")
-        if self._stepper.scaler is not None:
-            raise RuntimeError("optimizer.step(closure) under precision='16-mixed': gradients cannot be unscaled inside the closure; use bf16-mixed")
+        self._stepper.check_closure()
 
         def exact() -> Any:
             value = closure()

@@ -18,6 +18,7 @@ from engine.config.settings import Settings
 from engine.distributed.collectives import all_reduce
 from engine.distributed.group import Group
 from engine.step.gradients import joins, traces
+from engine.step.passes import Passes, PipelinedPasses
 from engine.step.precision import Precision, Scaler
 from engine.step.stepper import OwnedStepper, Stepper
 from engine.step.window import Window
@@ -112,6 +113,10 @@ class Strategy:
     def stepper(self, scaler: Any, on_nonfinite: str | None) -> Stepper:
         """What finishes windows and steps optimizers."""
         return (OwnedStepper if self.owns_step else Stepper)(self.window, self, scaler, on_nonfinite)
+
+    def passes(self, scaler: Any) -> Passes:
+        """What runs backward passes that are not plain ones."""
+        return (PipelinedPasses if self.pipelined else Passes)(self.window, self, scaler)
 
     def own_optimizers(self, model: nn.Module) -> Any:
         """What the strategy's own configuration names for ``model`` (as ``setup`` returned it), in a form of ``configure_optimizers``."""
