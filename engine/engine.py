@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from engine import strategies
 from engine.checkpoint.export import export_tensors
+from engine.config.other_trainers import knows_other_trainers
 from engine.config.settings import check
 from engine.data.prepared_loader import PreparedLoader
 from engine.distributed import collectives, failures, relaunch
@@ -45,6 +46,7 @@ from engine.utils.tree import batch_size, map_tensors
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+@knows_other_trainers
 class Engine:
     """Makes a plain PyTorch loop distributed, in mixed precision, with exact gradient accumulation::
 
