@@ -1,6 +1,7 @@
 """Callbacks for :class:`engine.Fit`: what to show, what to record, when to save and when to stop.
 
-Each is one file and is imported when its name is first used, so that a run pays only for what it attaches.
+Each is one file and is imported when its name is first used, so that a run pays only for what it attaches. ``engine.callbacks`` is this
+package under a second name, for projects that have a ``callbacks.py`` of their own.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ if TYPE_CHECKING:
     from callbacks.progress_bar import RichProgressBar
 
 _PLACES = {
-    "CSVLogger": "callbacks.loggers.csv",
-    "EarlyStopping": "callbacks.early_stopping",
-    "LearningRateMonitor": "callbacks.lr_monitor",
-    "ModelCheckpoint": "callbacks.model_checkpoint",
-    "RichProgressBar": "callbacks.progress_bar",
+    "CSVLogger": ".loggers.csv",
+    "EarlyStopping": ".early_stopping",
+    "LearningRateMonitor": ".lr_monitor",
+    "ModelCheckpoint": ".model_checkpoint",
+    "RichProgressBar": ".progress_bar",
 }
 
 __all__ = ["CSVLogger", "EarlyStopping", "LearningRateMonitor", "ModelCheckpoint", "RichProgressBar"]
@@ -29,7 +30,7 @@ __all__ = ["CSVLogger", "EarlyStopping", "LearningRateMonitor", "ModelCheckpoint
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module 'callbacks' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(importlib.import_module(_PLACES[name]), name)
+    value = getattr(importlib.import_module(_PLACES[name], __name__), name)
     globals()[name] = value
     return value
 

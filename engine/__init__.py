@@ -34,10 +34,12 @@ _NAMES = {
     "RankError": "engine.utils.errors",
     "seed_everything": "engine.utils.seed",
 }
+_MODULES = ("launch", "callbacks")
 __all__ = ["__version__", "launch", *sorted(_NAMES)]
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from engine import callbacks as callbacks
     from engine import launch as launch
     from engine.callback import Callback as Callback
     from engine.checkpoint.resume import Resume as Resume
@@ -69,8 +71,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "launch":
-        return importlib.import_module("engine.launch")
+    if name in _MODULES:
+        return importlib.import_module(f"engine.{name}")
     if name in _NAMES:
         value = getattr(importlib.import_module(_NAMES[name]), name)
         globals()[name] = value

@@ -7,11 +7,17 @@ from typing import Any
 
 from torch import nn
 
+from engine.config.other_trainers import knows_other_trainers
 from engine.loop.run import Run
 
 
 class Callback:
     """Subclass it and override the events that matter; only overridden ones are ever called. Every event gets the run and the module."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.__module__.startswith(("callbacks.", "engine.callbacks.")):
+            knows_other_trainers(cls)
 
     runs_last = False
     """Called after the others at each event (checkpointing sees what they logged)."""

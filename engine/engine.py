@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from engine import strategies
 from engine.checkpoint.export import export_tensors
+from engine.config.other_trainers import knows_other_trainers
 from engine.config.settings import check
 from engine.data.prepared_loader import PreparedLoader
 from engine.distributed import collectives
@@ -37,6 +38,7 @@ from engine.transforms.order import Transforms
 from engine.utils.parameters import parameters_of
 
 
+@knows_other_trainers
 class Engine:
     """Makes a plain PyTorch loop distributed, in mixed precision, with exact gradient accumulation::
 

@@ -15,7 +15,8 @@ from engine.checkpoint.resume import Resume
 from engine.checkpoint.run_folder import Trained
 from engine.config.duration import Duration
 from engine.config.masked import described
-from engine.config.resolve import UNSET, Resolved, resolve
+from engine.config.other_trainers import knows_other_trainers
+from engine.config.resolve import UNSET, Resolved, resolve, shows_defaults
 from engine.config.settings import Settings, check
 from engine.data.datamodule import DataModule
 from engine.distributed import failures
@@ -40,6 +41,7 @@ from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8
 
 
+@knows_other_trainers
 class Fit:
     """Trains, validates, tests and predicts with a :class:`engine.TrainModule`.
 
@@ -85,6 +87,7 @@ class Fit:
         ValueError, TypeError: a wrong argument; the message names it, its value and what is possible.
     """
 
+    @shows_defaults
     def __init__(
         self,
         *,

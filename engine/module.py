@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Never, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,8 @@ from engine.checkpoint.files import printable
 from engine.checkpoint.reader import Source, own_state
 from engine.checkpoint.user_paths import opened
 from engine.config.hyperparameters import HParams, argument_name, constructor_arguments, init_arguments, replaced_by_defaults
-from engine.interop.lightning_names import MODULE, missing
+from engine.config.other_trainers import knows_other_trainers, missing, refused
+from engine.interop.lightning_names import MODULE
 from engine.step.gradients import Loss
 from engine.strategies.deferred_init import reset
 from engine.utils.log import logger, warn_once
@@ -49,6 +50,7 @@ class Context(Protocol):
     def all_gather(self, data: Any) -> Any: ...
 
 
+@knows_other_trainers
 class TrainModule(nn.Module):
     """Subclass it, define ``training_step`` and ``configure_optimizers``, and give it to :class:`engine.Fit`.
 
@@ -175,13 +177,15 @@ class TrainModule(nn.Module):
 
     # -- hyperparameters --------------------------------------------------------------------------------------------------------
 
-    def save_hyperparameters(self, *names: Any, ignore: str | Iterable[str] = ()) -> None:
+    def save_hyperparameters(self, *names: Any, ignore: str | Iterable[str] = (), **unknown: Never) -> None:
         """Keep the arguments of ``__init__`` in :attr:`hparams`, and in every checkpoint. Call it inside ``__init__``.
 
         Args:
             names: keep only these; or one dict to keep as it is.
             ignore: leave these out (modules given as arguments, for example).
         """
+        if unknown:
+            raise refused("TrainModule.save_hyperparameters", unknown)
         ignored = {ignore} if isinstance(ignore, str) else set(ignore)
         frame = inspect.currentframe()
         caller = frame.f_back if frame else None
@@ -190,10 +194,10 @@ class TrainModule(nn.Module):
             self.hparams_name = argument_name(self, caller, names[0])
         else:
             found = init_arguments(self, caller)
-            unknown = [name for name in names if name not in found]
-            if unknown:
+            absent = [name for name in names if name not in found]
+            if absent:
                 has = ", ".join(found)
-                raise ValueError(f"save_hyperparameters({unknown[0]!r}): {type(self).__name__}.__init__ has no such argument; it has {has}")
+                raise ValueError(f"save_hyperparameters({absent[0]!r}): {type(self).__name__}.__init__ has no such argument; it has {has}")
             if names:
                 found = {name: found[name] for name in names}
         self._hparams.update({name: value for name, value in found.items() if name not in ignored})

@@ -22,11 +22,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("loop",),
     ("callback",),
-    ("fit",),
+    ("fit", "callbacks"),
     ("cli",),
 )
+# A second name of the package `callbacks`, which nothing in `engine` imports: the one module here that imports it.
+SECOND_NAME = "engine.callbacks"
 # The only places that import own modules by name.
-LAZY_TABLES = ("engine", "engine.launch", "engine.strategies", "engine.cli.main", "engine.cli.checkpoint", "engine.cli.config", "callbacks")
+LAZY_TABLES = (
+    *("engine", "engine.callbacks", "engine.launch", "engine.strategies", "engine.cli.main", "engine.cli.checkpoint", "engine.cli.config"),
+    "callbacks",
+)
 MAX_FILE_LINES = 400
 PUBLIC_CLASSES = ("engine.module", "engine.engine", "engine.fit", "engine.loop.run")  # one class each, up to 600 lines
 MAX_FUNCTION_LINES = 50  # without the docstring
@@ -93,7 +98,8 @@ def test_imports_go_down(name: str) -> None:
     wrong = {target for target in others if layer(target) >= layer(name)}
     assert not wrong, f"{name} (layer {layer(name)}) imports upward or sideways: {wrong}"
     assert "engine" not in own_imports(name) or name.startswith("engine.cli"), f"{name} imports the public face"
-    assert not any(target.startswith("callbacks") for target in own_imports(name)), f"{name} imports callbacks"
+    assert name == SECOND_NAME or not any(target.startswith("callbacks") for target in own_imports(name)), f"{name} imports callbacks"
+    assert SECOND_NAME not in own_imports(name) or name == "engine", f"{name} imports callbacks"
 
 
 def test_no_import_cycle() -> None:

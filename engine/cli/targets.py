@@ -15,7 +15,7 @@ from typing import Any
 from engine.cli.exits import UsageError
 from engine.utils.errors import nearest
 
-CALLBACKS = "callbacks"
+CALLBACKS = "engine.callbacks"
 """The package in which bare names of callbacks are looked up."""
 
 

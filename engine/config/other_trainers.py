@@ -1,10 +1,23 @@
-"""What Lightning, Accelerate and others call the settings of ``Fit``: who comes from there is told the name here."""
+"""What Lightning, Accelerate and others call settings, arguments and attributes: errors about these names say what the name is here.
+
+:func:`knows_other_trainers` is the one mechanism: methods that no step calls are wrapped, and other trainers' attributes raise an error that says
+what to use. Nothing is paid by a step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from typing import NoReturn, ParamSpec, TypeVar
 
+from engine.config.settings import Settings
 from engine.utils.errors import nearest
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _NAMES = {
     **dict.fromkeys(("gpus", "num_gpus", "num_processes", "nproc_per_node"), "devices"),
@@ -63,3 +76,288 @@ def hint(name: str, known: Iterable[str]) -> str:
     if name in _OTHERWISE:
         return f"; {_OTHERWISE[name]}"
     return nearest(name, known)
+
+
+def _called(name: str) -> str:
+    return f"here it is called {name!r}"
+
+
+_NO_PICKLE = "nothing in a checkpoint is unpickled, so this is always so: leave it out"
+_SAFETENSORS = "weights are always written as safetensors: leave it out"
+_EVALUATION = {
+    "model": _called("module"),
+    **dict.fromkeys(("dataloader", "dataloaders", "loader", "test_dataloaders", "val_dataloaders", "val_loaders"), _called("loaders")),
+    **dict.fromkeys(("ckpt_path", "resume", "resume_from_checkpoint"), "here it is checkpoint='best', 'last' or a path"),
+    "verbose": "the metrics are returned: print them",
+    "weights_only": _NO_PICKLE,
+}
+_HYPERPARAMETERS = {
+    "logger": "hyperparameters are part of every checkpoint: leave it out",
+    "frame": "the arguments are those of the __init__ that calls it: leave it out",
+}
+_LAUNCHER = "the launcher starts the processes: fit launch, torchrun, or engine.launch"
+_ALWAYS_REDUCED = "an epoch's value is always reduced over all ranks: leave it out"
+_DEVICE = "what is prepared is on its device"
+
+ARGUMENTS: dict[str, dict[str, str]] = {
+    "Fit.run": {
+        "model": _called("module"),
+        **dict.fromkeys(("dataloader", "dataloaders", "loader", "train_dataloader", "train_dataloaders"), _called("train_loader")),
+        **dict.fromkeys(("eval_dataloader", "val_dataloader", "val_dataloaders", "val_loader", "valid_loader"), _called("val_loaders")),
+        **dict.fromkeys(("checkpoint", "ckpt_path", "resume_from_checkpoint"), "here it is resume='last', 'auto', 'best' or a path"),
+        "weights_only": _NO_PICKLE,
+    },
+    "Fit.validate": _EVALUATION,
+    "Fit.test": _EVALUATION,
+    "Fit.predict": _EVALUATION | {"return_predictions": "the outputs of predict_step are returned: write large ones there, and return None"},
+    "TrainModule.log": {
+        "reduce_fx": _called("reduce"),
+        **dict.fromkeys(("sync_dist", "sync_dist_group"), _ALWAYS_REDUCED),
+        "rank_zero_only": "all ranks log, and the value is reduced over them: leave it out",
+        "logger": "every logger callback gets every value: leave it out",
+        "enable_graph": "what is logged is detached: leave it out",
+        "add_dataloader_idx": "with several loaders the names of their values end in their numbers: leave it out",
+        "metric_attribute": "a torchmetrics object is recognized: leave it out",
+    },
+    "TrainModule.all_gather": {"group": "values are gathered over all ranks: leave it out"},
+    "TrainModule.optimizers": {"use_pl_optimizer": "the optimizers are always the prepared ones: leave it out"},
+    "TrainModule.save_hyperparameters": _HYPERPARAMETERS,
+    "DataModule.save_hyperparameters": _HYPERPARAMETERS,
+    "Engine.__init__": {
+        **dict.fromkeys(("devices", "num_processes", "num_nodes", "num_machines", "gpus"), _LAUNCHER),
+        **dict.fromkeys(("callbacks", "log_with", "logger", "loggers"), "your loop calls and logs what it likes; engine.Fit has callbacks"),
+        **dict.fromkeys(("project_dir", "project_config", "root_dir"), "give a path to save_state and load_state"),
+        **dict.fromkeys(("gradient_clip_val", "max_grad_norm"), "call engine.clip_grad_norm_(model.parameters(), 1.0) before optimizer.step()"),
+        "torch_tp_plugin": "here it is strategy={'name': 'mesh', 'tp': 2, ...}",
+        "step_scheduler_with_optimizer": "a prepared scheduler steps when the optimizer did",
+    },
+    "Engine.prepare": {
+        "device_placement": f"{_DEVICE}; prepare_data_loader(loader, place=False) leaves batches where they are",
+        "move_to_device": f"{_DEVICE}: leave it out",
+    },
+    "Engine.prepare_model": {"device_placement": f"{_DEVICE}: leave it out", "evaluation_mode": "without training: place_model(model)"},
+    "Engine.prepare_optimizer": {"device_placement": f"{_DEVICE}: leave it out"},
+    "Engine.prepare_data_loader": {
+        **dict.fromkeys(("data_loader", "dataloader"), _called("loader")),
+        **dict.fromkeys(("device_placement", "move_to_device"), _called("place")),
+        "slice_fn_for_dispatch": "samples are dealt to the ranks by their indices: leave it out",
+        "use_distributed_sampler": "samples are dealt to the ranks whatever the sampler: leave it out",
+    },
+    "Engine.skip_first_batches": {"dataloader": _called("loader")},
+    "Engine.save_state": {"safe_serialization": _SAFETENSORS},
+    "Engine.load_state": {"weights_only": _NO_PICKLE},
+    "Engine.save_model": {"safe_serialization": _SAFETENSORS},
+    "Engine.unwrap_model": {
+        **dict.fromkeys(("keep_fp32_wrapper", "keep_torch_compile"), "what comes back is the module that you gave to prepare: leave it out")
+    },
+    "Engine.gather": {"tensor": _called("tree")},
+    "Engine.reduce": {"tensor": _called("tree"), "reduce_op": _called("reduction")},
+    "Engine.broadcast": {"tensor": _called("tree"), "obj": _called("tree"), "src": _called("from_process")},
+    "Engine.pad_across_processes": {"tensor": _called("tree")},
+    "ModelCheckpoint.__init__": {
+        "every_n_epochs": "here it is every='1 epochs'",
+        "every_n_train_steps": "here it is every='500 steps'",
+        "train_time_interval": "here it is every='10 min'",
+        "save_on_train_epoch_end": "with monitor a checkpoint waits for the next validation, without it is saved when due",
+        "save_on_exception": "the last whole step is saved after an error: leave it out",
+        "save_weights_only": "checkpoints are whole; engine.Resume takes a part of one, and 'fit checkpoint' exports the weights",
+        "auto_insert_metric_name": "write the names into filename: 'epoch={epoch}-loss={val_loss:.3f}'",
+        "enable_version_counter": "a second checkpoint of one name gets '-step=N': leave it out",
+        "verbose": "Result.last_checkpoint and 'fit checkpoint list' name what was saved: leave it out",
+        "save_best_only": "here it is save_top_k=1, save_last=False",
+    },
+    "EarlyStopping.__init__": {
+        **dict.fromkeys(("verbose", "log_rank_zero_only"), "Result.stop_reason says why a run has stopped: leave it out"),
+        "strict": "a metric that is missing is always an error: leave it out",
+        "check_on_train_epoch_end": "checks are made after each validation, without validation after each epoch: leave it out",
+    },
+    "RichProgressBar.__init__": {
+        **dict.fromkeys(("theme", "console_kwargs"), "give a rich console: console=Console(...)"),
+        "leave": "each epoch's last line stays: leave it out",
+    },
+    "CSVLogger.__init__": {
+        "save_dir": _called("dir"),
+        "version": "each run has a folder of its own: leave it out",
+        "prefix": "the columns are called as the values: put it into the names that you log",
+        "flush_logs_every_n_steps": "rows are written when values are published; see Fit(log_every_n_steps=...)",
+    },
+}
+"""Arguments of other trainers' calls, by the call that is meant here: what to do instead."""
+UNWRAPPED = ("TrainModule", "DataModule")
+"""Classes whose methods a step calls, or that look at their caller: the run that they are in explains their errors."""
+
+_RESULT = "use the Result that run(...) returns, or the list that validate(...) and test(...) return"
+_REFERENCE = "keep a reference to the object that you gave"
+_IN_A_RUN = "in a callback or a module, the run knows it: run.rank, run.local_rank, run.world_size, run.device"
+_OF_SETTINGS = {each.name: f"use settings.{each.name}" for each in fields(Settings)}
+_OF_TRAINERS = {
+    **_OF_SETTINGS,
+    "is_global_zero": "use is_main_process",
+    **dict.fromkeys(("checkpoint_callback", "checkpoint_callbacks", "early_stopping_callback", "early_stopping_callbacks"), _REFERENCE),
+    **dict.fromkeys(("logger", "loggers", "profiler", "progress_bar_callback"), _REFERENCE),
+    **dict.fromkeys(("train_dataloader", "val_dataloaders", "test_dataloaders", "predict_dataloaders"), _REFERENCE),
+    "default_root_dir": "use settings.root_dir",
+    "precision_plugin": "use settings.precision",
+    "num_devices": "use settings.devices, and run.world_size in a callback",
+}
+_OF_RUN = ("callbacks", "gc_every_n_steps", "max_epochs", "max_steps", "val_every")
+"""Settings that a run has under the same name."""
+ATTRIBUTES: dict[str, dict[str, str]] = {
+    "Fit": {
+        **_OF_TRAINERS,
+        **dict.fromkeys(("fit", "train"), "train with run(module, train_loader, val_loaders)"),
+        **dict.fromkeys(("eval", "evaluate"), "use validate(module, loaders) or test(module, loaders)"),
+        "tune": "there is no tuner: give learning rate and batch size yourself",
+        **dict.fromkeys(("callback_metrics", "logged_metrics", "progress_bar_metrics"), _RESULT),
+        **dict.fromkeys(("current_epoch", "global_step", "interrupted"), _RESULT),
+        "log_dir": "use Result.folder",
+        **dict.fromkeys(("model", "lightning_module"), "the module that you gave to run holds the trained weights"),
+        **dict.fromkeys(("optimizers", "lr_scheduler_configs"), "in a callback use run.optimizers and run.schedulers"),
+        **dict.fromkeys(("global_rank", "local_rank", "world_size"), _IN_A_RUN),
+        **dict.fromkeys(("state", "training", "validating", "testing", "predicting", "sanity_checking"), "in a callback use run.stage"),
+        "save_checkpoint": "give callbacks=[ModelCheckpoint()], or call run.save_checkpoint() in a callback",
+        "should_stop": "in a callback call run.stop(reason)",
+        "datamodule": "in a callback use run.datamodule",
+        "print": "use print under: if fit.is_main_process",
+    },
+    "Run": {
+        **{name: said for name, said in _OF_TRAINERS.items() if name not in _OF_RUN},
+        "current_epoch": "use epoch",
+        "global_step": "use step",
+        "global_rank": "use rank",
+        "should_stop": "call stop(reason)",
+        **dict.fromkeys(("callback_metrics", "logged_metrics"), "use metrics"),
+        "progress_bar_metrics": "use progress",
+        **dict.fromkeys(("model", "lightning_module"), "use module"),
+        "lr_scheduler_configs": "use schedulers",
+        "log_dir": "use folder",
+        "ckpt_path": "resuming is an argument of Fit.run(resume=...)",
+        "sanity_checking": "use stage == 'sanity'",
+        "training": "use stage == 'fit'",
+        "validating": "use stage == 'validate'",
+        "testing": "use stage == 'test'",
+        "predicting": "use stage == 'predict'",
+        "num_training_batches": "use num_train_batches",
+        **dict.fromkeys(("num_val_batches", "num_test_batches", "num_predict_batches"), "use num_eval_batches"),
+        "train_dataloader": "use train_loader",
+        "print": "use print under: if run.is_main_process",
+    },
+    "Engine": {
+        **dict.fromkeys(("setup", "setup_module", "setup_optimizers", "setup_dataloaders"), "use prepare(model, optimizer, loader)"),
+        "launch": _LAUNCHER,
+        "accelerator": "use device",
+        "call": "your loop calls what it likes; engine.Fit has callbacks",
+        "run": "write your own loop, or use engine.Fit",
+        **dict.fromkeys(("all_gather", "gather_object"), "use gather(tree), or gather_for_metrics for objects"),
+        "all_reduce": "use reduce(tree, 'mean')",
+        "barrier": "use wait_for_everyone()",
+        "rank_zero_first": "use main_process_first()",
+        "is_global_zero": "use is_main_process",
+        "global_rank": "use process_index",
+        "local_rank": "use local_process_index",
+        "world_size": "use num_processes",
+        "node_rank": "use process_index // the processes of a machine",
+        "clip_gradients": "use clip_grad_norm_ or clip_grad_value_",
+        "no_backward_sync": "use no_sync(model)",
+        "save": "use save_state(directory), or torch.save under: if engine.is_main_process",
+        **dict.fromkeys(("load", "load_raw"), "use load_state(directory)"),
+        **dict.fromkeys(("seed_everything",), "use engine.seed_everything of the package"),
+        "to_device": "use tensor.to(engine.device)",
+        **dict.fromkeys(("init_module", "init_tensor", "sharded_model"), "build it in a block: with engine.device"),
+        **dict.fromkeys(("log", "log_dict", "logger", "loggers"), "an Engine has no loggers: call your own"),
+        **dict.fromkeys(("trackers", "init_trackers", "get_tracker"), "an Engine has no trackers: call your own"),
+        "end_training": "nothing has to be closed: leave it out",
+        "clear": "use free_memory()",
+        "gradient_accumulation_steps": "use accumulate_grad_batches",
+        "mixed_precision": "use precision",
+        "distributed_type": "use strategy",
+        "state": "use process_index, num_processes, device",
+        "gradient_state": "use sync_gradients",
+        "use_distributed": "use num_processes > 1",
+        "on_local_process": "use on_local_main_process",
+        "join_uneven_inputs": "a rank without data runs repeated batches that do not count: leave it out",
+        "profile": "use torch.profiler.profile()",
+        **dict.fromkeys(("register_save_state_pre_hook", "register_load_state_pre_hook"), "use register_for_checkpointing(objects)"),
+        "trigger_sync_in_backward": "use accumulate(model)",
+        **dict.fromkeys(("project_dir", "logging_dir", "project_configuration"), "give a path to save_state and load_state"),
+        **dict.fromkeys(("deepspeed_plugin", "parallelism_config", "torch_device_mesh"), "use strategy"),
+    },
+}
+"""Attributes of other trainers' objects, by the class that is meant here: what to use instead."""
+
+_UNEXPECTED = re.compile(r"(\w+\.\w+)\(\) got an unexpected keyword argument '(\w+)'")
+_CALLS: dict[str, Callable[..., object]] = {}
+
+
+def missing(owner: object, names: Mapping[str, str], name: str) -> AttributeError:
+    """The error for an attribute that ``owner`` does not have; ``names`` says what to use instead of some."""
+    said = f": {names[name]}" if name in names else ""
+    return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}{said}", name=name, obj=owner)
+
+
+def explain(error: TypeError) -> None:
+    """Add to Python's error about an argument that one of these calls does not have what to write instead."""
+    found = _UNEXPECTED.match(str(error))
+    if found is None or found[1] not in _CALLS:
+        return
+    call, name = found.groups()
+    known = [each for each in inspect.signature(_CALLS[call]).parameters if each != "self"]
+    said = ARGUMENTS[call].get(name)
+    if said is not None:
+        said = f"; {said}"
+    elif name in _NAMES and _NAMES[name] not in known:
+        said = f"; here it is a setting: Fit({_NAMES[name]}=...)"
+    elif name in _OF_SETTINGS:
+        said = f"; here it is a setting: Fit({name}=...)"
+    else:
+        said = hint(name, known)
+    error.args = (f"{found[0]}{said}",)
+
+
+def refused(call: str, unknown: Iterable[str]) -> TypeError:
+    """Python's error about the first of these arguments, which a call does not have, explained."""
+    error = TypeError(f"{call}() got an unexpected keyword argument {next(iter(unknown))!r}")
+    explain(error)
+    return error
+
+
+def knows_other_trainers(cls: type[T]) -> type[T]:
+    """Decorator: errors about names of other trainers say what the name is in this class."""
+    for call in ARGUMENTS:
+        owner, _, method = call.partition(".")
+        if owner == cls.__name__:
+            _CALLS[call] = vars(cls)[method]
+            if owner not in UNWRAPPED:
+                setattr(cls, method, _explaining(_CALLS[call]))
+    if elsewhere := ATTRIBUTES.get(cls.__name__):
+        for name, said in elsewhere.items():
+            setattr(cls, name, _Elsewhere(name, said))
+        setattr(cls, "__dir__", lambda self: [name for name in object.__dir__(self) if name not in elsewhere])  # noqa: B010
+    return cls
+
+
+def _explaining(call: Callable[P, T]) -> Callable[P, T]:
+    @functools.wraps(call)
+    def explained(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return call(*args, **kwargs)
+        except TypeError as error:
+            explain(error)
+            raise
+
+    return explained
+
+
+class _Elsewhere:
+    """An attribute that is not there. Setting it is an error as well: nothing would read it."""
+
+    def __init__(self, name: str, said: str) -> None:
+        self.name, self.said = name, said
+
+    def __get__(self, owner: object, kind: type) -> NoReturn:
+        if owner is None:
+            raise AttributeError(f"{kind.__name__!r} has no attribute {self.name!r}: {self.said}", name=self.name, obj=kind)
+        raise missing(owner, {self.name: self.said}, self.name)
+
+    def __set__(self, owner: object, value: object) -> NoReturn:
+        raise missing(owner, {self.name: self.said}, self.name)

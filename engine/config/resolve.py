@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.config import command_line as command_line
 from engine.config import yaml_reader
+from engine.config.duration import Duration
 from engine.config.other_trainers import hint
 from engine.config.settings import OVERFIT, Settings, fast_dev_run_overrides
 from engine.config.yaml_reader import Node
@@ -34,6 +36,20 @@ class _Unset:
 
 UNSET: Any = _Unset()
 """An argument that was not given. ``None`` is a value and means what it says."""
+F = TypeVar("F", bound=Callable[..., None])
+
+
+def shows_defaults(init: F) -> F:
+    """Decorator: where an argument's default is :data:`UNSET`, ``help`` and ``inspect.signature`` show the setting's own default."""
+    found = inspect.signature(init)
+    defaults = {each.name: each.default for each in fields(Settings)}
+    shown = []
+    for each in found.parameters.values():
+        value = defaults[each.name] if each.default is UNSET else each.default
+        if each.kind is not inspect.Parameter.VAR_KEYWORD:
+            shown.append(each.replace(default=str(value) if isinstance(value, (Duration, Path)) else value))
+    init.__signature__ = found.replace(parameters=shown)  # type: ignore[attr-defined]
+    return init
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Never
 
 import torch
 
 from engine.config.hyperparameters import HParams, init_arguments
-from engine.interop.lightning_names import DATA, missing
+from engine.config.other_trainers import knows_other_trainers, missing, refused
+from engine.interop.lightning_names import DATA
 from engine.utils.tree import move
 
 
+@knows_other_trainers
 class DataModule:
     """Subclass it and define the loaders that the run needs; ``Fit(...).run(module, datamodule=data)``.
 
@@ -64,8 +66,10 @@ class DataModule:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put back what :meth:`state_dict` gave."""
 
-    def save_hyperparameters(self, ignore: str | Iterable[str] = ()) -> None:
+    def save_hyperparameters(self, ignore: str | Iterable[str] = (), **unknown: Never) -> None:
         """Keep the arguments of ``__init__`` in :attr:`hparams`. Call it inside ``__init__``."""
+        if unknown:
+            raise refused("DataModule.save_hyperparameters", unknown)
         frame = inspect.currentframe()
         ignored = {ignore} if isinstance(ignore, str) else set(ignore)
         found = init_arguments(self, frame.f_back if frame else None)

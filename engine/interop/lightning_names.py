@@ -81,9 +81,3 @@ def refuse_replaced(*owners: Any) -> None:
         for name, instead in REPLACED.items():
             if callable(getattr(type(owner), name, None)):
                 raise TypeError(f"{type(owner).__name__} defines {name}, which is not called: define {instead}")
-
-
-def missing(owner: Any, names: dict[str, str], name: str) -> AttributeError:
-    """The error for an attribute that ``owner`` does not have."""
-    hint = f": {names[name]}" if name in names else ""
-    return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=owner)

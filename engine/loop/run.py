@@ -18,6 +18,7 @@ from engine.checkpoint.storage import same, split
 from engine.checkpoint.writer import Content, Saver
 from engine.config.duration import Every
 from engine.config.masked import Config
+from engine.config.other_trainers import knows_other_trainers
 from engine.config.settings import Settings
 from engine.config.yaml_writer import as_yaml
 from engine.data.datamodule import DataModule
@@ -39,6 +40,7 @@ from engine.utils.parameters import parameters_of
 from engine.utils.tree import map_tensors
 
 
+@knows_other_trainers
 class Run:
     """What callbacks see. Attributes without a method are for reading."""
 

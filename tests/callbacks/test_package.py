@@ -27,3 +27,44 @@ def test_the_package_imports_nothing_until_it_is_used():
 def test_only_the_progress_bar_needs_rich():
     code = "import sys; from callbacks import *; assert not [m for m in sys.modules if m == 'rich'], 'rich was imported'"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_engine_callbacks_gives_the_same_classes():
+    from engine import callbacks as second
+
+    assert sorted(second.__all__) == sorted(callbacks.__all__)
+    assert all(getattr(second, name) is getattr(callbacks, name) for name in callbacks.__all__)
+    with pytest.raises(AttributeError, match="'ModelCheckpoints'; it has"):
+        second.ModelCheckpoints  # noqa: B018
+
+
+SHADOWED = """
+import pickle, sys
+from engine.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
+import engine, callbacks
+assert callbacks.MINE == 1 and not hasattr(callbacks, "EarlyStopping")
+assert engine.callbacks.EarlyStopping is EarlyStopping and issubclass(EarlyStopping, engine.Callback)
+assert pickle.loads(pickle.dumps(CSVLogger(name="x.csv"))).name == "x.csv"
+if len(sys.argv) == 1:
+    import subprocess
+    data = pickle.dumps(EarlyStopping("loss", patience=7))
+    code = "import pickle, sys; print(pickle.loads(bytes.fromhex(sys.argv[1])).patience)"
+    subprocess.run([sys.executable, "-c", code, data.hex()], check=True, timeout=300)
+"""
+
+
+def test_a_users_own_callbacks_py_is_no_obstacle(tmp_path):
+    (tmp_path / "callbacks.py").write_text("MINE = 1\n")
+    (tmp_path / "script.py").write_text(SHADOWED)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, timeout=300, capture_output=True, text=True)
+    assert done.stdout.strip() == "7"
+
+
+def test_fit_run_finds_our_callbacks_beside_a_users_own(tmp_path):
+    (tmp_path / "callbacks.py").write_text("MINE = 1\n")
+    code = (
+        "from engine.cli.targets import CALLBACKS, importable_here, load; from engine import Callback; importable_here();"
+        "print(load('EarlyStopping', 'the callback', Callback, CALLBACKS).__name__, load('callbacks:MINE', 'it', Callback, CALLBACKS))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=300, capture_output=True, text=True)
+    assert done.stdout.split() == ["EarlyStopping", "1"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
+import pydoc
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -190,3 +192,15 @@ def test_names_of_other_trainers(name: str, said: str, tmp_path: Path) -> None:
 def test_every_name_that_is_told_is_a_setting() -> None:
     assert set(other_trainers._NAMES.values()) <= {field.name for field in fields(Settings)}
     assert not (set(other_trainers._NAMES) | set(other_trainers._OTHERWISE)) & {field.name for field in fields(Settings)}
+
+
+def test_help_shows_the_value_of_every_default(in_tmp: Path) -> None:
+    shown = inspect.signature(Fit).parameters
+    assert [name for name, each in shown.items() if each.kind is not each.KEYWORD_ONLY] == []
+    assert list(shown) == [field.name for field in fields(Settings)]
+    text = pydoc.render_doc(Fit, renderer=pydoc.plaintext)
+    assert "<default>" not in text
+    for said in ("max_epochs: 'int | None' = None", "val_every: 'int | float | str | timedelta | Duration | None' = '1 epochs'", "= 'runs'"):
+        assert said in text
+    for name, each in shown.items():  # what is shown is what holds
+        assert Fit(**{name: each.default}).settings == Fit().settings

@@ -13,7 +13,7 @@ from processes import run_script
 from torch import nn
 
 from engine import Callback, DataModule, TrainModule
-from engine.config.other_trainers import hint
+from engine.config.other_trainers import ARGUMENTS, ATTRIBUTES, hint
 from engine.config.settings import Settings
 from engine.interop.lightning_names import DATA, MODULE, REPLACED
 
@@ -28,7 +28,32 @@ def public(owner, base):
     return sorted(name for name in {*dir(type(owner)), *vars(owner)} if not name.startswith("_") and not hasattr(base, name))
 
 hooks = sorted({name for each in (CheckpointHooks, DataHooks, ModelHooks) for name in vars(each) if not name.startswith("_")})
+import callbacks, engine
+import lightning.pytorch.callbacks as theirs
+from accelerate import Accelerator
+from lightning import Fabric
+from lightning.pytorch.loggers import CSVLogger
+
+def parameters(call):
+    return {name for name, each in inspect.signature(call).parameters.items() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+
+of_engine = ("prepare", "prepare_model", "prepare_data_loader", "prepare_optimizer", "save_state", "save_model", "unwrap_model",
+    "skip_first_batches", "gather", "reduce", "pad_across_processes")
+of_callbacks = ("ModelCheckpoint", "EarlyStopping", "RichProgressBar", "LearningRateMonitor")
+calls = {
+    "Fit.run": Trainer.fit, "Fit.validate": Trainer.validate, "Fit.test": Trainer.test, "Fit.predict": Trainer.predict,
+    "TrainModule.log": LightningModule.log, "TrainModule.save_hyperparameters": LightningModule.save_hyperparameters,
+    "Engine.__init__": Accelerator, "CSVLogger.__init__": CSVLogger,
+    **{f"Engine.{name}": getattr(Accelerator, name) for name in of_engine},
+    **{f"{name}.__init__": getattr(theirs, name) for name in of_callbacks},
+}
+arguments = {}
+for call, other in calls.items():
+    owner, _, name = call.partition(".")
+    arguments[call] = sorted(parameters(other) - parameters(getattr(getattr(engine, owner, None) or getattr(callbacks, owner), name)))
+
 report({
+    "arguments": arguments, "fabric": sorted(name for name in dir(Fabric) if not name.startswith("_") and not hasattr(engine.Engine, name)),
     "module": public(LightningModule(), nn.Module()), "data": public(LightningDataModule(), object()),
     "callback": public(Callback(), object()), "hooks": hooks,
     "trainer": list(inspect.signature(Trainer).parameters),
@@ -58,6 +83,14 @@ def test_every_argument_of_lightnings_trainer_is_a_setting_or_has_an_answer(ligh
     answers = {name: hint(name, ()) for name in other}
     assert [name for name, answer in answers.items() if not answer] == []
     assert len(other) < len(lightning["trainer"]) / 2
+
+
+def test_every_argument_of_their_calls_is_ours_or_has_an_answer(lightning: dict[str, Any]) -> None:
+    pytest.importorskip("accelerate")
+    for call, names in lightning["arguments"].items():
+        for name in names:
+            assert name in ARGUMENTS.get(call, ()) or (call == "Engine.__init__" and hint(name, ())), f"{call}({name}=)"
+    assert set(lightning["fabric"]) - set(ATTRIBUTES["Engine"]) == {"strategy"}  # every Engine object has it
 
 
 class Saves(Callback):

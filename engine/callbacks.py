@@ -1,0 +1,55 @@
+"""The package ``callbacks`` under a second name, for projects that have a ``callbacks.py`` of their own.
+
+``from engine.callbacks import EarlyStopping`` gives the class of ``from callbacks import EarlyStopping``. Nothing in ``engine`` imports this module.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from callbacks import CSVLogger as CSVLogger
+    from callbacks import EarlyStopping as EarlyStopping
+    from callbacks import LearningRateMonitor as LearningRateMonitor
+    from callbacks import ModelCheckpoint as ModelCheckpoint
+    from callbacks import RichProgressBar as RichProgressBar
+
+_FOLDER = Path(__file__).resolve().parent.parent / "callbacks"
+
+
+def _is_ours() -> bool:
+    """Whether ``import callbacks`` finds the package that was installed with this one."""
+    try:
+        spec = find_spec("callbacks")
+    except ValueError:  # a module without a spec has the name
+        return False
+    return spec is not None and spec.origin is not None and Path(spec.origin).resolve().parent == _FOLDER
+
+
+def _loaded() -> ModuleType:
+    if _is_ours():
+        return importlib.import_module("callbacks")
+    # Its modules are found below this one then, so that pickles of their classes can be read.
+    spec = spec_from_file_location(__name__, _FOLDER / "__init__.py", submodule_search_locations=[str(_FOLDER)])
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    globals()["__path__"] = module.__path__
+    return module
+
+
+_package = _loaded()
+__all__ = list(_package.__all__)
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_package, name)
+
+
+def __dir__() -> list[str]:
+    return __all__
