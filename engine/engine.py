@@ -28,8 +28,8 @@ from engine.prepared.registry import Registry
 from engine.prepared.snapshot import Snapshot
 from engine.step import gradients
 from engine.step.gradients import Loss
+from engine.step.optimizer_step import Optimizers, Then
 from engine.step.precision import Precision
-from engine.step.stepper import Optimizers, Then
 from engine.step.window import Window
 from engine.step.wrappers import PreparedOptimizer, PreparedScheduler, raw
 from engine.strategies.base import Strategy

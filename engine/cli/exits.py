@@ -13,8 +13,6 @@ USAGE = 2
 """Wrong options, settings or targets: nothing was started."""
 INTERRUPTED = 130
 """Ctrl-C, as shells show it."""
-TERMINATED = 143
-"""SIGTERM, as shells show it."""
 
 STATUSES = """\
 exit status:

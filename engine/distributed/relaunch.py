@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from engine.distributed import command_line, failures, scratch, stores
 from engine.distributed.environment import Environment
-from engine.distributed.interrupt import Interrupt
+from engine.distributed.raise_in_thread import Interrupt
 from engine.utils.errors import RankError
 from engine.utils.log import logger
 

@@ -24,7 +24,7 @@ from engine.distributed import failures
 from engine.distributed.board import ANSWER_S, Board
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
-from engine.distributed.interrupt import Interrupt
+from engine.distributed.raise_in_thread import Interrupt
 from engine.health import stacks
 from engine.utils.errors import HangError
 from engine.utils.log import logger

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.config import yaml_reader
 from engine.interop import accelerate_strategies as strategies
-from engine.interop.accelerate_file import File, flag
+from engine.interop.accelerate_keys import File, flag
 
 MACHINES = {"NO": "auto", "MULTI_CPU": "cpu", "MULTI_GPU": "cuda", "FSDP": "cuda", "DEEPSPEED": "cuda", "MEGATRON_LM": "cuda", "TP": "cuda"}
 """``distributed_type`` that has a counterpart -> its accelerator."""

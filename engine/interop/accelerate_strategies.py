@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.yaml_reader import read_file
-from engine.interop.accelerate_file import File, Part, flag
+from engine.interop.accelerate_keys import File, Part, flag
 
 
 def convert(file: File, kind: str) -> None:

@@ -30,6 +30,7 @@ from engine.launch.output import Direct, Output
 from engine.launch.rank import Rank
 from engine.launch.signals import HANDLED, handle_signals, signals
 from engine.launch.torch_log import torch_log
+from engine.utils.errors import TERMINATED
 
 SETTLE_S = 0.5
 """After a death: time for ranks that die of the same cause to leave their tracebacks, so that the first can be told (s)."""
@@ -278,7 +279,7 @@ class Agent(LocalElasticAgent):
             again = "; again to kill them" if interrupted else ""
             self._output.say(f"{'Ctrl-C' if interrupted else number.name}: the ranks may end their step and save{again}")
             self._end(signal.SIGINT if interrupted else signal.SIGTERM, self._job.grace_s, hurry)
-        fine = (0, rank.TERMINATED, -signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT)
+        fine = (0, TERMINATED, -signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT)
         for each in self._ranks:
             if each.code not in fine:
                 self._output.drain()

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.distributed import failures
+from engine.utils.errors import TERMINATED
 
-TERMINATED = 128 + signal.SIGTERM
-"""The exit code of a rank that was told to end, and has saved."""
 LAST_LINES = 15
 """Lines of a rank's standard error that are shown when there is no traceback in it."""
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from engine.checkpoint.resume import Resume
@@ -18,17 +14,14 @@ from engine.checkpoint.writer import Saver
 from engine.data.datamodule import DataModule
 from engine.data.sampler import mixed
 from engine.distributed import relaunch
-from engine.distributed.agreement import HURRY, TERMINATE
 from engine.loop.evaluate import Preempted
 from engine.loop.run import Run
+from engine.loop.signals import interruptible
 from engine.loop.torch_flags import switched
 from engine.module import TrainModule, overrides
-from engine.utils.errors import CheckError, RankError
+from engine.utils.errors import TERMINATED, CheckError, RankError
 from engine.utils.log import logger
 from engine.utils.seed import seed_everything
-
-TERMINATED = 128 + signal.SIGTERM
-"""The exit code after SIGTERM, as a shell shows it."""
 
 
 @contextmanager
@@ -165,32 +158,3 @@ def _tear_down(run: Run, datamodule: DataModule | None) -> None:
         raise run.exception
 
 
-@contextmanager
-def interruptible(run: Run) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the run after the step; a second Ctrl-C at once. Handlers of the user's own stay in place."""
-    owner, main = os.getpid(), threading.current_thread() is threading.main_thread()
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if run.interrupted:
-            raise KeyboardInterrupt
-        run.interrupted = True
-        run.stop("interrupted (Ctrl-C)", HURRY)
-        logger.warning("Ctrl-C: the run ends after this step; again to end it at once")
-
-    def terminate(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != owner:  # a process that was forked meanwhile: nobody listens to it
-            os._exit(TERMINATED)
-        if run.stop_level < TERMINATE:  # a launcher and a scheduler may both send one
-            run.terminated = True
-            run.stop("terminated (SIGTERM)", TERMINATE)
-            logger.warning("SIGTERM: the run ends after this step, with exit code %d", TERMINATED)
-
-    ours = [(signal.SIGINT, signal.default_int_handler, interrupt), (signal.SIGTERM, signal.SIG_DFL, terminate)]
-    taken = [(number, before, handler) for number, before, handler in ours if main and signal.getsignal(number) is before]
-    for number, _, handler in taken:
-        signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number, before, _ in taken:
-            signal.signal(number, before)

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from engine.data.combined_loaders import CombinedLoader
 from engine.data.prepared_loader import PreparedLoader
 from engine.step import gradients
+from engine.step.optimizer_step import Stepper
 from engine.step.precision import Precision
-from engine.step.stepper import Stepper
 from engine.step.wrappers import AutocastForward, PreparedOptimizer, PreparedScheduler
 from engine.strategies.base import Strategy
 from engine.strategies.foreign_wrappers import check_plain

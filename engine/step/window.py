@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine.distributed.group import Group
-from engine.step.gradient_status import SCALAR, WEIGHTED, Gathered
+from engine.step.gathered_gradients import SCALAR, WEIGHTED, Gathered
 from engine.step.gradients import Loss, nonzero, scalar, traces
 from engine.step.share import ALONE, Share
 from engine.utils.parameters import parameters_of

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from engine.step.gradient_status import Gathered
+from engine.step.gathered_gradients import Gathered
+from engine.step.optimizer_step import Stepper
 from engine.step.precision import Precision
-from engine.step.stepper import Stepper
 from engine.step.window import Window
 from engine.utils.tree import map_tensors
 

@@ -18,9 +18,9 @@ from engine.config.settings import Settings
 from engine.distributed.collectives import all_reduce
 from engine.distributed.group import Group
 from engine.step.gradients import joins, traces
+from engine.step.optimizer_step import OwnedStepper, Stepper
 from engine.step.passes import Passes, PipelinedPasses
 from engine.step.precision import Precision, Scaler
-from engine.step.stepper import OwnedStepper, Stepper
 from engine.step.window import Window
 from engine.strategies import deferred_init
 from engine.strategies.tensor_class_states import flat, whole_again

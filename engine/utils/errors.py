@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Iterable
+
+TERMINATED = 128 + signal.SIGTERM
+"""The exit status after SIGTERM, as a shell shows it."""
 
 
 def nearest(name: object, choices: Iterable[str]) -> str:

@@ -61,7 +61,7 @@ FAULTS = {
     ),
     "resume": Fault(
         "what was logged in the epoch before the save is lost", "engine/loop/snapshot.py",
-        "self.recorder.load_state_dicts, [row[\"recorder\"] for row in rows]", "self.recorder.load_state_dicts, []",
+        "run.recorder.load_state_dicts, [row[\"recorder\"] for row in rows]", "run.recorder.load_state_dicts, []",
     ),
     "manual optimization": Fault(
         "gradients are averaged for clipping only",

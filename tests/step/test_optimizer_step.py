@@ -9,9 +9,9 @@ import torch
 from torch.optim import SGD
 
 from engine.step.gradients import Loss
+from engine.step.optimizer_step import Stepper
 from engine.step.precision import Scaler
 from engine.step.share import Share
-from engine.step.stepper import Stepper
 from engine.step.window import Window
 from engine.strategies import Single
 

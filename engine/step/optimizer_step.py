@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from engine.distributed.group import Group
 from engine.step import gradients
-from engine.step.gradient_status import SCALAR, Gathered
+from engine.step.gathered_gradients import SCALAR, Gathered
 from engine.step.precision import Scaler
 from engine.step.window import Window
 from engine.utils.parameters import parameters_of

@@ -1,0 +1,46 @@
+"""Ctrl-C and SIGTERM during a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from engine.distributed.agreement import HURRY, TERMINATE
+from engine.loop.run import Run
+from engine.utils.errors import TERMINATED
+from engine.utils.log import logger
+
+
+@contextmanager
+def interruptible(run: Run) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the run after the step; a second Ctrl-C at once. Handlers of the user's own stay in place."""
+    owner, main = os.getpid(), threading.current_thread() is threading.main_thread()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if run.interrupted:
+            raise KeyboardInterrupt
+        run.interrupted = True
+        run.stop("interrupted (Ctrl-C)", HURRY)
+        logger.warning("Ctrl-C: the run ends after this step; again to end it at once")
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # a process that was forked meanwhile: nobody listens to it
+            os._exit(TERMINATED)
+        if run.stop_level < TERMINATE:  # a launcher and a scheduler may both send one
+            run.terminated = True
+            run.stop("terminated (SIGTERM)", TERMINATE)
+            logger.warning("SIGTERM: the run ends after this step, with exit code %d", TERMINATED)
+
+    ours = [(signal.SIGINT, signal.default_int_handler, interrupt), (signal.SIGTERM, signal.SIG_DFL, terminate)]
+    taken = [(number, before, handler) for number, before, handler in ours if main and signal.getsignal(number) is before]
+    for number, _, handler in taken:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, before, _ in taken:
+            signal.signal(number, before)
