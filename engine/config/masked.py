@@ -1,4 +1,4 @@
-"""Settings as plain JSON values that may be shown to anybody: each with its origin, secrets left out."""
+"""Settings as plain JSON values that are safe to show: each with its origin, without secrets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.config.settings import Settings
 Config = dict[str, dict[str, Any]]
 """Setting -> ``value`` and ``origin``, and ``origins`` of the keys of its value where it has some."""
 HIDDEN = "***"
-"""What stands for a secret."""
+"""The replacement for a secret."""
 
 
 def readable(settings: Settings, origins: Mapping[str, str], objects: Mapping[str, Any] | None = None, *, hide: bool = True) -> Config:
@@ -23,8 +23,8 @@ def readable(settings: Settings, origins: Mapping[str, str], objects: Mapping[st
 
     Args:
         origins: of :class:`engine.config.resolve.Resolved`.
-        objects: what strategy and precision became, as :func:`fields_of` objects are shown.
-        hide: leave secrets out; ``False`` for who has given them.
+        objects: the created strategy and precision, as :func:`fields_of` objects are shown.
+        hide: leave secrets out; ``False`` to show them to their owner.
     """
     found: Config = {}
     for each in fields(settings):
@@ -38,7 +38,7 @@ def readable(settings: Settings, origins: Mapping[str, str], objects: Mapping[st
 
 
 def described(sections: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
-    """What ``fit run`` has built model, data and callbacks from, in the form of :func:`readable`, secrets left out."""
+    """The arguments from which ``fit run`` built model, data and callbacks, in the form of :func:`readable`, without secrets."""
     found: Config = {name: {"value": plain(value), "origin": _hide_text(origins.get(name, "command line"))} for name, value in sections.items()}
     shown: Config = without_secrets(found)
     return shown
@@ -51,7 +51,7 @@ def fields_of(thing: Any, name: str) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it; what JSON has no form of as text."""
+    """A value as JSON; what JSON cannot express becomes text."""
     if isinstance(value, Named):
         return plain(value.as_dict())
     if isinstance(value, Duration):

@@ -219,14 +219,14 @@ def test_without_hyperparameters_the_error_says_what_to_pass(fit, nets: None, mo
     monkeypatch.setattr(module.Bare, "width", 3)
     _, err = metrics_of(fit, "nets:Bare", "--checkpoint", "last")
     assert "of another shape: w ([2, 2] there, [3, 2] here)" in err
-    assert "it holds no hyperparameters (save_hyperparameters): make the module with the arguments that it was trained with" in err
+    assert "it has no hyperparameters (save_hyperparameters): create the module with the arguments that it was trained with" in err
     assert "--set model.NAME=VALUE" in err
 
 
 def test_other_arguments_that_do_not_fit_are_named(fit, nets: None) -> None:
     run(fit, "nets:Saves", "model.width=5")
     _, err = metrics_of(fit, "nets:Saves", "--checkpoint", "last", "--set", "model.width=4")
-    assert "it was made with width=5; the module's arguments are given as --set model.NAME=VALUE" in err
+    assert "it was created with width=5; give the module's arguments as --set model.NAME=VALUE" in err
 
 
 def test_the_printed_configuration_has_them(fit, nets: None) -> None:

@@ -255,7 +255,7 @@ def test_wrong_names(filename: str) -> None:
 
 @pytest.mark.parametrize("filename", ["", "..", ".{step}", "a\x1b[31m{step}", "x" * 300])
 def test_names_that_are_not_possible_are_an_error_at_once(filename: str) -> None:
-    with pytest.raises(ValueError, match="names must not be empty, begin with a dot"):
+    with pytest.raises(ValueError, match="names must not be empty, start with a dot"):
         ModelCheckpoint(filename=filename)
 
 
