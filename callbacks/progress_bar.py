@@ -146,7 +146,7 @@ class RichProgressBar(Callback):
             self._started += time.monotonic() - self._paused_at
 
     def _print_line(self, run: Run) -> None:
-        """The line of the epoch that has ended: when the next one begins, since its own metrics are published after its last hook."""
+        """Print the finished epoch's line when the next one starts, since its metrics are logged after its last hook."""
         if self._ended is not None:
             assert self._console is not None
             start, now = self._ended
@@ -180,7 +180,7 @@ class RichProgressBar(Callback):
             self._progress.refresh()
 
     def _close(self, run: Run) -> None:
-        """Take the bar off the terminal and give the cursor back."""
+        """Remove the bar from the terminal and restore the cursor."""
         self._print_line(run)
         progress, self._progress = self._progress, None
         self._epoch_task = self._eval_task = None

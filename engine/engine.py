@@ -198,7 +198,7 @@ class Engine:
         return self._prepared.loader(loader).skipping(num_batches)
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """The module that the user gave to :meth:`prepare`."""
+        """The user's module that was passed to :meth:`prepare`."""
         return self._prepared.unwrap(model)
 
     def share_buffers(self, model: nn.Module) -> None:

@@ -164,7 +164,7 @@ class TrainModule(nn.Module):
             TypeError, ValueError: a value that is not one number, or other options than before; both name the key.
         """
         if self._log is None:
-            warn_once(f"{type(self).__name__}.log() outside of a Fit run records nothing")
+            warn_once(f"{type(self).__name__}.log() outside a Fit run records nothing")
             return
         self._log(name, value, prog_bar, on_step, on_epoch, reduce, batch_size)
 
@@ -247,7 +247,7 @@ class TrainModule(nn.Module):
     # -- manual optimization ----------------------------------------------------------------------------------------------------
 
     def optimizers(self) -> Any:
-        """The optimizer, or the list of several, that ``configure_optimizers`` gave; for manual optimization."""
+        """The optimizer, or the list of several, that ``configure_optimizers`` returned; for manual optimization."""
         found = self._attached("optimizers()").optimizers
         return found[0] if len(found) == 1 else found
 

@@ -86,7 +86,7 @@ def test_hyperparameters_are_in_the_checkpoint(tmp_path: Path) -> None:
 def test_log_outside_of_a_run_warns_once_and_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.utils.log, "_said", set())
     module = Weight()
-    with pytest.warns(UserWarning, match=r"Weight.log\(\) outside of a Fit run records nothing"):
+    with pytest.warns(UserWarning, match=r"Weight.log\(\) outside a Fit run records nothing"):
         module.log("a", 1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

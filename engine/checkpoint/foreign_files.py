@@ -220,7 +220,7 @@ class _Index(pickle.Unpickler):
         raise _Foreign(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("the index refers to something outside of itself")
+        raise pickle.UnpicklingError("the index refers to persistent data outside itself")
 
 
 class _Foreign(Exception):

@@ -81,7 +81,7 @@ def _import(name: str, text: str, role: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if not _is_part(error.name, name):
             raise
-        hint = f"; a file is named with its ending: {name.replace('.', '/')}.py" if error.name == name else ""
+        hint = f"; write a file with its suffix: {name.replace('.', '/')}.py" if error.name == name else ""
         raise UsageError(f"{role} {text!r}: there is no module {error.name!r} (looked in {os.getcwd()} and where packages are){hint}") from None
 
 
@@ -96,7 +96,7 @@ def _longest(path: str, text: str, role: str) -> tuple[ModuleType, str]:
             if not _is_part(error.name, name):
                 raise
     if "=" in path:
-        raise UsageError(f"{role} {text!r}: a setting stands behind --set, as in --set {text}")
+        raise UsageError(f"{role} {text!r}: give a setting with --set, as in --set {text}")
     raise UsageError(f"{role} {text!r}: there is no module {path.split('.')[0]!r}; write my.module:Name, file.py:Name or file.py")
 
 

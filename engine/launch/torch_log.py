@@ -1,4 +1,4 @@
-"""What torch's own launcher logs, kept in a file."""
+"""The log of torch's launcher, in a file."""
 
 from __future__ import annotations
 

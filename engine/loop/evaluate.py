@@ -29,7 +29,7 @@ def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
         run.state.validated_step = run.state.step
         run.optimization.before_validation()
     began, saving, outer = time.perf_counter(), run.times.checkpoint, run.recorder
-    run.saver.hold()  # callbacks may put other weights in place
+    run.saver.hold()  # callbacks may swap the weights
     for loader in run.val_loaders:
         loader.set_epoch(run.state.epoch)  # a shuffled one gives the same order after a resume
     try:
@@ -89,7 +89,7 @@ def evaluate(
 
 
 def predict(run: Run, loaders: Sequence[PreparedLoader]) -> list[list[Any]]:
-    """The outputs of ``predict_step`` for each loader: one entry a batch in the data's order, from all ranks, on the CPU."""
+    """The outputs of ``predict_step`` for each loader: one entry per batch in the data's order, from all ranks, on the CPU."""
     run.num_eval_batches = [loader.length for loader in loaders]
     results = []
     with evaluating(run.module, "predict"):

@@ -1,4 +1,4 @@
-"""What DeepSpeed cannot do: errors before the first step."""
+"""Checks for what DeepSpeed cannot do, before the first step."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_clipping(settings: Settings, origins: Mapping[str, str]) -> None:
 
 
 def check_only_optimizer(optimizer: Optimizer, owners: Sequence[Driven]) -> None:
-    """Raise unless this is the one optimizer of one model. ``owners``: the models that have some of its parameters."""
+    """Raise unless this is the only optimizer of one model. ``owners``: the models that have some of its parameters."""
     owner, name = owners[0], type(optimizer).__name__
     if len(owners) > 1 or not {id(p) for p in parameters_of([optimizer])} <= {id(p) for p in owner.parameters()}:
         raise ValueError(

@@ -11,7 +11,7 @@ from torch import nn
 from engine.utils.errors import nearest
 
 Spec = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
-"""Shape, dtype and ``requires_grad`` of what goes from one stage to the next."""
+"""Shape, dtype and ``requires_grad`` of a tensor between two stages."""
 
 
 class Stage(nn.Module):

@@ -225,7 +225,7 @@ ERRORS = [
     (("--set", "max_epochs=1", "net:Net"), "the target comes before the options"),
     (("net:Net", "--config", "none.yaml"), "'none.yaml', which is not a file"),
     (("net:Net",), "(fit run: --data my.module:Data)"),
-    (("--resume", "auto", "start=1"), "the target 'start=1': a setting stands behind --set"),
+    (("--resume", "auto", "start=1"), "the target 'start=1': give a setting with --set"),
     (("net:Net", "--data", "net:numbers", "--set", "strategy=ddpp"), "did you mean 'ddp'?"),
     (("net:Net", "--data", "net:numbers", "--resume", "last"), "no complete checkpoint"),
     (("net:Net", "--callback", "ModelCheckpoint", "--set", "callbacks.0.save_top_k=-5"), "ModelCheckpoint(save_top_k=-5)"),

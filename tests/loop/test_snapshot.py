@@ -249,7 +249,7 @@ def test_one_name_for_all_and_what_is_kept_for_ever(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("filename", ["{", "{epoch:x.y}", "{step.a}"])
 def test_wrong_names(filename: str) -> None:
-    with pytest.raises(ValueError, match="is no format"):
+    with pytest.raises(ValueError, match="is not a format"):
         ModelCheckpoint(filename=filename)
 
 
