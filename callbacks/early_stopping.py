@@ -1,4 +1,4 @@
-"""Stop when a metric no longer gets better."""
+"""Stop when a metric no longer improves."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from engine import Callback, Run
 class EarlyStopping(Callback):
     """Ask the run to stop when ``monitor`` has not improved for ``patience`` checks in a row.
 
-    A check is made at the end of each validation; in a run without validation, at the end of each epoch. The published value
-    is the same on every rank, so all ranks stop at the same step. Nothing is checked in the sanity check and under ``fast_dev_run``.
-    The reason stands in ``Result.stop_reason``. The meaning of the arguments is Lightning's.
+    It checks at the end of each validation; in a run without validation, at the end of each epoch. The logged value
+    is the same on every rank, so all ranks stop at the same step. It does not check in the sanity check and under ``fast_dev_run``.
+    ``Result.stop_reason`` has the reason. The arguments mean the same as in Lightning.
     """
 
     def __init__(
@@ -31,8 +31,8 @@ class EarlyStopping(Callback):
         """
         Args:
             monitor: the name of a logged metric.
-            min_delta: a smaller improvement than this counts as none.
-            patience: number of checks in a row without improvement after which the run is stopped.
+            min_delta: a smaller improvement does not count.
+            patience: number of consecutive checks without improvement before the run stops.
             mode: ``"min"``: smaller is better; ``"max"``: larger is better.
             check_finite: stop as soon as the metric is NaN or infinite.
             stopping_threshold: stop as soon as the metric is better than this.
@@ -55,7 +55,7 @@ class EarlyStopping(Callback):
         self.stopping_threshold = stopping_threshold
         self.divergence_threshold = divergence_threshold
         self.wait_count = 0
-        """Checks in a row without improvement."""
+        """Consecutive checks without improvement."""
         self.best_score = math.inf if mode == "min" else -math.inf
         self.stopped_epoch: int | None = None
         """The epoch (from 0) in which this callback stopped the run."""
@@ -105,7 +105,7 @@ class EarlyStopping(Callback):
             run.stop(reason)
 
     def _reason_to_stop(self, value: float) -> str | None:
-        """Take one value into account; why to stop, or ``None``."""
+        """Check one value; return why to stop, or ``None``."""
         if self.check_finite and not math.isfinite(value):
             return f"EarlyStopping: {self.monitor} = {value} is not finite (best: {self.best_score})"
         if self.stopping_threshold is not None and self._better(value, self.stopping_threshold):

@@ -12,11 +12,11 @@ from engine import Callback, Run
 
 
 class LearningRateMonitor(Callback):
-    """Adds each optimizer's learning rate to the metrics that are published while training.
+    """Adds each optimizer's learning rate to the metrics that are logged in training.
 
     Names are Lightning's: ``lr-AdamW``; ``lr-AdamW/pg1``, ``lr-AdamW/pg2`` with several parameter groups (or the groups' own
-    ``name``); a second optimizer of the same class is ``lr-AdamW-1``; a scheduler that was given a ``name`` names its optimizer's. The
-    value at step n is the one that step n + 1 will use, in Lightning too. A learning rate that is a tensor is read at the log boundary.
+    ``name``); a second optimizer of the same class is ``lr-AdamW-1``; a scheduler that was given a ``name`` names its optimizer's. As in
+    Lightning, the value at step n is the one that step n + 1 will use. A learning rate that is a tensor is read at the log boundary.
     """
 
     def __init__(
@@ -27,10 +27,10 @@ class LearningRateMonitor(Callback):
     ) -> None:
         """
         Args:
-            logging_interval: ``"step"``: with everything published during training; ``"epoch"``: once an epoch, the value that the epoch
-                began with; ``None``: each optimizer at the ``interval`` of its scheduler, without a scheduler at ``"step"``.
-            log_momentum: also the momentum (the first of ``betas``), as ``lr-SGD-momentum``; 0 where there is none.
-            log_weight_decay: also the weight decay, as ``lr-SGD-weight_decay``; 0 where there is none.
+            logging_interval: ``"step"``: with all metrics logged in training; ``"epoch"``: once per epoch, the value at the start
+                of the epoch; ``None``: each optimizer at the ``interval`` of its scheduler, without a scheduler at ``"step"``.
+            log_momentum: also the momentum (the first of ``betas``), as ``lr-SGD-momentum``; 0 if there is none.
+            log_weight_decay: also the weight decay, as ``lr-SGD-weight_decay``; 0 if there is none.
 
         Raises:
             ValueError: an unknown ``logging_interval``.
@@ -56,7 +56,7 @@ class LearningRateMonitor(Callback):
     def on_train_epoch_start(self, run: Run, module: nn.Module) -> None:
         self._of_epoch = self._values("epoch")
 
-    # The learning rate is no result of an evaluation, whose metrics are published between these two.
+    # The learning rate is not a result of an evaluation, whose metrics are logged between these two.
     def on_validation_start(self, run: Run, module: nn.Module) -> None:
         self._training = False
 
@@ -71,7 +71,7 @@ class LearningRateMonitor(Callback):
         if self._training:
             metrics.update(self._of_epoch)
             self._of_epoch = {}
-            if step != self._step:  # at an epoch's end the step may have been published already
+            if step != self._step:  # at an epoch's end the step may have been logged already
                 self._step = step
                 metrics.update(self._values("step"))
 
@@ -113,7 +113,7 @@ def _sources(run: Run) -> list[tuple[torch.optim.Optimizer, str, str]]:
 
 
 def _group_suffixes(optimizer: torch.optim.Optimizer, name: str) -> list[str]:
-    """What is put behind ``name`` for each parameter group.
+    """The suffix of ``name`` for each parameter group.
 
     Raises:
         ValueError: two groups of the optimizer have the same ``name``.

@@ -13,21 +13,21 @@ from torch import nn
 from engine import Callback, Duration, Every, Run
 
 _LONGEST = 200
-"""Of a checkpoint's name: file systems take 255 bytes, and it gets additions of ours (bytes)."""
+"""Maximum bytes of a checkpoint's name: file systems allow 255, and suffixes are added."""
 
 
 class ModelCheckpoint(Callback):
     """Saves every Duration, when training ends, fails or is terminated; keeps the best and the last.
 
     Without ``monitor`` a checkpoint is saved as soon as it is due. With ``monitor`` one that is due waits for the end of the next
-    validation, because a score counts only when it was measured on the very weights that are saved; give a second ``ModelCheckpoint``
-    without ``monitor`` to also save between validations. In a run without validation the score is what training logged last, at an epoch's
-    end. Lower scores win with ``mode="min"``; NaN and a missing score lose against every number; of equal ones the earlier wins.
+    validation, because a score counts only if it was measured on exactly the saved weights; give a second ``ModelCheckpoint``
+    without ``monitor`` to also save between validations. In a run without validation the score is the last value logged in training, at an epoch's
+    end. Lower scores win with ``mode="min"``; NaN and a missing score lose against every number; among equal ones the earlier wins.
 
-    Training goes on while a checkpoint is written. One that cannot be written is reported as an error in the log; older ones stay then.
+    Training continues while a checkpoint is written. A failed write is reported as an error in the log, and older checkpoints are kept.
     The checkpoint at the end of training (or at SIGTERM, or Ctrl-C) is saved unless this step is saved already. After an error in a run of
-    one process the last whole step is saved, too (random numbers, running statistics and the epoch's means are those of the moment of the
-    error); not after one inside of an optimizer step, nor with several processes, since saving takes all of them and one may be gone.
+    one process the last complete step is also saved (random numbers, running statistics and the epoch's means are those at the time of the
+    error); not after an error inside an optimizer step, nor with several processes, since saving needs all of them and one may be gone.
 
     Sets ``run.best_checkpoint`` (with ``monitor`` only) and ``run.last_checkpoint``. ``Fit`` leaves it out under ``fast_dev_run``.
     """
@@ -54,13 +54,13 @@ class ModelCheckpoint(Callback):
             mode: ``"min"``: a smaller ``monitor`` is better; ``"max"``: a larger one.
             save_top_k: how many of the best are kept; -1 keeps all.
             save_last: also keep the newest, whatever its score.
-            keep_every: a Duration: the first checkpoint that is saved after each so long is kept for ever.
-            dirpath: where; by default ``checkpoints`` in the run's folder. A URL that fsspec knows is possible (``s3://bucket/run``). Where
-                another run's checkpoints are in it already, a new run has ``<dirpath>/version_1``, and so on.
+            keep_every: a Duration: the first checkpoint after each such interval is kept forever.
+            dirpath: the directory, or a URL that fsspec knows (``s3://bucket/run``); by default ``checkpoints`` in the run's folder. If it
+                has another run's checkpoints already, a new run uses ``<dirpath>/version_1``, and so on.
             filename: a checkpoint's name: ``{epoch}``, ``{step}`` and the names of metrics, formatted as by ``str.format``
-                (``"epoch={epoch}-loss={val_loss:.3f}"``). Where two steps would have one name, the later one's gets ``-step=N``.
-            asynchronous: write while the training goes on; ``False`` waits for the disk.
-            max_failures: so many failures to write in a row end the training with an error.
+                (``"epoch={epoch}-loss={val_loss:.3f}"``). If two steps would have the same name, the later one gets ``-step=N``.
+            asynchronous: write while the training continues; ``False`` waits for the disk.
+            max_failures: this many consecutive failed writes end the training with an error.
 
         Raises:
             ValueError: an argument is not possible, or nothing would be kept.
@@ -79,15 +79,15 @@ class ModelCheckpoint(Callback):
         self.scores: dict[int, float | None] = {}
         """The checkpoints that are kept, oldest first: step and score (``None``: not measured)."""
         self.names: dict[int, str] = {}
-        """Their names."""
+        """The checkpoints' names."""
         self.permanent: set[int] = set()
-        """Those of them that are kept for ever."""
+        """Those of them that are kept forever."""
         self._given_every, self._given_keep = every, keep_every
         self._owed = self._permanent_next = False
         self._step = 0
         self._first_step = 0
         self._training = False
-        self._before: tuple[int, dict[int, float | None], dict[int, str]] | None = None  # the newest step, and what was kept without it
+        self._before: tuple[int, dict[int, float | None], dict[int, str]] | None = None  # the latest step, and what was kept without it
 
     @property
     def checkpoints_in(self) -> str | Path | None:
@@ -106,12 +106,12 @@ class ModelCheckpoint(Callback):
             self.every, self.keep_every = Every(self._given_every), Every(self._given_keep)
         for interval in (self.every, self.keep_every):
             interval.start(run.step, run.epochs)
-        there = run.checkpoint_names() if run.continues_in_place else set()  # in another folder these are names of others
+        there = run.checkpoint_names() if run.continues_in_place else set()  # in another folder these are other checkpoints' names
         self._keep_only({step for step, name in self.names.items() if name in there})
         self._publish(run)
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        # Between the micro-batches of a window there is nothing whole to save.
+        # Between the micro-batches of a window there is no complete step to save.
         step = run.step + run.engine.pending_steps
         if step != self._step and self._training:
             self._step = step
@@ -133,17 +133,17 @@ class ModelCheckpoint(Callback):
             self._save(run, last=True)
             self._catch_up(run)
             if run.step not in self.names and self.save_last:
-                run.save_checkpoint(self._name(run))  # it was lost: the error is the run's now
+                run.save_checkpoint(self._name(run))  # it was lost: now the error is the run's
         self._training = False
         self._publish(run)
 
     def on_exception(self, run: Run, module: nn.Module, exception: BaseException) -> None:
-        """Save the last whole step, if that takes this process only."""
+        """Save the last complete step, if that needs only this process."""
         if self._training and run.world_size == 1:
             self._training = False
             self._catch_up(run)
             if run.stepping:
-                return  # half of a step is no state to go on from
+                return  # a run cannot continue from the middle of a step
             if run.step > self._first_step and run.step not in self.scores:
                 run.engine.settle()
                 name = self._name(run)
@@ -176,16 +176,16 @@ class ModelCheckpoint(Callback):
         if self.keep_every.due(step, epoch_end, run.elapsed_s, run.epochs):
             self._permanent_next = True
         if self.every.due(step, epoch_end, run.elapsed_s, run.epochs):
-            run.engine.settle()  # a step whose check for overflow is still on the device counts from here on, or was left out
+            run.engine.settle()  # a step whose overflow check is still on the device now counts, or was skipped
             self._owed = self.monitor is not None and _validates(run) and run.validated_step != run.step
             if not self._owed:
                 self._save(run)
 
     def _save(self, run: Run, last: bool = False) -> None:
-        """Save this step if it would be kept, and remove those that no longer are. All ranks come here at the same step.
+        """Save this step if it would be kept, and remove those that no longer are. All ranks call this at the same step.
 
         Args:
-            last: the run ends here. After Ctrl-C or SIGTERM the step is kept whatever its score: a later run goes on from it.
+            last: the run ends here. After Ctrl-C or SIGTERM the step is kept whatever its score: a later run resumes from it.
         """
         self._owed = False
         self._catch_up(run)
@@ -207,7 +207,7 @@ class ModelCheckpoint(Callback):
             held = _held(run)
             gone = [name for name in gone if name not in held]
             path = run.save_checkpoint(self.names[step], score=score, asynchronous=self.asynchronous, tolerant=True, remove=gone)
-            self.names[step] = str(path).rpartition("/")[2]  # another one where a checkpoint of that name must stay
+            self.names[step] = str(path).rpartition("/")[2]  # another one if a checkpoint of that name must stay
         except BaseException:
             self.scores, self.names = earlier
             raise
@@ -217,7 +217,7 @@ class ModelCheckpoint(Callback):
         self._publish(run)
 
     def _catch_up(self, run: Run) -> None:
-        """Wait for the checkpoint on its way. If it was lost, what it would have replaced is kept on."""
+        """Wait for the checkpoint in progress. If it was lost, keep what it would have replaced."""
         lost = run.wait_for_checkpoint()
         if self._before is not None:
             step, scores, names = self._before
@@ -245,10 +245,10 @@ class ModelCheckpoint(Callback):
         return f"{name}-step={run.step}" if name in taken else name
 
     def _score(self, run: Run) -> float | None:
-        """The value of ``monitor`` for the present weights; ``None``: it was not measured.
+        """The value of ``monitor`` for the current weights; ``None``: it was not measured.
 
         Raises:
-            ValueError: nothing of that name was logged.
+            ValueError: no metric of this name was logged.
         """
         if self.monitor is None or (_validates(run) and run.validated_step != run.step):
             return None
@@ -301,14 +301,14 @@ def _check(mode: str, save_top_k: Any, keeps_others: bool, max_failures: Any, fi
         names = re.findall(r"{([^{}:!]*)", filename)
         example = filename.format_map(dict.fromkeys(names, 0))
     except (ValueError, LookupError, AttributeError) as error:
-        raise ValueError(f"ModelCheckpoint(filename={filename!r}) is no format ({error}); an example: 'epoch={{epoch}}-{{loss:.2f}}'") from error
+        raise ValueError(f"ModelCheckpoint(filename={filename!r}) is not a format ({error}): 'epoch={{epoch}}-{{loss:.2f}}'") from error
     _check_name(filename, example)
 
 
 def _check_name(filename: str, name: str) -> None:
     if not name or name.startswith(".") or not name.isprintable() or len(name.encode()) > _LONGEST:
         raise ValueError(
-            f"ModelCheckpoint(filename={filename!r:.300}) gives {name!r:.300}: names must not be empty, begin with a dot, have characters that "
+            f"ModelCheckpoint(filename={filename!r:.300}) gives {name!r:.300}: names must not be empty, start with a dot, have characters that "
             f"cannot be printed, or be longer than {_LONGEST} bytes"
         )
 

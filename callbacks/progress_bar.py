@@ -1,4 +1,4 @@
-"""A progress bar in the terminal, one line an epoch elsewhere."""
+"""A progress bar in the terminal, one line per epoch elsewhere."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class RichProgressBar(Callback):
     """A bar for the epoch with optimizer steps per second and the metrics logged with ``prog_bar=True``; another for each evaluation.
 
     Only the main process shows anything. The bar is drawn in the training process itself at most ``refresh_rate`` times a
-    second; a step in between costs a look at the clock. When an epoch ends its last line stays above the bar. Where output goes to a
-    file or a pipe there is no bar, only that line. The terminal is put in order again after an error and Ctrl-C, too.
+    second; a step in between only reads the clock. When an epoch ends its last line stays above the bar. If output goes to a
+    file or a pipe there is no bar, only that line. The terminal is also restored after an error and Ctrl-C.
 
     Steps per second are those of the epoch so far, without the time of validation.
     """
@@ -146,7 +146,7 @@ class RichProgressBar(Callback):
             self._started += time.monotonic() - self._paused_at
 
     def _print_line(self, run: Run) -> None:
-        """The line of the epoch that has ended: when the next one begins, since its own metrics are published after its last hook."""
+        """Print the finished epoch's line when the next one starts, since its metrics are logged after its last hook."""
         if self._ended is not None:
             assert self._console is not None
             start, now = self._ended
@@ -180,7 +180,7 @@ class RichProgressBar(Callback):
             self._progress.refresh()
 
     def _close(self, run: Run) -> None:
-        """Take the bar off the terminal and give the cursor back."""
+        """Remove the bar from the terminal and restore the cursor."""
         self._print_line(run)
         progress, self._progress = self._progress, None
         self._epoch_task = self._eval_task = None

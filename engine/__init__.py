@@ -1,4 +1,4 @@
-"""A PyTorch trainer: ``Fit`` runs the loop, ``Engine`` serves those who keep their own. Names are imported when they are first used."""
+"""A PyTorch trainer: ``Fit`` runs the loop, ``Engine`` serves your own loop. Names are imported when first used."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Callback:
 
     @property
     def checkpoints_in(self) -> str | Path | None:
-        """A directory or URL in which this callback keeps the run's checkpoints; ``None``: in the run's folder, or nowhere. Read before ``setup``."""
+        """The directory or URL where this callback saves checkpoints; ``None``: in the run's folder, or nowhere. Read before ``setup``."""
         return None
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None: ...
@@ -66,29 +66,29 @@ class Callback:
         self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None: ...
     def on_before_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
-        """Values are about to be published, on every rank: add to ``metrics`` here."""
+        """Before values are logged, on every rank: add to ``metrics`` here."""
 
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
         """Values over all ranks: of the first step, every ``log_every_n_steps`` steps, the last one, each epoch and evaluation; on every rank."""
 
     def on_exception(self, run: Run, module: nn.Module, exception: BaseException) -> None:
-        """Anything was raised (Ctrl-C too); it is raised on afterwards. Other ranks may be gone: no collectives here."""
+        """An exception was raised (also Ctrl-C); it propagates afterwards. Other ranks may be gone: no collectives here."""
 
     def on_save_checkpoint(self, run: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None: ...
     def on_load_checkpoint(self, run: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None: ...
 
     @property
     def state_key(self) -> str:
-        """Under which name a checkpoint keeps :meth:`state_dict`: the class, unless it is overridden.
+        """The name under which a checkpoint keeps :meth:`state_dict`: by default the class.
 
-        Two callbacks of a class that have a state need different keys: put in what tells them apart, ``f"EarlyStopping[monitor={self.monitor!r}]"``.
-        What stands after ``"; "`` may differ from run to run where only one callback, and one saved state, has the part before it.
+        Two callbacks of one class that have a state need different keys: include what differs, ``f"EarlyStopping[monitor={self.monitor!r}]"``.
+        The text after ``"; "`` may change between runs if only one callback, and one saved state, has the text before it.
         """
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """What to keep in checkpoints: a tree of tensors and JSON values."""
+        """The state to save in checkpoints: a tree of tensors and JSON values."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what :meth:`state_dict` gave."""
+        """Restore the state that :meth:`state_dict` returned."""

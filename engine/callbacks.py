@@ -1,6 +1,7 @@
-"""The package ``callbacks`` under a second name, for projects that have a ``callbacks.py`` of their own.
+"""The package ``callbacks`` under a second name, for projects with their own ``callbacks.py``.
 
-``from engine.callbacks import EarlyStopping`` gives the class of ``from callbacks import EarlyStopping``. Nothing in ``engine`` imports this module.
+``from engine.callbacks import EarlyStopping`` imports the same class as ``from callbacks import EarlyStopping``.
+Nothing in ``engine`` imports this module.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _FOLDER = Path(__file__).resolve().parent.parent / "callbacks"
 
 
 def _is_ours() -> bool:
-    """Whether ``import callbacks`` finds the package that was installed with this one."""
+    """Whether ``import callbacks`` finds the package installed with this one."""
     try:
         spec = find_spec("callbacks")
     except ValueError:  # a module without a spec has the name
@@ -33,7 +34,7 @@ def _is_ours() -> bool:
 def _loaded() -> ModuleType:
     if _is_ours():
         return importlib.import_module("callbacks")
-    # Its modules are found below this one then, so that pickles of their classes can be read.
+    # Then its modules are found below this one, so that pickles of their classes can be read.
     spec = spec_from_file_location(__name__, _FOLDER / "__init__.py", submodule_search_locations=[str(_FOLDER)])
     assert spec is not None
     assert spec.loader is not None

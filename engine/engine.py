@@ -1,4 +1,4 @@
-"""``Engine``: plain PyTorch objects made distributed, for people who keep their own loop."""
+"""``Engine``: plain PyTorch objects made distributed, for your own training loop."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Engine:
                 scheduler.step()
                 optimizer.zero_grad()
 
-    The processes are those that the environment describes (torchrun's variables, SLURM's, MPI's, ...); without any, there is one. Engines with
-    different settings may live side by side.
+    The environment describes the processes (torchrun's variables, SLURM's, MPI's, ...); without any there is one process. Engines with
+    different settings can be used side by side.
 
     Args:
-        strategy: a name, ``{"name": "fsdp", ...}`` with settings of its own, or a :class:`engine.Strategy`;
+        strategy: a name, ``{"name": "fsdp", ...}`` with its settings, or a :class:`engine.Strategy`;
             ``"auto"`` is ``single`` for one process and ``ddp`` for several.
         accelerator: ``"auto"`` (CUDA when present), ``"cpu"``, ``"cuda"``.
         precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``fp8-mixed``, ``bf16-true``, ``16-true``, ``64-true``, or :class:`engine.FP8`.
@@ -67,14 +67,14 @@ class Engine:
         compile: ``True``, ``"blocks"`` (each repeated block) or a dict of ``torch.compile``'s options.
         sync_batchnorm: batch norms compute their statistics over the samples of all ranks, as one process would over the whole micro-batch.
         seed: of the data order; by default torch's initial seed on rank 0.
-        timeout: for meeting the other processes and for each collective.
+        timeout: for joining the other processes and for each collective.
         debug: compare the ranks' operations, shapes and dtypes before each collective, and raise where they differ.
-        environment: where this process stands; detected when not given.
-        group: processes that were joined already.
+        environment: rank, world size and addresses of this process; detected by default.
+        group: a process group that exists already.
 
     Raises:
         ValueError: unknown names, or a strategy that does not fit the processes.
-        RuntimeError: the accelerator is not there, or the processes did not meet.
+        RuntimeError: the accelerator is not available, or the processes could not connect.
     """
 
     def __init__(
@@ -115,17 +115,17 @@ class Engine:
         check("sync_batchnorm", sync_batchnorm)
         self._prepared = Registry(self.strategy, self.precision, self._stepper, data_seed, sync_batchnorm)
         self.models: Sequence[nn.Module] = self._prepared.models
-        """Every model that was prepared, as :meth:`prepare` gave it back."""
+        """Every prepared model, as :meth:`prepare` returned it."""
         self._stepper.describe = self._prepared.where_nonfinite
         self.snapshot = Snapshot(self._prepared, self.scaler)
-        """What checkpoints hold of all this, those of :class:`engine.Fit` too."""
+        """What is saved in checkpoints, also in those of :class:`engine.Fit`."""
         self.window.agree = partial(collectives.largest, self.group)
         self.window.traces = lambda optimizers: self.strategy.traces(optimizers, self.models)
         self._trigger = Trigger(self.group)
 
     @property
     def seed(self) -> int:
-        """Of the data order."""
+        """The seed of the data order."""
         return self._prepared.seed
 
     @seed.setter
@@ -146,9 +146,9 @@ class Engine:
     # -- objects made ready ---------------------------------------------------------------------------------------------------------------
 
     def prepare(self, *objects: Any) -> Any:
-        """Models, optimizers, loaders and schedulers, ready for this job's processes; in the order given, one alone not in a tuple.
+        """Prepare models, optimizers, loaders and schedulers for this job's processes; a single object is returned without a tuple.
 
-        Objects of other kinds come back as they are, and so does what was prepared before.
+        Objects of other kinds, and objects that are prepared already, are returned unchanged.
         """
         done = tuple(self._prepared.prepare(item) for item in objects)
         return done[0] if len(done) == 1 else done
@@ -157,7 +157,7 @@ class Engine:
         """The model on its device, wrapped by the strategy.
 
         Args:
-            autocast: under mixed precision, run the forward pass in autocast and give half-precision outputs back as fp32.
+            autocast: under mixed precision, run the forward pass in autocast and return half-precision outputs as fp32.
                 Without it, use :meth:`autocast` yourself.
         """
         return self._prepared.model(model, autocast)
@@ -175,7 +175,7 @@ class Engine:
         return self._prepared.scheduler(scheduler)
 
     def prepare_data_loader(self, loader: Any, *, place: bool = True) -> PreparedLoader:
-        """A loader that gives this process its part of the data, on the device. Takes any iterable, a list of batches too.
+        """A loader that gives this process its share of the data, on the device. Takes any iterable, also a list of batches.
 
         Args:
             place: move the batches to the device (and floating point inputs to a ``*-true`` precision's dtype).
@@ -183,14 +183,14 @@ class Engine:
         return self._prepared.loader(loader, place)
 
     def skip_first_batches(self, loader: Any, num_batches: int = 0) -> PreparedLoader:
-        """A loader that goes on in the middle of an epoch: its first pass leaves out ``num_batches`` micro-batches of each process.
+        """A loader that continues in the middle of an epoch: its first pass skips ``num_batches`` micro-batches on each process.
 
-        That costs nothing where the data has indices; streams are read up to there. Later passes are whole. The pass counts as ``loader``'s
-        own: the one that ``loader`` gives next is of the next epoch, unless ``set_epoch`` is called.
+        Skipping is free for indexed data; streams are read up to that position. Later passes are complete. The pass counts as one of
+        ``loader``'s: the next pass over ``loader`` is the next epoch, unless ``set_epoch`` is called.
 
         Args:
-            loader: what :meth:`prepare` gave back, or a plain one.
-            num_batches: a whole number of windows, so that later ones hold what they would have held.
+            loader: a prepared loader, or a plain one.
+            num_batches: a multiple of the window, so that later windows contain the same batches as without the skip.
 
         Raises:
             ValueError: ``num_batches`` is negative.
@@ -198,24 +198,24 @@ class Engine:
         return self._prepared.loader(loader).skipping(num_batches)
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """The module that the user gave to :meth:`prepare`."""
+        """The user's module that was passed to :meth:`prepare`."""
         return self._prepared.unwrap(model)
 
     def share_buffers(self, model: nn.Module) -> None:
-        """Give every rank the buffers of rank 0, which are those that a checkpoint holds; all ranks call this.
+        """Give every rank the buffers of rank 0, which are the ones saved in checkpoints; all ranks call this.
 
-        Each rank's running statistics (of batch norms) are of its own batches. Before an evaluation in a loop of one's own, so that its result
-        belongs to the checkpoint; :class:`engine.Fit` does it by itself.
+        Each rank's running statistics (of batch norms) come from its own batches. Call this before an evaluation in your own loop, so that
+        its result belongs to the checkpoint; :class:`engine.Fit` does it by itself.
         """
         self.strategy.share_buffers(self.unwrap_model(model))
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forget everything that was prepared and return cached device memory; as many ``None`` as objects, to assign to their names."""
+        """Release everything that was prepared and empty the device's cache; return one ``None`` per object, to assign to their names."""
         self._prepared.free()
         return [None] * len(objects)
 
     def release(self) -> None:
-        """Forget every prepared model and optimizer."""
+        """Release every prepared model and optimizer."""
         self._prepared.release()
 
     # -- a step ---------------------------------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class Engine:
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """One micro-batch of a window: gradients are reduced, and optimizers and schedulers step, in its last one only.
+        """One micro-batch of a window: only in the last one are gradients reduced, and optimizers and schedulers step.
 
         A prepared loader knows where its windows end, at the end of an epoch too. Without one, every
         ``accumulate_grad_batches``-th call closes a window.
@@ -239,7 +239,7 @@ class Engine:
             self.window.exit(models)
 
     def enter_window(self, models: Sequence[nn.Module] = ()) -> None:
-        """What :meth:`accumulate` does on entering; for loops that accumulate throughout."""
+        """The start of :meth:`accumulate` without the block; for loops that accumulate throughout."""
         self.window.enter()
         self.strategy.sync(models or self.models, self.window.share.last)
 
@@ -252,16 +252,16 @@ class Engine:
         return self.precision.context(self.device)
 
     def backward(self, loss: Tensor | Loss, **kwargs: Any) -> None:
-        """Backward from a loss, weighted so that the step's gradient is that of one big batch over all ranks and the whole window.
+        """Backward pass from a loss, weighted so that the step's gradient is that of one big batch over all ranks and the whole window.
 
         Args:
             loss: a scalar (the mean over its micro-batch), or :class:`engine.Loss`.
             kwargs: for ``Tensor.backward`(``retain_graph``, ``inputs``).
 
         Raises:
-            TypeError: neither; or both kinds in one window.
-            ValueError: no graph, or more than one element.
-            RuntimeError: gradients were clipped or unscaled already, and neither used nor cleared.
+            TypeError: the loss is neither, or one window has both kinds.
+            ValueError: the loss has no graph, or more than one element.
+            RuntimeError: gradients were clipped or unscaled already, and not yet used or cleared.
         """
         window = self.window
         if window.held and not window.accumulating:
@@ -276,13 +276,13 @@ class Engine:
             window.attribute()
 
     def backward_by(self, loss: Tensor | Loss, function: Callable[[Tensor], Any]) -> Tensor:
-        """:meth:`backward` by a backward pass of one's own.
+        """:meth:`backward` with your own backward pass.
 
         Args:
-            function: gets the scalar whose plain ``backward()`` gives this micro-batch's exact part of the gradients (scaled under fp16).
+            function: receives a scalar; its plain ``backward()`` gives this micro-batch's exact share of the gradients (scaled under fp16).
 
         Returns:
-            What this micro-batch adds to the step's loss, in fp64 without a graph. Shape ().
+            This micro-batch's contribution to the step's loss, in fp64 without a graph. Shape ().
 
         Raises:
             TypeError, ValueError, RuntimeError: as :meth:`backward`.
@@ -290,7 +290,7 @@ class Engine:
         return self._passes.by(loss, function)
 
     def forward_backward(self, step: Callable[[Any, int], Any], batch: Any) -> Any:
-        """The loss of ``step(batch, samples)`` and its backward pass, under every strategy; with a pipeline, in parts of the micro-batch.
+        """The loss of ``step(batch, samples)`` and its backward pass, under every strategy; a pipeline splits the micro-batch.
 
         Args:
             step: calls the prepared model once, and returns a scalar or :class:`engine.Loss`.
@@ -314,7 +314,7 @@ class Engine:
         return self._stepper.fed()
 
     def discard_window(self) -> None:
-        """End the window without a step: forget its gradients and its losses' weights, on all ranks. For loops that are left in its middle."""
+        """End the window without a step: discard its gradients and losses' weights, on all ranks. For loops that stop inside a window."""
         self._prepared.discard()
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -323,9 +323,9 @@ class Engine:
         self._stepper.prepare(self._stepper.known if optimizer is None else [raw(o) for o in chosen])
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
-        """Scale the gradients down to a global norm of at most ``max_norm``; the norm before, shape ``()``; ``None`` inside a window.
+        """Scale the gradients to a global norm of at most ``max_norm``; return the norm before, shape ``()``, or ``None`` inside a window.
 
-        Under DeepSpeed that happens within the step: ``None`` too, and :attr:`grad_norm` afterwards.
+        DeepSpeed clips within the step: this returns ``None``, and :attr:`grad_norm` has the norm afterwards.
         """
         return self._stepper.clip_norm(gradients.listed(parameters), max_norm, norm_type) if self.sync_gradients else None
 
@@ -337,13 +337,13 @@ class Engine:
     def finish_gradients(
         self, optimizers: Optimizers, *, max_norm: float | None = None, max_value: float | None = None, inside: bool = False
     ) -> None:
-        """Everything of :meth:`step` before the optimizers' own, once for all of them: later each may step alone, or none.
+        """The part of :meth:`step` before the optimizers' own steps, once for all of them; later each may step alone, or none.
 
         Args:
             inside: called within an optimizer's step, after each evaluation of its closure: gradients that are not finite are an error.
 
         Raises:
-            FloatingPointError: they are not.
+            FloatingPointError: a gradient is not finite.
         """
         self._stepper.finish([raw(o) for o in optimizers], max_norm=max_norm, max_value=max_value, inside=inside)
 
@@ -357,7 +357,7 @@ class Engine:
         """Finish the window: divide, clip, check and apply the gradients of all ``optimizers`` as one, in as few passes as possible.
 
         Args:
-            optimizers: what :meth:`prepare` gave back, or the plain ones.
+            optimizers: prepared or plain ones.
             max_norm: clip the global 2-norm to this.
             max_value: clip each element to [-max_value, max_value].
             then: called with whether the step was applied (False: skipped, a gradient was not finite) as soon as that is known: at
@@ -388,7 +388,7 @@ class Engine:
     # -- checkpoints; the names are Accelerate's ------------------------------------------------------------------------------------------
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load these objects as well, with checkpoints of :class:`engine.Fit` too. In their order, the same in every run.
+        """Save and load these objects as well, also with checkpoints of :class:`engine.Fit`. Their order must be the same in every run.
 
         Raises:
             TypeError: one has no ``state_dict`` and ``load_state_dict``.
@@ -398,16 +398,16 @@ class Engine:
     def save_state(self, output_dir: str | Path, *, wait: bool = True, facts: dict[str, Any] | None = None) -> Path | str:
         """Save models, optimizers, schedulers, loaders' positions, the loss scale, random numbers and registered objects; all ranks call this.
 
-        Between two steps, not inside of a window. An older checkpoint at that place is replaced once the new one is complete.
+        Call it between two steps, not inside a window. An older checkpoint in that directory is replaced once the new one is complete.
 
         Args:
             output_dir: a directory that will be the checkpoint, or a URL that fsspec knows.
-            wait: ``False``: return when copies are begun. The next :meth:`save_state`, :meth:`wait_for_checkpoint` and the process's end wait.
+            wait: ``False``: return once copying has started. :meth:`wait_for_checkpoint`, the next save and the process's exit wait.
             facts: small JSON values for the manifest (counters, metrics).
 
         Raises:
-            TypeError: something that cannot be stored, named by its place.
-            OSError, RankError: it cannot be written; the earlier one is as it was.
+            TypeError: something cannot be stored; the message says where it is.
+            OSError, RankError: it cannot be written; the earlier checkpoint is unchanged.
         """
         return self.snapshot.save(output_dir, wait, facts or {})
 
@@ -420,12 +420,12 @@ class Engine:
         self.snapshot.wait()
 
     def load_state(self, input_dir: str | Path, *, strict: bool = True) -> dict[str, Any]:
-        """Go on from :meth:`save_state`, at any world size and under any strategy; the same objects must be prepared. All ranks call this.
+        """Continue from :meth:`save_state`, at any world size, under any strategy, with the same objects prepared. All ranks call this.
 
-        A checkpoint of :class:`engine.Fit` is taken too: its place in the training data is that of the first loader; callbacks' states are left.
+        A checkpoint of :class:`engine.Fit` works too: the first loader gets its position in the data; callbacks' states are ignored.
 
         Returns:
-            The manifest: what was given as ``facts``, and the store's own entries.
+            The manifest: the saved ``facts`` and the library's own entries.
 
         Raises:
             FileNotFoundError, DamagedCheckpoint: there is none, or it is damaged.
@@ -446,7 +446,7 @@ class Engine:
         return export_tensors(state, Path(save_directory), max_shard_size=max_shard_size) if self.group.is_main else []
 
     def get_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Whole parameters and buffers of a prepared model by name, on the main process (on others whatever is at hand); all ranks call this."""
+        """Full parameters and buffers of a prepared model by name, on the main process (the others may get less); all ranks call this."""
         return self.strategy.model_state(self.unwrap_model(model))
 
     # -- the processes; the names are Accelerate's ----------------------------------------------------------------------------------------
@@ -468,7 +468,7 @@ class Engine:
 
     @property
     def num_processes(self) -> int:
-        """World size."""
+        """The number of processes."""
         return self.group.world_size
 
     @property
@@ -492,7 +492,7 @@ class Engine:
             builtins.print(*args, **kwargs)
 
     def on_main_process(self, function: F) -> F:
-        """Decorator: the function runs on the main process only and gives ``None`` elsewhere."""
+        """Decorator: the function runs on the main process only and returns ``None`` elsewhere."""
         return only(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: F) -> F:
@@ -526,7 +526,7 @@ class Engine:
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Like :meth:`gather`, without the samples that a micro-batch repeats only to keep the ranks matched.
 
-        Ranks that hold parts of one model see the same samples, which come once. Anything that holds no tensor is gathered as objects:
+        Ranks that hold shards of one model see the same samples, which are returned once. Values without tensors are gathered as objects:
         a list from each process, joined.
         """
         return collectives.gather_samples(self.data_group, input_data, self.window.share.size != 0, use_gather_object)
@@ -535,7 +535,7 @@ class Engine:
         """``tree`` reduced over the processes by ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``, times ``scale``.
 
         Raises:
-            ValueError: for another reduction.
+            ValueError: another reduction.
         """
         return collectives.all_reduce(self.group, tree, reduction, scale)
 
@@ -549,10 +549,10 @@ class Engine:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This process's contiguous part of a list, tuple, tensor, or dict of them; the first ones get one more when it does not divide.
+        """This process's contiguous slice of a list, tuple, tensor, or dict of them; the first processes may get one more item.
 
         Args:
-            apply_padding: repeat the last item so that all parts are equally long.
+            apply_padding: repeat the last item so that all slices have the same length.
 
         Raises:
             TypeError: another kind of object.
@@ -561,15 +561,15 @@ class Engine:
         yield part(inputs, self.process_index, self.num_processes, apply_padding)
 
     def set_trigger(self) -> None:
-        """Raise a flag that :meth:`check_trigger` shows to every process."""
+        """Set a flag that :meth:`check_trigger` shows to every process."""
         self._trigger.set()
 
     def check_trigger(self) -> bool:
-        """Whether any process has raised the flag since the last check; it is lowered again. All processes call this together."""
+        """Whether any process has set the flag since the last check; clears it. All processes call this together."""
         return self._trigger.check()
 
     def recorder(self, *, on_step: bool, on_epoch: bool, suffix: str = "") -> Recorder:
-        """What collects logged values of this engine's ranks."""
+        """A recorder of logged values over this engine's ranks."""
         return Recorder(self.group, self.data_group, self.strategy.speaks, on_step, on_epoch, suffix)
 
     def before_step(self, function: Callable[[], None]) -> None:

@@ -46,19 +46,19 @@ class Fit:
     """Trains, validates, tests and predicts with a :class:`engine.TrainModule`.
 
     Every argument may also come from the environment (``FIT_PRECISION=bf16-mixed``) or a YAML file (``fit.yaml``, or the one that
-    ``FIT_CONFIG`` names); what is given in code wins, then the environment, then the file. Values and their
+    ``FIT_CONFIG`` names); code wins over the environment, and the environment over the file. Values and
     defaults are documented at :class:`engine.config.settings.Settings`.
 
     Args:
-        strategy: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, a dict with such a name and settings of its own,
+        strategy: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, a dict with such a name and its settings,
             ``{"name": "deepspeed", "stage": 3}``, or a :class:`engine.Strategy` object.
         accelerator: ``"auto"`` (CUDA when present), ``"cpu"``, ``"cuda"``.
-        devices: processes on this machine, one device each; started by ``run`` unless torchrun has. Default: every GPU, or one process.
+        devices: processes on this machine, one device each; ``run`` starts them unless a launcher has. Default: every GPU, or one process.
         num_nodes: machines.
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``,
             ``"fp8-mixed"``, ``{"name": "fp8-mixed", "recipe": "rowwise"}``, or an ``FP8`` object.
         max_epochs, max_steps, max_time: stop at whichever comes first; one epoch when none is given.
-        min_epochs, min_steps: callbacks and ``max_time`` stop nothing before them.
+        min_epochs, min_steps: callbacks and ``max_time`` do not stop the training before them.
         accumulate_grad_batches: micro-batches of an optimizer step, or ``{first epoch: micro-batches}``.
         global_batch_size: samples of an optimizer step over all ranks; the micro-batches of a step follow from it.
         gradient_clip_val, gradient_clip_algorithm: clip the global norm (``"norm"``) or each element (``"value"``).
@@ -67,21 +67,21 @@ class Fit:
         limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: a number of batches, or a fraction of them.
         overfit_batches: train on so many of the first batches only, the same in every epoch.
         fast_dev_run: try everything on one batch (or n).
-        log_every_n_steps: steps between two log boundaries; the first and the last step are logged as well. 0: no step is.
+        log_every_n_steps: steps between two log boundaries; the first and the last step are logged as well. 0: never.
         callbacks: called in this order.
         activation_checkpointing: ``"full"``, ``"selective"`` or n (every n-th block): compute the repeated blocks again in the backward pass.
         compile: ``True``, ``"blocks"`` (each repeated block) or a dict of ``torch.compile``'s options.
         sync_batchnorm: batch norms compute their statistics over the samples of all ranks.
         deterministic: ``True`` or ``"warn"``.
-        benchmark: cuDNN tries which algorithm is the fastest.
-        detect_anomaly: autograd looks for NaN in every backward pass, and shows where it comes from.
+        benchmark: cuDNN measures which algorithm is the fastest.
+        detect_anomaly: autograd checks every backward pass for NaN and shows where it comes from.
         seed: of python, numpy, torch and the data order.
         on_nonfinite: ``"raise"`` or ``"skip"`` steps whose gradient norm is not finite.
         timeout, start_timeout: longest time without a finished batch after and before the first step; then the ranks that lag are named.
         check: compare the ranks' parameters, loaders and first batch before the first step.
         debug: compare the ranks' shapes before each collective.
         gc_every_n_steps: steps between two runs of Python's garbage collector; 0 leaves it alone.
-        root_dir: where checkpoints and logs go. The first training has this folder, each new one after it a numbered folder in it.
+        root_dir: where checkpoints and logs go. The first run uses this folder, each later run a numbered folder in it.
 
     Raises:
         ValueError, TypeError: a wrong argument; the message names it, its value and what is possible.
@@ -137,7 +137,7 @@ class Fit:
 
     @classmethod
     def from_resolved(cls, resolved: Resolved, callbacks: Callback | Sequence[Callback] | None = ()) -> Fit:
-        """A ``Fit`` with settings that :func:`engine.config.resolve.resolve` has put together, and these callbacks.
+        """A ``Fit`` with settings that :func:`engine.config.resolve.resolve` has collected, and these callbacks.
 
         Raises:
             ValueError, TypeError: as the constructor.
@@ -149,12 +149,12 @@ class Fit:
 
     def _set(self, resolved: Resolved) -> None:
         self.settings: Settings = resolved.settings
-        """What holds, from command line, code, environment, file and defaults."""
+        """The values in effect, from command line, code, environment, file and defaults."""
         self.origins: dict[str, str] = resolved.origins
         """Where each setting comes from."""
         self.sections: dict[str, Any] = resolved.sections
-        """What ``fit run`` has built model, data and callbacks from."""
-        self._trained: Trained | None = None  # of the newest training
+        """The arguments from which ``fit run`` built model, data and callbacks."""
+        self._trained: Trained | None = None  # by the latest training
         compatibility.check(self.settings, self.origins, detect(os.environ))
 
     @property
@@ -173,28 +173,28 @@ class Fit:
     ) -> Result:
         """Train::
 
-            start or meet the processes; seed; prepare_data; setup; configure_model; configure_optimizers; resume
+            start or join the processes; seed; prepare_data; setup; configure_model; configure_optimizers; resume
             on_fit_start; sanity validation; on_train_start
             epochs (engine.loop.train)
             on_train_end; on_fit_end; teardown
 
         Args:
-            module: what to train; it holds the trained weights afterwards.
+            module: the module to train; it has the trained weights afterwards.
             train_loader: a ``DataLoader``, a list of batches, any iterable of batches, or a :class:`engine.CombinedLoader`. A dict or list of
                 loaders is read side by side, ``CombinedLoader(loaders, "max_size_cycle")``.
             val_loaders: one loader, or a list of several ``DataLoader`` objects, or a dict of loaders, which are read one after the other. A list of
                 batches is one loader; an empty list or dict means no validation.
-            datamodule: where loaders come from that are not given here.
-            resume: go on with a run, in its folder: ``"last"`` (from the newest checkpoint of the newest run in ``root_dir``), ``"auto"`` (the
-                same, if there is one), ``"best"``, a checkpoint's path or URL, a run's folder, or a :class:`engine.Resume` that takes only a
-                part of it. Without it a new run begins, in a folder of its own.
+            datamodule: provides the loaders that are not given here.
+            resume: continue a run, in its folder: ``"last"`` (the newest checkpoint of the newest run in ``root_dir``), ``"auto"`` (the
+                same, if there is one), ``"best"``, a checkpoint's path or URL, a run's folder, or a :class:`engine.Resume` that loads only
+                some of it. By default a new run starts, in a new folder.
 
         Returns:
-            How it ended; on every rank.
+            How the run ended; on every rank.
 
         Raises:
             ValueError, TypeError: bad input, before the first step where that is possible.
-            FolderInUse: the run to go on with is still going on.
+            FolderInUse: the run to continue is still running.
             RankError: another rank failed.
             KeyboardInterrupt: Ctrl-C, after the step, when callbacks have saved and closed.
             Exception: whatever the module or a callback raised, unchanged.
@@ -220,13 +220,13 @@ class Fit:
     def validate(
         self, module: TrainModule, loaders: Any = None, *, datamodule: DataModule | None = None, checkpoint: str | Path | None = None
     ) -> list[dict[str, float]]:
-        """Run ``validation_step`` on every batch; one dict of metrics for each loader. ``checkpoint``: load these weights first."""
+        """Run ``validation_step`` on every batch; return one dict of metrics per loader. ``checkpoint``: load these weights first."""
         return self._evaluate(module, loaders, datamodule, checkpoint, "validate", "validation")
 
     def test(
         self, module: TrainModule, loaders: Any = None, *, datamodule: DataModule | None = None, checkpoint: str | Path | None = None
     ) -> list[dict[str, float]]:
-        """Run ``test_step`` on every batch; one dict of metrics for each loader. ``checkpoint``: load these weights first."""
+        """Run ``test_step`` on every batch; return one dict of metrics per loader. ``checkpoint``: load these weights first."""
         return self._evaluate(module, loaders, datamodule, checkpoint, "test", "test")
 
     def predict(
@@ -234,7 +234,7 @@ class Fit:
     ) -> list[Any]:
         """The outputs of ``predict_step``, one entry a batch, in the data's order, from all ranks on every rank, on the CPU.
 
-        With several loaders a list for each of them. ``checkpoint``: load these weights first.
+        With several loaders, one such list per loader. ``checkpoint``: load these weights first.
         """
         datamodule, loaders = _datamodule(datamodule, loaders)
         with self._start(module, "predict") as run, housed(run, checkpoint, self._trained), session(run, datamodule):
@@ -247,14 +247,14 @@ class Fit:
         return results[0] if len(prepared) == 1 else results
 
     def state_dict(self, module: TrainModule, *, everywhere: bool = False) -> dict[str, Any]:
-        """The whole parameters and buffers of a module that was trained, by name, on the CPU; all ranks call this.
+        """The full (unsharded) parameters and buffers of a trained module, by name, on the CPU; all ranks call this.
 
         Args:
             everywhere: on every rank; by default on the main process, and ``{}`` on others.
 
         Raises:
-            ValueError: the module was sharded by another strategy than this one's.
-            RuntimeError: a run of the module is going on.
+            ValueError: another strategy than this one's sharded the module.
+            RuntimeError: the module is in a run.
         """
         if module.attached:
             raise RuntimeError("Fit.state_dict() and gathered() are for a module after its run; in a callback, use run.engine.get_state_dict(module)")
@@ -267,16 +267,16 @@ class Fit:
 
     @contextmanager
     def gathered(self, module: TrainModule, *, everywhere: bool = False) -> Iterator[TrainModule]:
-        """Inside of the block the module has whole parameters, on the CPU, whatever strategy has trained it; all ranks enter it together::
+        """Inside the block the module has full (unsharded) parameters on the CPU, under every strategy; all ranks enter it together::
 
             with fit.gathered(module):
                 if fit.is_main_process:
                     module.model.save_pretrained("out")
 
-        For reading: what the block changes is lost. Afterwards the module is as it was, and further runs under the strategy work.
+        Read only: changes made in the block are lost. Afterwards the module is as it was and can be used in further runs.
 
         Args:
-            everywhere: on every rank; by default on the main process, while others keep their parts.
+            everywhere: on every rank; by default on the main process only; the others keep their shards.
 
         Raises:
             ValueError, RuntimeError: as :meth:`state_dict`.
@@ -297,7 +297,7 @@ class Fit:
                 return evaluate(run, prepared, name, run.method(f"{name}_step"))
 
     def _sanity_check(self, run: Run) -> None:
-        """A few validation batches, so that an error in them does not wait for the end of the first epoch. Leaves no trace."""
+        """A few validation batches, so that an error in them does not wait for the end of the first epoch. Changes no state."""
         count = self.settings.num_sanity_val_steps
         if not count or not run.val_loaders or run.step:
             return
@@ -342,7 +342,7 @@ def _check_callbacks(where: str, callbacks: Sequence[Any]) -> None:
 
 
 def _with_own(module: TrainModule, callbacks: Sequence[Callback]) -> list[Callback]:
-    """The callbacks with those of ``module.configure_callbacks``, which take the place of others of their classes."""
+    """The callbacks with those of ``module.configure_callbacks``, which replace others of the same classes."""
     given = module.configure_callbacks()
     own = list(given) if isinstance(given, (list, tuple)) else [given]
     _check_callbacks(f"{type(module).__name__}.configure_callbacks", own)
@@ -350,16 +350,16 @@ def _with_own(module: TrainModule, callbacks: Sequence[Callback]) -> list[Callba
 
 
 def _configured(strategy: Strategy, settings: Settings, origins: Mapping[str, str]) -> tuple[dict[str, str], Settings]:
-    """The settings with what the strategy's own configuration says, and where each comes from then."""
+    """The settings after the strategy's own configuration has set some of them, and where each comes from."""
     found = strategy.configure(settings, origins)
     changed = [each.name for each in fields(settings) if getattr(settings, each.name) != getattr(found, each.name)]
     return {**origins, **dict.fromkeys(changed, "the strategy's configuration")}, found
 
 
 def _datamodule(datamodule: DataModule | None, loader: Any) -> tuple[DataModule | None, Any]:
-    """A data module may stand in the place of a loader."""
+    """A data module may be passed instead of a loader."""
     if isinstance(loader, DataModule):
         if datamodule is not None:
-            raise ValueError("two data modules were given: one in the place of the loader, one as datamodule=")
+            raise ValueError("two data modules were given: one instead of the loader, one as datamodule=")
         return loader, None
     return datamodule, loader

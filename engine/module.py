@@ -27,7 +27,7 @@ from engine.utils.tree import move
 
 
 class Context(Protocol):
-    """What a module reaches of the run that it is in."""
+    """What a module can access of its current run."""
 
     @property
     def step(self) -> int: ...
@@ -54,20 +54,20 @@ class Context(Protocol):
 class TrainModule(nn.Module):
     """Subclass it, define ``training_step`` and ``configure_optimizers``, and give it to :class:`engine.Fit`.
 
-    The model's forward pass is called as ``self(x)`` or through any submodule; device placement, distributed wrapping, precision,
-    accumulation and clipping are the run's business.
+    The model's forward pass is called as ``self(x)`` or through any submodule; the run does device placement, distributed
+    wrapping, precision, accumulation and clipping.
     """
 
     automatic_optimization: bool = True
-    """Set it to False to call ``manual_backward`` and the optimizers' ``step`` and ``zero_grad`` in ``training_step`` yourself."""
+    """Set to False to call ``manual_backward`` and the optimizers' ``step`` and ``zero_grad`` in ``training_step`` yourself."""
     hparams_name: str | None = None
     """The constructor's argument that was saved as the dict of all hyperparameters, if one was."""
     _reached: tuple[int, int] = (0, 0)
-    """Steps and epochs of the newest run."""
+    """Steps and epochs of the latest run."""
     strict_loading: bool = True
-    """Set it to False for checkpoints that need not have all parameters, or may have more."""
+    """Set to False to load checkpoints that lack some parameters, or have more."""
     built: bool = False
-    """:meth:`configure_model` was called already, and what it built has values that are to stay."""
+    """:meth:`configure_model` was called already, and the values of what it built are kept."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,10 +76,10 @@ class TrainModule(nn.Module):
         self._hparams = HParams()
         self._toggled: list[Tensor] = []
         self.sharded_root: list[nn.Module] = []
-        """What a strategy that shards calls instead of the module; in a list, so that it is no submodule."""
+        """The wrapper that a sharding strategy calls instead of the module; in a list, so that it is not a submodule."""
 
     def __getattr__(self, name: str) -> Any:
-        # In the place of nn.Module's, with no call more: parameters and submodules are looked up here in every forward pass.
+        # Replaces nn.Module's without another call: parameters and submodules are looked up here in every forward pass.
         found = self.__dict__
         for kind in ("_modules", "_parameters", "_buffers"):
             if kind in found and name in found[kind]:
@@ -105,7 +105,7 @@ class TrainModule(nn.Module):
         """Optimizers and learning rate schedulers, in one of these forms.
 
         An optimizer; a list of them; ``([optimizers], [schedulers])``; a dict ``{"optimizer": ..., "lr_scheduler": ...}``, a list or
-        tuple of such dicts; ``None`` for no training of parameters. A scheduler stands for itself or is a dict of ``scheduler``,
+        tuple of such dicts; ``None`` to train no parameters. A scheduler is given as it is, or as a dict of ``scheduler``,
         ``interval`` (``"epoch"`` or ``"step"``), ``frequency``, ``monitor`` (for ReduceLROnPlateau), ``strict`` and ``name``.
         """
         raise NotImplementedError(f"{type(self).__name__} must define configure_optimizers(self)")
@@ -113,16 +113,16 @@ class TrainModule(nn.Module):
     def configure_model(self) -> None:
         """Build parts of the model here when their construction depends on the run; called once on every rank before anything else.
 
-        Under strategies that cut a model up, its parameters have no memory until they are cut; see :meth:`init_weights`.
+        Under strategies that shard the model, its parameters have no memory until they are sharded; see :meth:`init_weights`.
         """
 
     def init_weights(self, module: nn.Module) -> None:
-        """Give one module (no submodules of it) its first values, where :meth:`configure_model` has built it without memory.
+        """Initialize one module (without its submodules) that :meth:`configure_model` built without memory.
 
         Called for each module with parameters of its own, on rank 0.
 
         Raises:
-            ValueError: by default ``module.reset_parameters()`` is called, and it has none.
+            ValueError: the module has no ``reset_parameters()``, which is called by default.
         """
         reset(module)
 
@@ -151,11 +151,11 @@ class TrainModule(nn.Module):
         """Log one number. It stays on its device until a log boundary; it is always reduced over all ranks.
 
         Args:
-            name: the same options must be given each time.
-            value: a number, a tensor with one element, or a torchmetrics ``Metric``: computed over all ranks and reset at the epoch's end, for
-                each validation loader by itself. With ``on_step``, its value for the step's micro-batches is reported as well.
+            name: of the value; its options must be the same each time.
+            value: a number, a tensor with one element, or a torchmetrics ``Metric``: computed over all ranks and reset at the epoch's end,
+                separately for each validation loader. With ``on_step``, its value for the step's micro-batches is reported as well.
             prog_bar: show it in the progress bar.
-            on_step: report the newest step's value every ``log_every_n_steps`` steps; default in training steps.
+            on_step: report the latest step's value every ``log_every_n_steps`` steps; default in training steps.
             on_epoch: report the epoch's value; default everywhere else. With both, the names end in ``_step`` and ``_epoch``.
             reduce: ``"mean"`` (weighted by ``batch_size``), ``"sum"``, ``"min"``, ``"max"``.
             batch_size: the value's weight in a mean; by default the samples in the micro-batch.
@@ -164,12 +164,12 @@ class TrainModule(nn.Module):
             TypeError, ValueError: a value that is not one number, or other options than before; both name the key.
         """
         if self._log is None:
-            warn_once(f"{type(self).__name__}.log() outside of a Fit run records nothing")
+            warn_once(f"{type(self).__name__}.log() outside a Fit run records nothing")
             return
         self._log(name, value, prog_bar, on_step, on_epoch, reduce, batch_size)
 
     def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
-        """:meth:`log` for each entry of a dict or a torchmetrics ``MetricCollection``; the options hold for all."""
+        """:meth:`log` for each entry of a dict or a torchmetrics ``MetricCollection``; the options apply to all."""
         for name, value in values.items():
             if isinstance(value, Mapping):
                 raise TypeError(f"log_dict: the value of {name!r} is a dict; give one flat dict of numbers")
@@ -181,7 +181,7 @@ class TrainModule(nn.Module):
         """Keep the arguments of ``__init__`` in :attr:`hparams`, and in every checkpoint. Call it inside ``__init__``.
 
         Args:
-            names: keep only these; or one dict to keep as it is.
+            names: keep only these; or one dict to keep unchanged.
             ignore: leave these out (modules given as arguments, for example).
         """
         if unknown:
@@ -213,18 +213,18 @@ class TrainModule(nn.Module):
 
             hyperparameters -> __init__ -> configure_model -> on_load_checkpoint -> weights, in place -> map_location
 
-        Opening a checkpoint runs no code of its own: the class is the one that this is called on. Each process that calls it reads all.
+        Opening a checkpoint runs no code from it: the class is the one this is called on. Each process that calls this reads all of it.
 
         Args:
-            path: of the checkpoint, or of a folder whose newest is meant; a directory or a URL that fsspec knows.
+            path: a checkpoint, or a folder, whose newest checkpoint is used; a directory or a URL that fsspec knows.
             strict: ``False``: parameters that only one side has, or that have other shapes, are left out and named in a warning.
-            map_location: the device that the module is moved to; by default where its constructor has put it.
-            overrides: arguments of the constructor; they win over the hyperparameters that :meth:`save_hyperparameters` kept. Of those,
-                the ones that the constructor does not take are left out.
+            map_location: the device to move the module to; by default it stays where its constructor put it.
+            overrides: arguments of the constructor; they win over the saved hyperparameters. Saved ones that the constructor does not
+                take are left out.
 
         Raises:
             FileNotFoundError, DamagedCheckpoint: there is none, or it is damaged.
-            TypeError: an argument of the constructor is missing, or an override is none; names it.
+            TypeError: a constructor argument is missing, or an override is not one; the message names it.
             ValueError: the weights do not fit, and ``strict`` was asked for.
         """
         with opened(path, ("model", "state")) as found:
@@ -234,7 +234,7 @@ class TrainModule(nn.Module):
             texts = found.manifest.get("hparams")
             if lost := replaced_by_defaults(cls, texts if isinstance(texts, dict) else {}, {*saved, *overrides}):
                 made = printable(", ".join(f"{name}={text}" for name, text in lost.items()))
-                logger.warning("%s: the module was made with %s, which a checkpoint cannot hold: defaults stand; give them here", path, made)
+                logger.warning("%s: the module was made with %s, which a checkpoint cannot hold: give them here", path, made)
             module = cls(*positional, **named)
             module.configure_model()
             module.built = True
@@ -247,7 +247,7 @@ class TrainModule(nn.Module):
     # -- manual optimization ----------------------------------------------------------------------------------------------------
 
     def optimizers(self) -> Any:
-        """The optimizer, or the list of several, that ``configure_optimizers`` gave; for manual optimization."""
+        """The optimizer, or the list of several, that ``configure_optimizers`` returned; for manual optimization."""
         found = self._attached("optimizers()").optimizers
         return found[0] if len(found) == 1 else found
 
@@ -257,13 +257,13 @@ class TrainModule(nn.Module):
         return found[0] if len(found) == 1 else found or None
 
     def manual_backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
-        """Backward from ``loss`` (scaled under fp16); gradients are averaged over the ranks when an optimizer steps."""
+        """Backward pass from ``loss`` (scaled under fp16); gradients are averaged over the ranks when an optimizer steps."""
         self._attached("manual_backward()").manual_backward(loss, *args, **kwargs)
 
     def clip_gradients(self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None) -> None:
         """Clip one optimizer's gradients before its ``step``: their 2-norm (``"norm"``) or each element (``"value"``).
 
-        For manual optimization and :meth:`configure_gradient_clipping`; what is not given is as ``Fit``'s setting says.
+        For manual optimization and :meth:`configure_gradient_clipping`; defaults are ``Fit``'s settings.
         """
         self._attached("clip_gradients()").clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
@@ -315,7 +315,7 @@ class TrainModule(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the run, or of the first parameter outside of one."""
+        """The device of the run; outside a run, of the first parameter."""
         if self._context is not None:
             return self._context.device
         first = next(self.parameters(), None)
@@ -328,12 +328,12 @@ class TrainModule(nn.Module):
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps so far; after a run, those that it has made."""
+        """Optimizer steps so far; after a run, the steps of that run."""
         return self._context.step if self._context else self._reached[0]
 
     @property
     def current_epoch(self) -> int:
-        """The epoch, from 0; from ``on_train_end`` on, the number of epochs that were begun."""
+        """The epoch, from 0; from ``on_train_end`` on, the number of epochs that were started."""
         return self._context.epoch if self._context else self._reached[1]
 
     @property
@@ -351,12 +351,12 @@ class TrainModule(nn.Module):
 
     @property
     def attached(self) -> bool:
-        """Whether a run of the module is going on."""
+        """Whether the module is in a run."""
         return self._context is not None
 
     def _attached(self, what: str) -> Context:
         if self._context is None:
-            raise RuntimeError(f"{what} is only possible while a Fit run is going on")
+            raise RuntimeError(f"{what} is only possible during a Fit run")
         return self._context
 
     def attach(self, context: Context | None) -> None:
@@ -368,10 +368,10 @@ class TrainModule(nn.Module):
             self._log = None
 
     def log_with(self, record: Callable[..., None]) -> None:
-        """What takes the values that are logged; called by the run."""
+        """Set the function that records logged values; called by the run."""
         self._log = record
 
-    # -- events of a run: Lightning's, each optional, called in the order of engine/README.md; whether one is overridden is found out once -----
+    # -- events of a run: Lightning's, all optional, in the order of engine/README.md; only overridden ones are called -------------
 
     def setup(self, stage: str) -> None:
         """Before a run; ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
@@ -396,7 +396,7 @@ class TrainModule(nn.Module):
 
     def on_before_zero_grad(self, optimizer: Any) -> None: ...
 
-    # -- the step, with Lightning's meaning; what a strategy cannot call is an error before the first step ----------------------------
+    # -- the step, as in Lightning; overriding one that a strategy cannot call is an error before the first step------------------------
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """The backward pass of one micro-batch; ``loss`` is weighted (and scaled under fp16) already: ``loss.backward()`` is exact."""
@@ -438,7 +438,7 @@ class TrainModule(nn.Module):
         """Download or convert data on disk, before :meth:`setup`; must not set state, since not every process runs it."""
 
     def configure_callbacks(self) -> Any:
-        """A callback or several of the module's own; they take the place of ``Fit``'s of the same classes."""
+        """The module's own callback or list of callbacks; they replace ``Fit``'s callbacks of the same classes."""
         return []
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -446,7 +446,7 @@ class TrainModule(nn.Module):
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Return the batch on the device, for batches of one's own types. A data module's transfer hooks win over the module's."""
+        """Return the batch on the device, for your own batch types. A data module's transfer hooks win over the module's."""
         return move(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -454,7 +454,7 @@ class TrainModule(nn.Module):
         return batch
 
     def on_validation_model_zero_grad(self) -> None:
-        """Before validation inside of a training: gradients that are left are given up."""
+        """Before validation during training: leftover gradients are cleared."""
         self.zero_grad()
 
     def on_validation_model_eval(self) -> None:
@@ -462,7 +462,7 @@ class TrainModule(nn.Module):
         self.eval()
 
     def on_validation_model_train(self) -> None:
-        """After validation, only if overridden: by default each submodule's own mode comes back."""
+        """After validation, only if overridden: by default each submodule's own mode is restored."""
         self.train()
 
     def on_validation_start(self) -> None: ...
@@ -476,7 +476,7 @@ class TrainModule(nn.Module):
         self.eval()
 
     def on_test_model_train(self) -> None:
-        """After testing, only if overridden: by default each submodule's own mode comes back."""
+        """After testing, only if overridden: by default each submodule's own mode is restored."""
         self.train()
 
     def on_test_start(self) -> None: ...
@@ -496,12 +496,12 @@ class TrainModule(nn.Module):
     def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
     def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add entries (trees of tensors and JSON values) to what is saved."""
+        """Add entries (trees of tensors and JSON values) to the checkpoint."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read them back."""
+        """Read the entries of :meth:`on_save_checkpoint`."""
 
-    # -- loaders of the module's own, used when ``Fit`` is given none ---------------------------------------------------------------
+    # -- the module's own loaders, used when ``Fit`` gets none ---------------------------------------------------------------
 
     def train_dataloader(self) -> Any: ...
     def val_dataloader(self) -> Any: ...
@@ -510,5 +510,5 @@ class TrainModule(nn.Module):
 
 
 def overrides(module: TrainModule, name: str) -> bool:
-    """Whether the module has a method of that name of its own."""
+    """Whether the module overrides the method of this name."""
     return overridden(module, name, TrainModule)

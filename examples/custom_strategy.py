@@ -1,4 +1,4 @@
-"""A strategy of one's own, local SGD: every process steps by itself, and every k steps their parameters are averaged (Stich 2019).
+"""A custom strategy, local SGD: every process steps by itself, and every k steps their parameters are averaged (Stich 2019).
 
     python examples/custom_strategy.py                 # two processes, averaged every 8 steps
     python examples/custom_strategy.py --every 1       # the same as DDP, for plain SGD
@@ -62,18 +62,18 @@ class LocalSGD(Strategy):
             tensor.copy_(mean.view_as(tensor))
 
     def sum(self, value: Tensor | float) -> Tensor | float:
-        """Over the samples of all ranks: what makes ``Loss(sum, count)`` weigh tokens rather than ranks."""
+        """Sum over the samples of all ranks: so ``Loss(sum, count)`` weighs tokens rather than ranks."""
         total = torch.as_tensor(value, dtype=torch.float64).clone()
         dist.all_reduce(total)
         return total
 
     def agree(self, found: Tensor) -> Tensor:
-        """A step that is skipped on one rank is skipped on all: they count steps alike."""
+        """A step that is skipped on one rank is skipped on all, so that their step counts agree."""
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return found
 
     def model_parts(self, module: nn.Module) -> dict[str, Any]:
-        """For checkpoints: what the ranks have in common."""
+        """For checkpoints: the state that the ranks share."""
         self.average(list(module.parameters()))
         return super().model_parts(module)
 

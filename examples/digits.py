@@ -3,7 +3,7 @@
     python examples/digits.py                   # two processes, started by this one
     python examples/digits.py --devices 1
     torchrun --nproc-per-node 2 examples/digits.py
-    python examples/digits.py --resume          # goes on from the last checkpoint under --root-dir
+    python examples/digits.py --resume          # continues from the last checkpoint under --root-dir
 
 Needs scikit-learn, which has the images: ``pip install fit-trainer[examples]``.
 """
@@ -119,7 +119,7 @@ def main() -> None:
             ModelCheckpoint(every="1 epochs", monitor="val/accuracy", mode="max"),
         ],
     )
-    seed_everything(args.seed)  # the first weights are drawn before the run begins
+    seed_everything(args.seed)  # the first weights are drawn before the run starts
     module, data = Digits(args.lr, args.max_epochs), DigitsData(args.batch_size)
     result = fit.run(module, datamodule=data, resume=args.resume)
 

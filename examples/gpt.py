@@ -101,7 +101,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        # Head by head: under tensor parallel the rows of qkv are cut, and each rank has whole heads (-1: so many of them).
+        # Head by head: under tensor parallel the rows of qkv are sharded, and each rank has complete heads (-1: their number).
         qkv = self.qkv(self.norm1(x)).view(batch, length, -1, 3, width // self.heads)
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each [B, heads, T, width / heads]
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -135,20 +135,20 @@ class GPT(TrainModule):
         self.head.weight = self.embed.tokens.weight
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                # GPT-2: what is added to the residual path is scaled down by the number of additions.
+                # GPT-2: additions to the residual path are scaled by their number.
                 residual = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * size.layers) if residual else 0.02)
 
     def blocks(self) -> list[nn.Module]:
-        """The repeated parts, in order: what FSDP gathers one at a time."""
+        """The repeated blocks, in order: FSDP gathers one at a time."""
         return list(self.layers)
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """The parts of ``forward``, in order: what a pipeline's stages are made of."""
+        """The modules of ``forward``, in order: a pipeline splits them into stages."""
         return [self.embed, *self.layers, self.norm, self.head]
 
     def parallelize(self, mesh: Any) -> dict[str, str]:
-        """What tensor parallel cuts: attention by heads, the perceptron by channels, the (tied) embedding and output by bytes."""
+        """The tensor parallel plan: attention by heads, the perceptron by channels, the (tied) embedding and output by bytes."""
         blocks = {"qkv": "colwise", "out": "rowwise", "up": "colwise", "down": "rowwise"}
         return {
             "embed.tokens": "embedding_rowwise", "head": "colwise_gather_output", **{f"layers.*.{name}": style for name, style in blocks.items()},
@@ -186,7 +186,7 @@ class GPT(TrainModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _loss(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum of the cross entropy, in nats, and the number of targets. The first byte of a file follows from nothing and is left out."""
+        """Sum of the cross entropy, in nats, and the number of targets. The first byte of a file cannot be predicted and is left out."""
         tokens = batch.long()
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         counted = inputs != SEPARATOR
@@ -201,7 +201,7 @@ STRATEGIES: dict[str, Any] = {
     "pp_fsdp": MeshParallel(pp=2),
     "fsdp_hybrid": FSDP(dp_replicate=2),
 }
-"""Beside those that have a name of their own: ddp, fsdp, tp, pp, deepspeed_stage_0 to 3."""
+"""In addition to the registered names: ddp, fsdp, tp, pp, deepspeed_stage_0 to 3."""
 
 
 class Throughput(Callback):

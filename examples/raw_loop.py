@@ -1,4 +1,4 @@
-"""Handwritten digits in a loop of your own: what changes against plain PyTorch are the four marked lines.
+"""Handwritten digits in your own loop: only the four marked lines differ from plain PyTorch.
 
     python examples/raw_loop.py
     torchrun --nproc-per-node 2 examples/raw_loop.py
@@ -36,7 +36,7 @@ def main() -> None:
             optimizer.zero_grad()
         print(f"epoch {epoch}: loss {loss.item():.4f}")
 
-    # Every process looks at all test images, as it would without the engine, and so all of them say the same.
+    # Every process evaluates all test images, as it would without the engine, so all get the same result.
     model.eval()
     images, targets = test[:]
     with torch.no_grad():

@@ -228,7 +228,7 @@ def test_the_window_follows_from_the_global_batch(tmp_path: Path) -> None:
     assert fit(tmp_path, global_batch_size=6).run(module, data).step == 2
     assert module.w.item() == -(3.5 + 9.5)  # means of 1..6 and 7..12
     for wanted, near in ((5, r"4, 6, or batch_size=1, 5 in the loader"), (1, "2, or batch_size=1 in")):
-        with pytest.raises(ValueError, match=f"global_batch_size={wanted} cannot be made of batches of 2 on 1 rank.*possible near it: {near}"):
+        with pytest.raises(ValueError, match=f"global_batch_size={wanted} cannot be divided into batches of 2 on 1 rank.*nearest possible: {near}"):
             fit(tmp_path, global_batch_size=wanted).run(Weight(), data)
     with pytest.raises(ValueError, match="global_batch_size=6 needs a loader with a batch_size; list has none"):
         fit(tmp_path, global_batch_size=6).run(Weight(), ones(3))
@@ -248,7 +248,7 @@ def ranks_global_batch(root: str) -> list[Any]:
 def test_the_global_batch_holds_on_two_ranks(tmp_path: Path) -> None:
     for steps, weight, message in on_ranks(ranks_global_batch, 2, tmp_path):
         assert (steps, weight) == (2, -13.0)
-        assert "batches of 1 on 2 rank(s) (2 a micro-batch of all); possible near it: 4, 6" in message
+        assert "batches of 1 on 2 rank(s) (2 samples per micro-batch); nearest possible: 4, 6" in message
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_epochs": 1000}, {"max_steps": 10**6}])

@@ -22,7 +22,7 @@ from engine import Callback, TrainModule
 class Base(TrainModule):
     def __init__(self, width: int = 2, *, depth: int = 1, **rest: Any) -> None:
         super().__init__()
-        unrelated = 99  # noqa: F841  a local variable is no argument
+        unrelated = 99  # noqa: F841  a local variable is not an argument
         self.save_hyperparameters()
 
 
@@ -86,7 +86,7 @@ def test_hyperparameters_are_in_the_checkpoint(tmp_path: Path) -> None:
 def test_log_outside_of_a_run_warns_once_and_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.utils.log, "_said", set())
     module = Weight()
-    with pytest.warns(UserWarning, match=r"Weight.log\(\) outside of a Fit run records nothing"):
+    with pytest.warns(UserWarning, match=r"Weight.log\(\) outside a Fit run records nothing"):
         module.log("a", 1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -100,7 +100,7 @@ def test_what_it_knows_outside_of_a_run() -> None:
     assert (module.device, module.dtype) == (torch.device("cpu"), torch.float64)
     assert Base().dtype is torch.get_default_dtype()
     for call in (module.optimizers, module.lr_schedulers, lambda: module.manual_backward(torch.zeros(()))):
-        with pytest.raises(RuntimeError, match="only possible while a Fit run is going on"):
+        with pytest.raises(RuntimeError, match="only possible during a Fit run"):
             call()
 
 
@@ -134,7 +134,7 @@ def test_a_copy_taken_inside_a_run_belongs_to_none(tmp_path: Path, duplicate: An
     assert [c.w.item() for c in copies] == [-1.0, -2.0]
     assert copies[0]._context is None
     assert copies[0].hparams.a == 1
-    with pytest.raises(RuntimeError, match="while a Fit run"):
+    with pytest.raises(RuntimeError, match="during a Fit run"):
         copies[0].optimizers()
     fit(tmp_path).run(copies[0], ones(2))
     assert (copies[0].w.item(), module.w.item()) == (-3.0, -2.0)

@@ -1,1 +1,1 @@
-"""Loggers: callbacks that record the published metrics, one back end a file."""
+"""Loggers: callbacks that record logged metrics, one backend per file."""

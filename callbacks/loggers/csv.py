@@ -17,23 +17,22 @@ _CONFIG = "config.yaml"
 
 
 class CSVLogger(Callback):
-    """One row for each time that metrics are published: the first step, every ``log_every_n_steps`` steps, the last one, and after each evaluation.
+    """One row per log event: the first step, every ``log_every_n_steps`` steps, the last one, and after each evaluation.
 
     The columns are ``step`` (optimizer steps done), ``epoch`` (from 0) and one for each metric, in the order in which they first
-    appear; a metric that is not part of a row leaves its cell empty. A new metric adds a column and loses no earlier row. Each row is
-    on its way to the disk when the hook returns, and the file is written by the main process only.
+    appear; a metric that is missing in a row leaves its cell empty. A new metric adds a column and keeps earlier rows. Each row is
+    flushed when the hook returns. Only the main process writes the file.
 
-    A resumed run appends, after cutting the rows later than the step that it resumed from: they belong to a past that did
-    not happen. A run that starts at step 0 where such a file stands already moves that file to ``metrics.1.csv`` (or the next
-    free number) first.
+    A resumed run appends, after removing rows later than the step that it resumed from. A run that starts at step 0
+    where such a file exists already first moves that file to ``metrics.1.csv`` (or the next free number).
 
-    Beside it stands ``config.yaml``: the settings of the run with where each comes from, in the form of ``fit.yaml``, secrets left out.
+    ``config.yaml`` in the same folder has the settings of the run with their origins, in the form of ``fit.yaml``, without secrets.
     """
 
     def __init__(self, dir: str | os.PathLike[str] | None = None, name: str = "metrics.csv") -> None:
         """
         Args:
-            dir: the folder of the file, made when missing; ``None`` is the run's folder.
+            dir: the folder of the file, created when missing; ``None`` is the run's folder.
             name: the file's name.
 
         Raises:
@@ -54,7 +53,7 @@ class CSVLogger(Callback):
         self.path = (run.folder if self.dir is None else self.dir) / self.name
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
-        """Cut (resumed) or put aside (new run) what an earlier run left in the file."""
+        """Truncate (resumed) or move away (new run) an earlier run's file."""
         assert self.path is not None
         if not run.is_main_process:
             return
@@ -110,7 +109,7 @@ class CSVLogger(Callback):
         self._file = self.path.open("a", newline="", encoding="utf-8")
 
     def _open(self) -> None:
-        """Open the file to append; its columns are those of its header."""
+        """Open the file for appending; its columns are those of its header."""
         assert self.path is not None
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
@@ -148,7 +147,7 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 def _rewrite(path: Path, columns: list[str], rows: list[dict[str, str]]) -> None:
-    """Replace the file in one move: a crash leaves the old file or the new one."""
+    """Replace the file atomically: a crash leaves the old file or the new one."""
     temporary = path.with_name(path.name + ".new")
     with temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, restval="")

@@ -1,4 +1,4 @@
-"""Checkpoints of others turned into ours: a Lightning ``.ckpt``, a ``torch.distributed.checkpoint`` directory, safetensors files."""
+"""Conversion of other libraries' checkpoints: a Lightning ``.ckpt``, a ``torch.distributed.checkpoint`` directory, safetensors files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.checkpoint.tensors import Stored, TensorFiles, storable, write_tenso
 from engine.checkpoint.user_paths import folder, local_copy
 
 SHARD = 2 << 30
-"""Bytes of tensors that are in memory at a time, and in one file."""
+"""The maximum bytes of tensors in memory at a time, and in one file."""
 _MODELS = ("model", "state_dict", "module")
 _SCALERS = ("MixedPrecision", "MixedPrecisionPlugin", "NativeMixedPrecisionPlugin")
 _LIGHTNING = frozenset(
@@ -38,21 +38,21 @@ class Converted:
 
     path: str
     kind: str
-    """What the input was."""
+    """The kind of the input."""
     tensors: int
-    """Of the model."""
+    """The number of tensors of the model."""
     bytes: int
     optimizers: int
     step: int
     epoch: int
     hyperparameters: list[str]
     notes: list[str]
-    """What was left out, or may surprise, and why."""
+    """What was left out or may be unexpected, and why."""
 
 
 @dataclass
 class _Content:
-    """What was found in the files of others."""
+    """The content of the input."""
 
     kind: str
     model: Tensors
@@ -72,29 +72,29 @@ class _Content:
 
 
 def convert(source: str | Path, out: str | Path, *, trust_pickle: bool = False) -> Converted:
-    """Write what ``source`` holds as a checkpoint of this library, for ``Resume(out, weights_only=True)`` and ``load_from_checkpoint(out)``.
+    """Write the content of ``source`` as a checkpoint of this library, for ``Resume(out, weights_only=True)`` and ``load_from_checkpoint(out)``.
 
-    From a Lightning ``.ckpt`` come weights, hyperparameters, counters, optimizers, schedulers and the loss scale; a run that resumes from it
-    begins the epoch that was under way anew. Optimizer states are numbered there; where the shapes in them allow only one choice of the
-    model's parameters in their order, they get the parameters' names, else they keep their numbers, which fit an optimizer that is made in
-    the same way. From the other kinds come weights, and an optimizer whose state is stored beside them. Callbacks' states are left out.
+    A Lightning ``.ckpt`` provides weights, hyperparameters, counters, optimizers, schedulers and the loss scale; a run that resumes from it
+    starts the current epoch again. Optimizer states are numbered there. If their shapes allow only one assignment to the model's
+    parameters in order, they get the parameters' names; otherwise they keep their numbers, which fit an optimizer created in the
+    same way. The other kinds provide weights, and the state of an optimizer if there is one. Callbacks' states are left out.
 
     Args:
         source: a file of ``torch.save`` (``.ckpt``, ``.pt``, ...), a ``.safetensors`` file, a directory with those (a Hugging Face model), or
             one of ``torch.distributed.checkpoint``; a path or a URL.
         out: the new checkpoint's directory or URL.
-        trust_pickle: read pickles too; only tensors and plain values in them, anything else is an error that names it.
+        trust_pickle: read pickles too, but only tensors and plain values in them; anything else is an error that names it.
 
     Raises:
-        ValueError: a pickle without ``trust_pickle``, something in it that is not read, or a file of an unknown kind.
+        ValueError: a pickle without ``trust_pickle``, a pickle with other values, or a file of an unknown kind.
         DamagedCheckpoint: it cannot be read.
-        FileExistsError, FileNotFoundError: ``out`` is there already; ``source`` is not.
+        FileExistsError, FileNotFoundError: ``out`` exists already; ``source`` does not exist.
     """
     if "://" in str(out) and str(out).rstrip("/").count("/") < 3:
-        raise ValueError(f"{out} is a place by itself: give a name in it, such as {str(out).rstrip('/')}/step=00000000")
+        raise ValueError(f"{out} is a whole bucket or file system: give a name in it, such as {str(out).rstrip('/')}/step=00000000")
     place, name = split(out)
     if name in {*place.manifests(), *place.damaged()} or ("://" not in str(out) and Path(out).exists()):
-        raise FileExistsError(f"{out} exists already: choose another place")
+        raise FileExistsError(f"{out} exists already: choose another path")
     with local_copy(source) as path:
         content = _read(path, str(source), trust_pickle)
         place.begin(name, True)
@@ -110,7 +110,7 @@ def convert(source: str | Path, out: str | Path, *, trust_pickle: bool = False) 
 
 
 def _read(path: Path, told: str, trust_pickle: bool) -> _Content:
-    """What the file or directory holds; ``told`` is what the user called it."""
+    """Read the file or directory; ``told`` is the user's name for it."""
     if path.is_dir() and ((path / MANIFEST).is_file() or folder(path) is not None):
         raise ValueError(f"{told} is a checkpoint of this library already: there is nothing to convert")
     safe = path.is_dir() and next(path.glob("*.safetensors"), None) is not None
@@ -142,7 +142,7 @@ def _read(path: Path, told: str, trust_pickle: bool) -> _Content:
 
 
 def _tensors(kind: str, state: Mapping[str, Any], told: str) -> _Content:
-    """The tensors of a ``state_dict``; those that share their memory once."""
+    """The tensors of a ``state_dict``; those that share memory once."""
     tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
     if not tensors:
         raise ValueError(f"{told} has no tensors by name; its keys are {', '.join(map(str, list(state)[:8])) or 'none'}")
@@ -152,12 +152,12 @@ def _tensors(kind: str, state: Mapping[str, Any], told: str) -> _Content:
     first: dict[Any, str] = {}
     aliases = {name: known for name, tensor in tensors.items() if (known := first.setdefault(same_memory(tensor), name)) != name}
     rest = [str(name) for name in state if str(name) not in tensors]
-    notes = [f"left out, as it is no tensor: {', '.join(rest[:5])}{f' and {len(rest) - 5} more' if len(rest) > 5 else ''}"] if rest else []
+    notes = [f"left out, because it is not a tensor: {', '.join(rest[:5])}{f' and {len(rest) - 5} more' if len(rest) > 5 else ''}"] if rest else []
     return _Content(kind, InMemory(tensors), {name: name for name in tensors if name not in aliases}, aliases, notes=notes)
 
 
 def _lightning(loaded: Mapping[str, Any], content: _Content) -> _Content:
-    """Add what else a Lightning checkpoint has."""
+    """Add the other entries of a Lightning checkpoint."""
     content.step = int(loaded.get("global_step", 0))
     current = loaded.get("loops", {}).get("fit_loop", {}).get("epoch_progress", {}).get("current", {})
     content.epoch = int(current.get("processed", loaded.get("epoch", 0)))
@@ -180,7 +180,7 @@ def _distributed(path: Path) -> _Content:
     files = DistributedFiles(path)
     paths = files.paths
     tops = {p[0] for p in paths.values()}
-    if len(tops) == 1 and not tops & set(_MODELS) and all(len(p) > 2 for p in paths.values()):  # one key around it all, such as "app"
+    if len(tops) == 1 and not tops & set(_MODELS) and all(len(p) > 2 for p in paths.values()):  # one outer key, such as "app"
         paths = {name: p[1:] for name, p in paths.items()}
     key = next((key for key in _MODELS if any(p[0] == key and len(p) > 1 for p in paths.values())), None)
     inner = {name: p for name, p in paths.items() if (p[0] == key if key is not None else len(p) == 1)}
@@ -193,14 +193,14 @@ def _distributed(path: Path) -> _Content:
         if name not in inner:
             rest.setdefault(p[0], {})[p[1:]] = name
         elif name not in files.stored:
-            content.notes.append(f"left out, as it is no tensor: {name}")
+            content.notes.append(f"left out, because it is not a tensor: {name}")
     for top, leaves in rest.items():
         if any(p[:1] == ("param_groups",) for p in leaves):
             values = {p: files.whole([name])[name] if name in files.stored else files.value(name) for p, name in leaves.items()}
             content.optim.append(_by_names({"state": {}, **nested(values)}, content, f"optimizer {top!r}"))
         else:
             content.notes.append(f"left out: {top!r}")
-    if (path / "meta.pt").is_file():  # Lightning's, beside its sharded tensors
+    if (path / "meta.pt").is_file():  # Lightning's, with sharded tensors
         optim, loaded = content.optim, load_pickle(str(path / "meta.pt"), path / "meta.pt")
         content = _lightning({**loaded, "optimizer_states": []}, content)
         content.kind, content.optim = "Lightning sharded checkpoint", optim
@@ -212,16 +212,16 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _by_names(state: Any, content: _Content, what: str) -> Any:
-    """An optimizer's state by names of parameters, or as it is."""
+    """An optimizer's state by names of parameters, or unchanged."""
     if not _is_optimizer(state) or not _packs(state, what, content.notes):
-        raise ValueError(f"{what} is no optimizer's state, or holds what a checkpoint cannot: {'; '.join(content.notes)}")
+        raise ValueError(f"{what} is not an optimizer's state, or contains what a checkpoint cannot hold: {'; '.join(content.notes)}")
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     if not all(isinstance(number, int) for number in numbers):
         return state
     found = named(state, {name: Stored(name, *_kind(content, name)) for name in content.names})
     if found is None:
         content.notes.append(
-            f"{what}: it does not say which parameter is which, and keeps its numbers; they fit an optimizer made in the same way"
+            f"{what}: its parameters cannot be identified, so it keeps their numbers; these fit an optimizer created in the same way"
         )
         return state
     return found
@@ -245,7 +245,7 @@ def _packs(value: Any, what: str, notes: list[str]) -> bool:
 
 
 def _write(place: Place, name: str, content: _Content, told: str) -> Converted:
-    """Fill the draft, some of the model's tensors at a time, and seal it."""
+    """Fill the draft, a few of the model's tensors at a time, and seal it."""
     draft, size = place.draft(name), 0
     files: dict[str, Record] = {}
     for index, shard in enumerate(_shards(content)):
@@ -295,7 +295,7 @@ def _write_tensors(draft: Path, file: str, tensors: Mapping[str, Tensor]) -> dic
 
 
 def _shared(content: _Content) -> dict[str, Any]:
-    """What a run's own checkpoint has as ``state/shared``; see ``engine/checkpoints.py``."""
+    """The tree that a run's checkpoint has as ``state/shared``; see ``engine/checkpoints.py``."""
     return {
         "state": {"epoch": content.epoch, "step": content.step},
         "seed": None,

@@ -5,7 +5,7 @@
     step=00000120/
         manifest.json                   format, time, world size, counters, metrics; size and checksum of every other file, and its own
         model/rank=00000.safetensors    what this rank wrote of the parameters and buffers
-        model/model.json                names that share a tensor; state of modules that is no tensor
+        model/model.json                names that share a tensor; state of modules that is not a tensor
         optim/rank=00000.safetensors    of the optimizers' states
         optim/optim.json                their structure
         state/shared.json               [+ .safetensors] the same on all ranks: schedulers, scaler, callbacks, counters
@@ -38,7 +38,7 @@ SHARED, RANK = "state/shared", "state/rank={:05d}"
 
 
 def draft(directory: Path) -> Path:
-    """Where the checkpoint that will be ``directory`` is put together."""
+    """The hidden draft of the checkpoint ``directory``."""
     return directory.with_name(f".{directory.name}.partial")
 
 
@@ -46,13 +46,13 @@ def begin(directory: Path) -> int:
     """Make an empty draft; on one rank.
 
     Returns:
-        A descriptor that keeps :func:`sweep` of other jobs away until it is closed (or its process is gone).
+        A descriptor that protects the draft from :func:`sweep` of other jobs until it is closed (or its process ends).
 
     Raises:
-        FileExistsError: ``directory`` holds something that is no checkpoint.
+        FileExistsError: ``directory`` exists and is not a checkpoint.
     """
     if directory.exists() and not (directory / MANIFEST).is_file():
-        raise FileExistsError(f"{directory} exists and is no checkpoint ({MANIFEST} is missing): choose another place, or move it away")
+        raise FileExistsError(f"{directory} exists and is not a checkpoint ({MANIFEST} is missing): choose another path, or move it away")
     partial = draft(directory)
     _delete(partial)
     descriptor = None
@@ -72,7 +72,7 @@ def begin(directory: Path) -> int:
 
 
 def write_tree(folder: Path, stem: str, tree: tuple[Any, Mapping[str, Tensor]]) -> dict[str, Record]:
-    """Write ``<stem>.json`` and, when there are tensors, ``<stem>.safetensors``; ``tree`` is what :func:`pack` gave."""
+    """Write ``<stem>.json`` and, when there are tensors, ``<stem>.safetensors``; ``tree`` is a result of :func:`pack`."""
     value, tensors = tree
     files = {f"{stem}.json": write_json(folder / f"{stem}.json", value)}
     if tensors:
@@ -81,13 +81,13 @@ def write_tree(folder: Path, stem: str, tree: tuple[Any, Mapping[str, Tensor]]) 
 
 
 def seal(directory: Path, manifest: Mapping[str, Any], files: Mapping[str, Record]) -> None:
-    """Give a draft its manifest and make it the checkpoint ``directory``; on one rank, when all have written.
+    """Add the manifest to a draft and rename it to ``directory``; on one rank, when all have written.
 
     Args:
         files: all files of the draft.
 
     Raises:
-        FileNotFoundError: a file is not in the draft: some rank writes elsewhere.
+        FileNotFoundError: a file is not in the draft: some rank writes to another file system.
     """
     partial = draft(directory)
     for name, known in files.items():
@@ -114,11 +114,11 @@ def seal(directory: Path, manifest: Mapping[str, Any], files: Mapping[str, Recor
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files are all there with the right sizes; their content is not looked at.
+    """The manifest of a checkpoint whose files all exist with the right sizes; their content is not checked.
 
     Raises:
         DamagedCheckpoint: it is incomplete, changed since it was written, or of an unknown form.
-        FileNotFoundError: there is no checkpoint at ``directory``; the error lists those beside it.
+        FileNotFoundError: there is no checkpoint at ``directory``; the error lists those in the same folder.
     """
     path = directory / MANIFEST
     if not path.is_file():
@@ -135,15 +135,15 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 class Opened:
-    """A checkpoint that is being read; nobody removes it until :meth:`close`. A context manager.
+    """A checkpoint opened for reading; it is not removed until :meth:`close`. A context manager.
 
     Args:
-        directory: where it is.
+        directory: its path.
         share: this reader checks only its share of the files' checksums: ``(index, number of readers)``.
         folders: those whose checksums are checked.
 
     Raises:
-        DamagedCheckpoint, FileNotFoundError: as :func:`read_manifest`, and where a checksum is wrong.
+        DamagedCheckpoint, FileNotFoundError: as :func:`read_manifest`, and if a checksum is wrong.
     """
 
     def __init__(self, directory: Path, share: tuple[int, int] = (0, 1), folders: Iterable[str] = FOLDERS) -> None:
@@ -164,17 +164,17 @@ class Opened:
         return found
 
     def tensors(self, folder: str) -> TensorFiles:
-        """Those of ``model`` or ``optim``."""
+        """The tensors of ``model`` or ``optim``."""
         there = {f"{folder}/{path.name}" for path in (self.directory / folder).glob("*.safetensors")}
         if strange := sorted(there - self.files.keys()):
             raise DamagedCheckpoint(f"{self.directory}: {strange[0]} is not in the manifest")
         return TensorFiles(self.directory / folder, bool(there))
 
     def tree(self, stem: str, tensors: Mapping[str, Any] | None = None) -> Any:
-        """What :func:`write_tree` wrote; ``None`` when there is no such file.
+        """A tree that :func:`write_tree` wrote; ``None`` when there is no such file.
 
         Args:
-            tensors: what stands for its tensors; by default they are read, onto the CPU.
+            tensors: replacements for its tensors; by default they are read to the CPU.
         """
         if f"{stem}.json" not in self.files:
             return None
@@ -233,12 +233,12 @@ def remove(path: Path) -> bool:
         False: it stays, because someone is reading it, or because no other complete one lies beside it.
 
     Raises:
-        ValueError: ``path`` is there, but is no checkpoint.
+        ValueError: ``path`` exists, but is not a checkpoint.
     """
     if not path.exists():
         return True
     if not (path / MANIFEST).is_file():
-        raise ValueError(f"{path} is no checkpoint ({MANIFEST} is missing): it is not deleted")
+        raise ValueError(f"{path} is not a checkpoint ({MANIFEST} is missing): it is not deleted")
     if not any(other != path for other in list_checkpoints(path.parent)):
         return False
     lock = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -250,7 +250,7 @@ def remove(path: Path) -> bool:
         path.rename(removed)
         if not removed.is_symlink():
             (removed / MANIFEST).unlink()
-        _delete(removed)  # another job's sweep may be at it
+        _delete(removed)  # another job's sweep may be deleting it
     finally:
         os.close(lock)
     return True
@@ -267,15 +267,15 @@ def is_read(path: Path) -> bool:
 
 
 def is_one(path: Path) -> bool:
-    """Whether a checkpoint was put there, usable or not: something is called as its manifest is, or all of its folders are there."""
+    """Whether there is a checkpoint, usable or not: the manifest or all of its folders exist."""
     try:
         return os.path.lexists(path / MANIFEST) or all((path / folder).is_dir() for folder in FOLDERS)
-    except OSError:  # it may not be looked into, or cannot be there at all: no permission for the folder above, too long a name
+    except OSError:  # no permission for the folder above, or too long a name
         return os.path.lexists(path)
 
 
 def is_readable(path: Path) -> bool:
-    """Whether this version reads the manifest of the checkpoint at ``path``, and all files are there."""
+    """Whether this version reads the manifest of the checkpoint at ``path``, and all files exist."""
     try:
         read_manifest(path)
     except (DamagedCheckpoint, OSError):
@@ -284,7 +284,7 @@ def is_readable(path: Path) -> bool:
 
 
 def sweep(root: Path) -> None:
-    """Delete what runs that were killed left in ``root``; what another job is writing there stays."""
+    """Delete what killed runs left in ``root``; drafts of other running jobs stay."""
     complete = set(list_checkpoints(root))
     for path in directories(root):
         ours = path.name.startswith(".") and path.suffix in (".partial", ".replaced", ".removed") and path not in complete
@@ -299,12 +299,12 @@ def sweep(root: Path) -> None:
 
 
 def directories(root: Path) -> list[Path]:
-    """Those directly in ``root``, which may not be there."""
+    """The entries of ``root``, which may not exist."""
     return [path for path in sorted(root.iterdir()) if path.is_dir()] if root.is_dir() else []
 
 
 def _delete(path: Path) -> None:
-    """A directory with what is in it, as far as it can be deleted; a link without what it leads to."""
+    """Delete a directory as far as possible; of a link only the link."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -312,7 +312,7 @@ def _delete(path: Path) -> None:
 
 
 def _lock(directory: Path, mode: int) -> int | None:
-    """A descriptor that holds the lock of a checkpoint until it is closed; ``None``: someone else has it."""
+    """A descriptor that holds the lock of a checkpoint until it is closed; ``None``: another process holds it."""
     descriptor = open_file(directory / MANIFEST)
     if _flock(descriptor, mode):
         return descriptor
@@ -321,7 +321,7 @@ def _lock(directory: Path, mode: int) -> int | None:
 
 
 def _flock(descriptor: int, mode: int) -> bool:
-    """Whether the lock was got, or the file system has none: readers and drafts are not protected there."""
+    """Whether the lock was acquired, or the file system has none: readers and drafts are not protected there."""
     try:
         fcntl.flock(descriptor, mode)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Weights as others read them: one ``.safetensors`` file, or several with an index."""
+"""Weights in the standard format: one ``.safetensors`` file, or several with an index."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.checkpoint.user_paths import opened, outgoing
 from engine.config.file_size import size_in_bytes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""What an export may turn floating point tensors into."""
+"""Possible dtypes of exported floating point tensors."""
 INDEX = "model.safetensors.index.json"
 _CONVERTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -27,18 +27,18 @@ _CONVERTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 def export_tensors(state: Mapping[str, Any], directory: Path, *, max_shard_size: int | str = "5GB") -> list[Path]:
     """Write ``model.safetensors``, or ``model-00001-of-00003.safetensors`` and so on with ``model.safetensors.index.json``.
 
-    Tied weights are written once, under their first name. What is no tensor is left out.
+    Tied weights are written once, under their first name. Entries that are not tensors are left out.
 
     Args:
         state: whole tensors by name.
-        max_shard_size: of a file; a larger tensor has one of its own.
+        max_shard_size: of a file; a larger tensor gets its own file.
 
     Returns:
         The files with tensors.
 
     Raises:
         TypeError: a tensor that safetensors cannot hold.
-        FileExistsError: such files are there already.
+        FileExistsError: such files exist already.
     """
     kept: dict[Any, str] = {}
     chosen: dict[str, Tensor] = {}
@@ -62,11 +62,11 @@ class Exported:
     """Paths or URLs of the files with tensors."""
     tensors: int
     bytes: int
-    """Of the tensors."""
+    """The bytes of the tensors."""
     tied: dict[str, str] = field(default_factory=dict)
-    """Names that share a tensor with another one, which stands for both."""
+    """Names that share a tensor with an exported one."""
     left_out: list[str] = field(default_factory=list)
-    """Names that the patterns did not choose, and state that is no tensor."""
+    """Names that the patterns did not choose, and state that is not a tensor."""
 
 
 def export_checkpoint(
@@ -81,20 +81,20 @@ def export_checkpoint(
 ) -> Exported:
     """Write the model of a checkpoint as files that ``transformers`` and ``safetensors.torch.load_file`` read.
 
-    One file's tensors are in memory at a time. Tied weights are written once, under the first of their names that is chosen.
+    One file's tensors are in memory at a time. Tied weights are written once, under the first chosen name.
 
     Args:
-        path: of a checkpoint, or of a folder whose newest is meant; a directory or a URL.
+        path: a checkpoint, or a folder, whose newest checkpoint is used; a directory or a URL.
         out: the directory, or a URL.
         dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"`` for floating point tensors; by default each keeps its own. fp8 and integers keep theirs.
-        max_shard_size: bytes of a file, or ``"5GB"``; a larger tensor has a file of its own.
-        prefix_strip: is taken off names that begin with it.
+        max_shard_size: bytes of a file, or ``"5GB"``; a larger tensor gets its own file.
+        prefix_strip: removed from names that start with it.
         include, exclude: patterns (``*``, ``?``, ``[...]``) of the checkpoint's names; by default all of them.
 
     Raises:
         FileNotFoundError, DamagedCheckpoint: there is no checkpoint, or it is damaged.
         FileExistsError: ``out`` has such files already.
-        ValueError: no tensor is left, two would have one name, a pattern or the prefix fits none, or a number is too large for fp16.
+        ValueError: no tensor is left, two would have one name, a pattern or the prefix matches none, or a number is too large for fp16.
     """
     limit = size_in_bytes(max_shard_size)
     wanted = _dtype(dtype)
@@ -106,7 +106,7 @@ def export_checkpoint(
         for name in names:
             first.setdefault(source.aliases.get(name, name), name)
         if not first:
-            raise ValueError(f"{path}: no tensor of the model's {len(everything)} is chosen: widen include, or narrow exclude")
+            raise ValueError(f"{path}: no tensor of the model's {len(everything)} is selected: widen include, or narrow exclude")
         targets = _stripped(first, prefix_strip)
         stored = {new: files.stored[old] for new, old in targets.items()}
         sizes = {new: known.shape.numel() * _as(known, wanted).itemsize for new, known in stored.items()}
@@ -133,7 +133,7 @@ def _as(known: Stored, wanted: torch.dtype | None) -> torch.dtype:
 def _chosen(names: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
     for pattern in (*include, *exclude):
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"the pattern {pattern!r} fits none of the model's names, such as {', '.join(names[:5])}")
+            raise ValueError(f"the pattern {pattern!r} matches none of the model's names, such as {', '.join(names[:5])}")
     kept = [name for name in names if not include or any(fnmatchcase(name, pattern) for pattern in include)]
     return [name for name in kept if not any(fnmatchcase(name, pattern) for pattern in exclude)]
 
@@ -141,7 +141,7 @@ def _chosen(names: Sequence[str], include: Sequence[str], exclude: Sequence[str]
 def _stripped(first: Mapping[str, str], prefix: str) -> dict[str, str]:
     """The names to write, with the checkpoint's name of the tensor for each."""
     if prefix and not any(name.startswith(prefix) for name in first.values()):
-        raise ValueError(f"no name begins with {prefix!r}; names are such as {', '.join(list(first.values())[:5])}")
+        raise ValueError(f"no name starts with {prefix!r}; the names are such as {', '.join(list(first.values())[:5])}")
     found: dict[str, str] = {}
     for old, name in first.items():
         new = name.removeprefix(prefix)
@@ -169,7 +169,7 @@ def _read(files: TensorFiles, stored: Mapping[str, Stored], wanted: torch.dtype 
 
 
 def _write(sizes: Mapping[str, int], read: Callable[[list[str]], dict[str, Tensor]], directory: Path, limit: int) -> list[Path]:
-    """Write the tensors of these names and sizes (bytes), the ones of a file read together; on an error nothing is left."""
+    """Write the tensors of these names and sizes (bytes), those of one file read together; after an error no files remain."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():

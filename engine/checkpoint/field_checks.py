@@ -1,6 +1,6 @@
-"""The form of what a checkpoint holds beside tensors, checked when it is opened: what is not of it is damage, whichever object would have found it.
+"""The form of a checkpoint's values besides tensors, checked when it is opened: a value of another form is damage.
 
-Whoever reads a value may rely on its type and, for numbers that are counted to or used as sizes, on their range.
+Code that reads a value can rely on its type and, for counts and sizes, on its range.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OPTIM_FORM = {"state": dict, "param_groups": [{"params": list}]}
 
 
 class Fields(dict[str, Any]):
-    """A checkpoint's values by name; one that is missing is damage."""
+    """A checkpoint's values by name; a missing one is damage."""
 
     def __init__(self, where: object, values: dict[str, Any]) -> None:
         super().__init__(values)
@@ -53,15 +53,15 @@ class Fields(dict[str, Any]):
 
 
 def checked(where: object, values: Any, form: Any) -> Fields:
-    """``values``, of which those that ``form`` names are as it says.
+    """Check ``values`` against ``form`` and return them.
 
     Args:
         where: the file, for messages.
-        form: a type; a ``range`` of ints; ``None``; ``[form]``, a list of such; ``{name: form}``, a dict in which those names have such values
-            if they are there; ``{...: form}``, a dict of such; a tuple of forms, one of which holds.
+        form: a type; a ``range`` of ints; ``None``; ``[form]``, a list of such; ``{name: form}``, a dict in which these
+            names, if present, have such values; ``{...: form}``, a dict of such; a tuple of alternative forms.
 
     Raises:
-        DamagedCheckpoint: something is not of the form; the message has its place.
+        DamagedCheckpoint: a value is not of the form; the message says where.
     """
     if (bad := _wrong(values, form, "")) is not None:
         raise DamagedCheckpoint(f"{where} has no usable {bad.removeprefix('.') or 'values'!r}")
@@ -69,10 +69,10 @@ def checked(where: object, values: Any, form: Any) -> Fields:
 
 
 def checked_optimizer(where: object, state: Any) -> None:
-    """The state of one optimizer, by names or numbers of parameters, before its tensors are read.
+    """Check the state of one optimizer, by names or numbers of parameters, before its tensors are read.
 
     Raises:
-        DamagedCheckpoint: it is of another form.
+        DamagedCheckpoint: it has another form.
     """
     bad = _wrong(state, OPTIM_FORM, "")
     if bad is None and all(len(state.get(key, ())) for key in ("param_groups",)):
@@ -85,7 +85,7 @@ def checked_optimizer(where: object, state: Any) -> None:
 
 
 def unlike(saved: Any, own: Any) -> bool:
-    """Whether a saved hyperparameter cannot stand for ``own``: no number for a number, another number of them for several."""
+    """Whether a saved hyperparameter cannot replace ``own``: not a number for a number, or another count for several."""
     if isinstance(own, (tuple, list)):
         return not isinstance(saved, (tuple, list)) or len(saved) != len(own) or any(map(unlike, saved, own))
     if type(own) in (int, float):
@@ -96,7 +96,7 @@ def unlike(saved: Any, own: Any) -> bool:
 
 
 def _wrong(value: Any, form: Any, place: str) -> str | None:
-    """The place of the first value that is not of the form."""
+    """The path of the first value that is not of the form."""
     if isinstance(form, tuple):
         return None if any(_wrong(value, each, place) is None for each in form) else place
     if isinstance(form, range):

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: written to the disk for certain, and read back with suspicion."""
+"""The files of a checkpoint: written durably, and read without trusting them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 CHUNK = 1 << 22
-"""Bytes that are written and summed at a time: they are still in the processor's cache for the second."""
+"""Bytes that are written and checksummed at a time: few enough to stay in the processor's cache."""
 BLOCK = 1 << 26
-"""Bytes of a file that have a checksum of their own: several threads, and several ranks, share the work of checking one file."""
+"""Bytes per checksum: several threads, and several ranks, share the work of checking one file."""
 THREADS = min(8, os.cpu_count() or 1)
 
 Record = dict[str, Any]
-"""What a manifest says of a file: ``{"bytes": size, "crc32": [checksum of each block of 64 MiB]}``. CRC-32 (4 GB/s a core) finds damage; it is
-no defence against an author."""
+"""A manifest's record of a file: ``{"bytes": size, "crc32": [checksum of each block of 64 MiB]}``. CRC-32 (4 GB/s per core) finds damage;
+it does not protect against attackers."""
 
 
 class DamagedCheckpoint(ValueError):
@@ -33,12 +33,12 @@ class DamagedCheckpoint(ValueError):
 
 
 def printable(text: object) -> str:
-    """Text for a terminal: what is neither printed nor a line's end (escape sequences, changes of direction) as a Python escape."""
+    """Text safe for a terminal: unprintable characters except line ends (escape sequences, bidi controls) become Python escapes."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in str(text))
 
 
 def is_entry(name: object) -> bool:
-    """Whether ``name`` means one entry of a folder: no path, neither the folder itself nor the one above it, nothing that a terminal would obey."""
+    """Whether ``name`` is one entry of a folder: not a path, not ``.`` or ``..``, and printable."""
     return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and name.isprintable()
 
 
@@ -46,7 +46,7 @@ def check_entry(root: object, name: str) -> str:
     """``name``, if :func:`is_entry`.
 
     Raises:
-        ValueError: it is not, and so nothing is done to it.
+        ValueError: it is not.
     """
     if not is_entry(name):
         raise ValueError(f"{name!r} is not the name of a checkpoint in {root}")
@@ -67,7 +67,7 @@ def sync(path: Path) -> None:
 
 
 def write_file(path: Path, parts: Iterable[Any]) -> Record:
-    """Write a new file out of bytes-like parts, straight from their memory, and wait until it is on the disk. No part is copied."""
+    """Write a new file from bytes-like parts without copying them, and wait until it is on the disk."""
     size, sums = 0, [0]
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
@@ -102,7 +102,7 @@ def open_file(path: Path) -> int:
     """A descriptor for reading.
 
     Raises:
-        DamagedCheckpoint: it is a pipe, a device or a directory: opening or reading it could take for ever.
+        DamagedCheckpoint: it is a pipe, a device or a directory: opening or reading it could block forever.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -112,7 +112,7 @@ def open_file(path: Path) -> int:
 
 
 def parse_json(path: Any, text: bytes) -> Any:
-    """What :func:`read_json` gives, of text that came from ``path``."""
+    """As :func:`read_json`, from text that came from ``path``."""
     try:
         return json.loads(text.decode("utf-8"), parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
@@ -129,13 +129,13 @@ def inside(directory: Path, name: str) -> Path:
     try:
         if path.resolve().is_relative_to(directory.resolve()):
             return path
-    except (ValueError, OSError, RuntimeError):  # a NUL, text that is no file name, a loop of links
+    except (ValueError, OSError, RuntimeError):  # a NUL, text that is not a file name, a loop of links
         pass
     raise DamagedCheckpoint(f"{directory}: the manifest names the file {name!r}, which leads out of the checkpoint")
 
 
 def blocks(files: Mapping[str, Record], names: Iterable[str]) -> list[tuple[str, int]]:
-    """Everything that has a checksum: a file's name, and the number of the block."""
+    """All blocks that have a checksum: a file's name, and the index of the block."""
     return [(name, index) for name in names for index in range(len(files[name]["crc32"]))]
 
 
@@ -143,7 +143,7 @@ def verify(directory: Path, files: Mapping[str, Record], chosen: Sequence[tuple[
     """Read these blocks and compare sizes and checksums with ``files``.
 
     Raises:
-        DamagedCheckpoint: one is missing, or is not what was written.
+        DamagedCheckpoint: one is missing or has changed.
     """
 
     def check(block: tuple[str, int]) -> None:
@@ -162,7 +162,7 @@ def verify(directory: Path, files: Mapping[str, Record], chosen: Sequence[tuple[
 
 
 def _sum(path: Path, size: int, index: int) -> str:
-    """The checksum of one block; of another text than any checksum when the file has another size."""
+    """The checksum of one block; a text that equals no checksum when the file has another size."""
     descriptor = open_file(path)
     try:
         if os.fstat(descriptor).st_size != size:
@@ -178,9 +178,9 @@ def _sum(path: Path, size: int, index: int) -> str:
 
 
 def in_parallel(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """``work`` of each item, a few at a time; the first error is raised when all have ended.
+    """Call ``work`` on each item, a few at a time; raise the first error when all have ended.
 
-    Plain threads: pools take nothing any more while the interpreter ends, and a last checkpoint may be written then.
+    Plain threads: pools accept no work while the interpreter exits, and a last checkpoint may be written then.
     """
     results: list[Any] = [None] * len(items)
     errors: list[BaseException] = []
@@ -199,7 +199,7 @@ def in_parallel(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
                 errors.append(error)
 
     threads = []
-    with suppress(RuntimeError):  # an interpreter that ends starts no threads any more: then this one does all
+    with suppress(RuntimeError):  # an exiting interpreter starts no threads: then this one does all
         for _ in range(min(THREADS, len(items)) - 1):
             thread = threading.Thread(target=run, daemon=True)
             thread.start()
@@ -213,4 +213,4 @@ def in_parallel(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not valid JSON")

@@ -1,7 +1,7 @@
-"""Weights and states in the files of others, read with suspicion.
+"""Weights and states in other libraries' files, read without trusting them.
 
-A pickle can name any function to be called while it is read. What is opened here is read by ``torch.load(weights_only=True)``, and the
-index of a ``torch.distributed.checkpoint`` directory by an unpickler that knows nothing but inert stand-ins for what such an index is made of.
+A pickle can name any function to be called while it is read. Here it is read by ``torch.load(weights_only=True)``, and the
+index of a ``torch.distributed.checkpoint`` directory by an unpickler that knows only inert stand-ins for the classes of such an index.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from engine.checkpoint.files import DamagedCheckpoint, inside, open_file
 from engine.checkpoint.tensors import FORMATS, Stored
 
 PICKLE = (
-    "is a pickle, which can run code when it is opened: --trust-pickle (trust_pickle=True) reads it all the same, tensors and plain values "
+    "is a pickle, which can run code when it is opened: --trust-pickle (trust_pickle=True) reads it anyway, tensors and plain values "
     "only, through torch's weights_only"
 )
 METADATA = ".metadata"
 
 
 class Tensors(Protocol):
-    """Tensors by name that are read when they are asked for."""
+    """Tensors by name that are read on demand."""
 
     @property
     def stored(self) -> Mapping[str, Stored]: ...
@@ -37,7 +37,7 @@ class Tensors(Protocol):
 
 
 class InMemory:
-    """Tensors that are there already, or mapped from a file."""
+    """Tensors in memory, or mapped from a file."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
@@ -55,7 +55,7 @@ class SafetensorsFile:
         dtypes = {short: dtype for dtype, short in FORMATS.items()}
 
         def read(file: Any) -> dict[str, Stored]:
-            found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is no dict
+            found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is not a dict
             return {name: Stored(name, torch.Size(s.get_shape()), dtypes[s.get_dtype()]) for name, s in found.items()}
 
         self.stored: dict[str, Stored] = self._open(read)
@@ -75,31 +75,31 @@ class SafetensorsFile:
 
 
 def load_pickle(file: Any, where: object, mmap: bool = False) -> Any:
-    """What ``torch.save`` wrote, if it is made of tensors and plain values.
+    """Load a ``torch.save`` file that contains only tensors and plain values.
 
     Raises:
-        ValueError: it names anything else; the message has the name.
+        ValueError: it contains anything else; the message names it.
         DamagedCheckpoint: it cannot be read.
     """
     try:
-        with torch.serialization.safe_globals([PosixPath, WindowsPath]):  # frequent among hyperparameters, and only names
+        with torch.serialization.safe_globals([PosixPath, WindowsPath]):  # common in hyperparameters, and harmless
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         text = str(error)
         if "GLOBAL " in text or "global" in text:
             name = text.partition("GLOBAL ")[2].split(" ")[0] or text.splitlines()[0]
             raise ValueError(
-                f"{where} holds {name}, which is neither a tensor nor a plain value: it is not read. Have it written without, or load it "
+                f"{where} holds {name}, which is neither a tensor nor a plain value: it is not read. Save the file without it, or load it "
                 "where it comes from and save its state_dict()"
             ) from error
         raise DamagedCheckpoint(f"{where} cannot be read: {text.splitlines()[0]}") from error
     except RuntimeError as error:
-        if mmap and "mmap" in str(error):  # a file of an old form
+        if mmap and "mmap" in str(error):  # an old file format
             return load_pickle(file, where)
         raise DamagedCheckpoint(f"{where} cannot be read: {str(error).splitlines()[0]}") from error
     except OSError:
         raise
-    except Exception as error:  # what is damaged can fail in any way
+    except Exception as error:  # damaged files can fail in any way
         raise DamagedCheckpoint(f"{where} cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -107,7 +107,7 @@ class DistributedFiles:
     """A ``torch.distributed.checkpoint`` directory: ``.distcp`` files and a pickled index.
 
     Raises:
-        ValueError: the index names what no such index is made of.
+        ValueError: the index names a class that such an index does not contain.
         DamagedCheckpoint: it cannot be read, or parts are missing.
     """
 
@@ -117,14 +117,14 @@ class DistributedFiles:
         try:
             self._read_index(index)
         except (AttributeError, TypeError, KeyError, ValueError) as error:
-            raise DamagedCheckpoint(f"{directory / METADATA} is no index of a checkpoint: {type(error).__name__}: {error}") from error
+            raise DamagedCheckpoint(f"{directory / METADATA} is not a checkpoint's index: {type(error).__name__}: {error}") from error
 
     def _read_index(self, index: Any) -> None:
         self.paths: dict[str, tuple[str | int, ...]] = {}
-        """Where in the tree that was saved each name stands."""
+        """The path of each name in the saved tree."""
         self.stored: dict[str, Stored] = {}
         self.values: list[str] = []
-        """Names of what is no tensor."""
+        """Names of the entries that are not tensors."""
         self._places = {
             (str(key.fqn), tuple(getattr(key, "offset", None) or ())): (str(at.relative_path), int(at.offset), int(at.length))
             for key, at in index.storage_data.items()
@@ -157,7 +157,7 @@ class DistributedFiles:
         return found
 
     def value(self, name: str) -> Any:
-        """What is no tensor."""
+        """The entries that are not tensors."""
         return self._load(name, ())
 
     def _load(self, name: str, offsets: tuple[int, ...]) -> Any:
@@ -173,7 +173,7 @@ class DistributedFiles:
 
 
 class _StandIn:
-    """For a class of torch.distributed.checkpoint: what its pickle sets, and nothing else."""
+    """Stands in for a class of torch.distributed.checkpoint: has only what its pickle sets."""
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, dict):
@@ -204,7 +204,7 @@ _PLAIN = {
 
 
 class _Index(pickle.Unpickler):
-    """Knows what an index is made of, as stand-ins of its own; a class is made anew for each file, so that none can be changed by another."""
+    """Knows the classes of an index, as stand-ins; they are created for each file, so that one file cannot change another's."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
@@ -220,18 +220,18 @@ class _Index(pickle.Unpickler):
         raise _Foreign(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("the index refers to something outside of itself")
+        raise pickle.UnpicklingError("the index refers to persistent data outside itself")
 
 
 class _Foreign(Exception):
-    """What an index is not made of."""
+    """A class that an index does not contain."""
 
 
 _SIZED = frozenset(("PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET"))
 
 
 def _check_sizes(content: bytes) -> None:
-    """Read a pickle without doing what it says: what is longer than the file, or numbered beyond it, would take memory for what is not there.
+    """Parse a pickle without executing it: sizes and indices beyond the file would allocate memory for nothing.
 
     Raises:
         ValueError: it is not a pickle, or has such an entry.
@@ -248,7 +248,7 @@ def _unpickled(path: Path) -> Any:
         _check_sizes(content)
         return _Index(io.BytesIO(content)).load()
     except _Foreign as error:
-        raise ValueError(f"{path} holds {error}, which no index of a checkpoint is made of: it is not read") from error
+        raise ValueError(f"{path} holds {error}, which a checkpoint's index does not contain: it is not read") from error
     except FileNotFoundError:
         raise
     except Exception as error:  # a pickle can fail in any way

@@ -1,4 +1,4 @@
-"""Copies of tensors in host memory, so that a training can go on while they are written."""
+"""Copies of tensors in host memory, so that the training continues while they are written."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 class Staging:
-    """Buffers that are used again by the next copy of a tensor of the same name; pinned where the device is CUDA.
+    """Buffers that are reused for the next copy of a tensor of the same name; pinned on CUDA.
 
-    What an optimizer alone changes is copied while forward and backward passes run on: :meth:`hold` is to be called before the next
-    optimizer step. On CUDA nothing waits on the host: the copies run on a stream of their own.
+    Tensors that only an optimizer changes are copied while forward and backward passes run: call :meth:`hold` before the next
+    optimizer step. On CUDA the host does not wait: the copies run on a separate stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,10 +29,10 @@ class Staging:
         self._done.set()
 
     def begin(self, tensors: Mapping[str, Tensor], later: Set[str]) -> dict[str, Tensor]:
-        """The buffers of ``tensors``, filled when :meth:`finish` returns. Called on the training's thread, when the last copy is not read any more.
+        """The buffers of ``tensors``, filled by :meth:`finish`. Called on the training thread, when the last copy is no longer read.
 
         Args:
-            later: names of tensors that nothing but an optimizer step changes.
+            later: names of tensors that only an optimizer step changes.
         """
         copies = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
         self._buffers = dict(copies)
@@ -51,7 +51,7 @@ class Staging:
         return copies
 
     def finish(self) -> None:
-        """Copy what is left. Called on the thread that writes."""
+        """Copy the rest. Called on the writing thread."""
         if self._event is not None:
             self._event.synchronize()
             self._left = []
@@ -63,7 +63,7 @@ class Staging:
             self._done.set()
 
     def hold(self) -> None:
-        """From here on the tensors may change."""
+        """Wait until the tensors may change."""
         if self._event is not None:
             torch.cuda.current_stream(self.device).wait_event(self._event)
         else:
@@ -73,7 +73,7 @@ class Staging:
         with torch.no_grad():
             for (copy, tensor), version in zip(self._left, self._versions, strict=True):
                 if tensor.device.type == "cpu" and tensor.is_contiguous():
-                    # Not torch's copy: in a thread of a process that was forked its thread pool fails.
+                    # Not torch's copy: its thread pool fails in a thread of a forked process.
                     numpy.copyto(_bytes(copy), _bytes(tensor))
                 else:
                     copy.copy_(tensor, non_blocking=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.checkpoint.tensors import known_format
 
-_TAG = "$"  # {"$": kind, ...} stands for what JSON has no form of
+_TAG = "$"  # {"$": kind, ...} represents what JSON cannot express
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _SEQUENCES: dict[str, type[Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 _NUMPY = frozenset(("bool", *(f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64)), "float16", "float32", "float64"))
@@ -26,38 +26,38 @@ _POSSIBLE = "possible are dict, list, tuple, set, int, float, str, bool, None, b
 def pack(tree: Any, cut: Callable[[Tensor], bool] = lambda tensor: False) -> tuple[Any, dict[str, Tensor]]:
     """Split ``tree`` into a JSON value and its tensors.
 
-    Exact types come back from :func:`unpack`: tuples, sets, bytes, keys of dicts that are no text, infinite and NaN floats,
+    :func:`unpack` restores exact types: tuples, sets, bytes, keys of dicts that are not strings, infinite and NaN floats,
     numpy arrays and numbers, ``OrderedDict`` and ``Counter``. Parameters come back as plain tensors. A tensor that occurs
-    several times is kept once, and comes back as one tensor.
+    several times is stored once, and comes back as one tensor.
 
     Args:
-        cut: tells tensors of which this rank holds a part; they are taken besides plain ones.
+        cut: recognizes sharded tensors, which are accepted besides plain ones.
 
     Returns:
-        A value that ``json.dumps(..., allow_nan=False)`` takes, and the tensors by name. They are detached but not copied:
-        they are on their device and change with the originals.
+        A value for ``json.dumps(..., allow_nan=False)``, and the tensors by name. They are detached but not copied:
+        they stay on their device and change with the originals.
 
     Raises:
-        TypeError: a value of another type; the message has its place in the tree.
+        TypeError: a value of another type; the message says where in the tree.
     """
     packer = _Packer(cut)
     return packer.value(tree, ()), packer.tensors
 
 
 def unpack(value: Any, tensors: Mapping[str, Any]) -> Any:
-    """The tree that :func:`pack` was given, with what ``tensors`` has under their names for its tensors.
+    """The tree that was given to :func:`pack`, with its tensors taken from ``tensors`` by name.
 
     Raises:
-        ValueError: ``value`` is not of the form that :func:`pack` makes, or names a tensor that ``tensors`` lacks.
+        ValueError: ``value`` is not a result of :func:`pack`, or names a tensor that ``tensors`` lacks.
     """
     try:
         return _unpack(value, tensors)
     except (TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
-        raise ValueError(f"no packed tree: {type(error).__name__}: {error}") from error
+        raise ValueError(f"not a packed tree: {type(error).__name__}: {error}") from error
 
 
 class _Packer:
-    """The tensors found so far, and the values that stand for them."""
+    """The tensors found so far, and their JSON references."""
 
     def __init__(self, cut: Callable[[Tensor], bool]) -> None:
         self.cut = cut
@@ -111,12 +111,12 @@ class _Packer:
 
     def _array(self, item: Any, path: tuple[Any, ...]) -> str:
         name = self._name(path)
-        # Copied: torch takes neither negative strides nor foreign byte order, and warns about read-only memory.
+        # Copied: torch accepts neither negative strides nor foreign byte order, and warns about read-only memory.
         self.tensors[name] = torch.from_numpy(item.astype(item.dtype.newbyteorder("="), order="C", copy=True))
         return name
 
     def _name(self, path: tuple[Any, ...]) -> str:
-        # Safetensors takes valid UTF-8 and keeps "__metadata__" for itself.
+        # Safetensors needs valid UTF-8 and reserves "__metadata__".
         name = ".".join(map(str, path)).encode("utf-8", "replace").decode("utf-8") or "value"
         while name in self.tensors or name == "__metadata__":
             name += "'"
@@ -133,7 +133,7 @@ def _is_key(key: Any) -> bool:
 
 
 def same_memory(tensor: Tensor) -> Any:
-    """A key that is equal for tensors which are the same elements in the same memory, such as tied weights."""
+    """A key that is equal for tensors with the same elements in the same memory, such as tied weights."""
     if not tensor.numel() or type(tensor) not in (Tensor, torch.nn.Parameter):
         return id(tensor)
     return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
@@ -153,7 +153,7 @@ def _unpackable(item: Any, path: tuple[Any, ...]) -> TypeError:
     elif callable(getattr(item, "state_dict", None)):
         fix = "save its state_dict()"
     else:
-        fix = "save what it is made of, and make it again when loading"
+        fix = "save its parts, and create it again when loading"
     return TypeError(f"{_place(path)} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: {fix}; {_POSSIBLE}")
 
 
@@ -181,4 +181,4 @@ def _unpack(value: Any, tensors: Mapping[str, Any]) -> Any:
         import numpy
 
         return numpy.dtype(value["dtype"]).type(_unpack(value["value"], tensors))
-    raise ValueError(f"no packed tree: unknown kind {value!r}")
+    raise ValueError(f"not a packed tree: unknown kind {value!r}")

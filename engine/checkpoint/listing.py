@@ -1,4 +1,4 @@
-"""What checkpoints there are and how they are: for people, and for what keeps a folder small."""
+"""Lists, describes, verifies and prunes checkpoints."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def entries(root: str | Path) -> list[Entry]:
     """All checkpoints in a folder (or in its ``checkpoints/``), complete ones first, oldest first.
 
     Returns:
-        For each ``name``, ``path``, ``complete``; for a complete one also ``step``, ``epoch``, ``saved_at`` (seconds since 1970), ``bytes``,
-        ``world_size``, ``metrics`` and ``score``; for another one ``reason``.
+        ``name``, ``path``, ``complete`` of each; for a complete one also ``step``, ``epoch``, ``saved_at`` (seconds since 1970), ``bytes``,
+        ``world_size``, ``metrics`` and ``score``; for an incomplete one ``reason``.
 
     Raises:
-        FileNotFoundError: nothing there is a checkpoint, or began as one.
+        FileNotFoundError: there is no checkpoint, not even an incomplete one.
     """
     where = folder(root)
-    if where is None:  # a checkpoint rather than a folder of them, or nothing at all
+    if where is None:  # a checkpoint rather than a folder of them, or nothing
         where, names = find(root)
         return [_entry(where, name, manifest) for name, manifest in where.manifests().items() if name in names]
     found = [_entry(where, name, manifest) for name, manifest in where.manifests().items()]
@@ -54,7 +54,7 @@ def _entry(where: Place, name: str, manifest: Mapping[str, Any]) -> Entry:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """A dict, or nothing where a manifest has something else."""
+    """The value if it is a dict, else an empty dict."""
     return {str(name): each for name, each in value.items()} if isinstance(value, dict) else {}
 
 
@@ -67,7 +67,7 @@ def _score(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def facts(path: str | Path, tensors: bool = False) -> dict[str, Any]:
-    """What a checkpoint says of itself; checksums are not looked at.
+    """A checkpoint's description; checksums are not verified.
 
     Args:
         tensors: list them too, as ``{"model" or "optim": {name: {"shape", "dtype", "shards" (number of parts in files)}}}``.
@@ -98,10 +98,10 @@ def _listed(files: TensorFiles) -> dict[str, Any]:
 
 
 def problems(path: str | Path) -> dict[str, list[str]]:
-    """Read all of a checkpoint, or of all checkpoints in a folder, and say what is wrong.
+    """Read all of a checkpoint, or of all checkpoints in a folder, and report what is wrong.
 
     Returns:
-        By path, one line for each file that is missing, changed or cannot be read; none for a checkpoint that is as it was written.
+        By path, one line for each file that is missing, changed or unreadable; an empty list for an intact checkpoint.
 
     Raises:
         FileNotFoundError: there is none.
@@ -118,7 +118,7 @@ def problems(path: str | Path) -> dict[str, list[str]]:
 
 
 def _problems(where: Place, name: str, known: str = "") -> list[str]:
-    """Of one checkpoint, whose problem is ``known`` when it has no manifest that says more."""
+    """Verify one checkpoint; ``known`` is its problem if it has no usable manifest."""
     try:
         directory = where.fetch(name)
         manifest = check_manifest(directory, read_json(directory / MANIFEST))
@@ -141,7 +141,7 @@ def _problems(where: Place, name: str, known: str = "") -> list[str]:
 
 
 def _open(directory: Path, files: Sequence[str] | Mapping[str, Any]) -> None:
-    """Open every file as what it is; errors as of the readers."""
+    """Open every file with its reader, which raises on errors."""
     with Opened(directory, folders=()) as opened:
         for folder in ("model", "optim"):
             known = opened.tensors(folder).stored
@@ -152,7 +152,7 @@ def _open(directory: Path, files: Sequence[str] | Mapping[str, Any]) -> None:
 
 
 def by_score(manifests: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Names of those with a score, the best first. Only scores of the newest one's monitor count: another's are no rivals.
+    """Names of those with a score, the best first. Only scores of the newest one's monitor count: other monitors' scores do not compare.
 
     Args:
         manifests: oldest first.
@@ -168,10 +168,10 @@ def by_score(manifests: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def prune(root: str | Path, keep: int, keep_best: int = 0, dry_run: bool = False) -> dict[str, list[str]]:
-    """Delete complete checkpoints but the ``keep`` newest and the ``keep_best`` with the best scores. Incomplete ones are left alone.
+    """Delete complete checkpoints except the ``keep`` newest and the ``keep_best`` best scores. Incomplete ones are not touched.
 
     Returns:
-        Names: ``removed`` (with ``dry_run`` those that would be), ``kept``, ``in_use`` (somebody is reading them: they stay too).
+        Names: ``removed`` (with ``dry_run`` those that would be), ``kept``, ``in_use`` (being read: they stay too).
 
     Raises:
         ValueError: nothing would be kept.
@@ -182,7 +182,7 @@ def prune(root: str | Path, keep: int, keep_best: int = 0, dry_run: bool = False
     where = folder(root)
     manifests = {} if where is None else where.manifests()
     if where is None or not manifests:
-        find(root)  # says what is there instead
+        find(root)  # raises with what is there instead
         raise ValueError(f"{root} is a checkpoint: give the folder that it is in")
     newest = list(manifests)[-keep:] if keep else []
     kept = {*newest, *by_score(manifests)[:keep_best]} or {list(manifests)[-1]}

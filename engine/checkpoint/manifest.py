@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what it says, in which version, and how it is checked before anything in it is used.
+"""The manifest of a checkpoint: its content, its versions, and the checks before it is used.
 
-A version of this library reads the format that it writes and the one before. An older one has to be loaded and saved again by a version
-that reads it; a newer one needs a newer version. Either is an error that says so, and such a checkpoint is never replaced or removed.
+A version of this library reads the format that it writes and the one before. Load and save an older one with a version that
+reads it; a newer one needs a newer version. Both are errors that say this, and such a checkpoint is never replaced or removed.
 
 ====== =============================================================================================================================
 format what changed
@@ -28,19 +28,19 @@ MANIFEST = "manifest.json"
 FOLDERS = ("model", "optim", "state")
 _OURS = {"format": int, "serial": int, "saved_at": float, "world_size": int, "files": dict, "crc32": str}
 _LATEST = 253402300800.0
-"""The year 10,000, in seconds since 1970: later times cannot be shown."""
+"""The year 10,000, in seconds since 1970: later times cannot be displayed."""
 _MOST_SERIAL = 1 << 62
 
 
 def manifest_of(world_size: int, facts: Mapping[str, Any], files: Mapping[str, Record], serial: int) -> dict[str, Any]:
-    """The manifest of a checkpoint that is complete now.
+    """The manifest of a checkpoint that was just completed.
 
     Args:
         facts: small JSON values by name, such as counters and metrics (NaN is fine).
         serial: see :func:`next_serial`.
 
     Raises:
-        TypeError, ValueError: ``facts`` has something that is no such value, or one of the store's own names.
+        TypeError, ValueError: ``facts`` has something that is not such a value, or has a reserved name.
     """
     value = packed_facts(facts)
     head = {"format": FORMAT, "serial": serial, "saved_at": time.time(), "world_size": world_size}
@@ -49,16 +49,16 @@ def manifest_of(world_size: int, facts: Mapping[str, Any], files: Mapping[str, R
 
 
 def next_serial(manifests: Iterable[Mapping[str, Any]]) -> int:
-    """The ``serial`` of the next checkpoint beside these: one more than the largest of theirs.
+    """The ``serial`` of the next checkpoint beside these: one more than their maximum.
 
-    It tells which of a folder's checkpoints was written last. No clock does, since clocks go back; nor does the step, since a run may go
-    back to an earlier one.
+    It tells which checkpoint of a folder was written last. A clock cannot, since clocks may be set back; neither can the step, since a
+    run may resume from an earlier one.
     """
     return min(_MOST_SERIAL, 1 + max((manifest["serial"] for manifest in manifests), default=0))
 
 
 def age_of(manifest: Mapping[str, Any]) -> tuple[int, float, int, float]:
-    """What manifests of one folder are sorted by, the oldest first: ``serial``, the step where serials are equal; the time only in format 2."""
+    """The sort key of manifests in one folder, oldest first: ``serial``, then the step; the time only in format 2."""
     counters = manifest.get("counters")
     step = counters.get("step") if isinstance(counters, dict) else None
     saved_at: float = manifest["saved_at"]
@@ -68,7 +68,7 @@ def age_of(manifest: Mapping[str, Any]) -> tuple[int, float, int, float]:
 def packed_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """As JSON; errors as of :func:`manifest_of`."""
     if taken := [name for name in _OURS if name in facts]:
-        raise ValueError(f"the manifest's {taken} are the store's own: give them other names")
+        raise ValueError(f"the names {taken} are reserved in the manifest: choose other names")
     value, tensors = pack(dict(facts))
     if tensors or not isinstance(value, dict) or "$" in value:
         raise TypeError(f"the manifest is for small JSON values by name; found tensors {sorted(tensors)}, names {list(facts)}")
@@ -76,10 +76,10 @@ def packed_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_manifest(where: Any, manifest: Any) -> dict[str, Any]:
-    """A manifest that was read, if it is one; that of the format before in today's form.
+    """Check a manifest that was read; one of the previous format is converted to the current one.
 
     Raises:
-        DamagedCheckpoint: it has changed, or is of an unknown form.
+        DamagedCheckpoint: it has changed, or has an unknown form.
     """
     if not isinstance(manifest, dict) or type(manifest.get("format")) is not int:
         raise DamagedCheckpoint(f"{where}: {MANIFEST} has no format version")
@@ -107,14 +107,14 @@ def check_manifest(where: Any, manifest: Any) -> dict[str, Any]:
 
 
 def _check_values(where: Any, manifest: Mapping[str, Any]) -> None:
-    """What is used as a path, a size or the end of a loop."""
+    """Check what is used as a path, a size or a loop's end."""
     for name, known in manifest["files"].items():
         folder, _, file = name.partition("/")
         if folder not in FOLDERS or not is_entry(file):
             raise DamagedCheckpoint(f"{where}: {MANIFEST} names the file {name!r}, which leads out of the checkpoint or is not part of one")
         if not isinstance(known, dict) or type(known.get("bytes")) is not int or not _sums(known):
-            raise DamagedCheckpoint(f"{where}: {MANIFEST} says nothing usable of {name!r}")
-    limits = {"serial": _MOST_SERIAL, "saved_at": _LATEST, "world_size": max(1, len(manifest["files"]))}  # each rank has written a file
+            raise DamagedCheckpoint(f"{where}: {MANIFEST} has no usable entry for {name!r}")
+    limits = {"serial": _MOST_SERIAL, "saved_at": _LATEST, "world_size": max(1, len(manifest["files"]))}  # each rank wrote a file
     for name, most in limits.items():
         if not (name == "world_size") <= manifest[name] <= most:
             raise DamagedCheckpoint(f"{where}: {MANIFEST} has the {name} {manifest[name]!r:.40}, which is not possible")

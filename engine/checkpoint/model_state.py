@@ -12,10 +12,10 @@ from engine.checkpoint.tensors import storable
 
 
 def split(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
-    """The tensors of a model's state, each once, and a JSON value: which names share one, and what is no tensor.
+    """The tensors of a model's state, each once, and a JSON value: which names share one, and entries that are not tensors.
 
     Raises:
-        TypeError: something that cannot be stored.
+        TypeError: a value cannot be stored.
     """
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -37,12 +37,12 @@ def split(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
             aliases[name] = known
     packed, found = pack(extra)
     if found:
-        raise TypeError(f"get_extra_state gave tensors ({sorted(found)[:3]}): register them as buffers")
+        raise TypeError(f"get_extra_state returned tensors ({sorted(found)[:3]}): register them as buffers")
     return tensors, {"aliases": aliases, "extra": packed}
 
 
 def _merged(rows: list[Any]) -> Any:
-    """One JSON tree out of those of ranks that hold different names; where they hold the same, rank 0's."""
+    """Merge the JSON trees of ranks with different names; for the same name, rank 0's value."""
     if not all(isinstance(row, dict) for row in rows):
         return rows[0]
     names = dict.fromkeys(name for row in rows for name in row)

@@ -1,4 +1,4 @@
-"""Optimizer states by numbers given the names of parameters; trees put together from paths."""
+"""Optimizer states keyed by parameter names instead of numbers; trees built from paths."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _BUFFERS = ("running_mean", "running_var")
 
 
 def named(state: Mapping[str, Any], model: Mapping[str, Stored]) -> dict[str, Any] | None:
-    """An ``optimizer.state_dict()`` with the model's names for its numbers; ``None`` when it does not say which are which.
+    """An ``optimizer.state_dict()`` with the model's names for its numbers; ``None`` when the parameters cannot be identified.
 
-    It says so when its groups hold ``param_names``, or when there is only one way to choose each group's parameters out of the model's
-    names, in their order, that fits the shapes of the states. That the groups follow the model's order is taken for granted, as
-    ``module.parameters()`` gives it.
+    They can if the groups have ``param_names``, or if there is only one choice of each group's parameters out of the model's
+    names, in order, that fits the shapes of the states. The groups are assumed to follow the model's order, as
+    ``module.parameters()`` does.
 
     Args:
-        model: what the model has, in its order; tied weights once.
+        model: the model's tensors in order; tied weights once.
     """
     groups = state["param_groups"]
     if all("param_names" in group for group in groups):
@@ -59,12 +59,12 @@ def _only_order(shapes: Sequence[tuple[int, ...] | None], model: Mapping[str, St
         return [name for shape in shapes if (name := next((n for n in left if shape in (None, tuple(model[n].shape))), None)) is not None]
 
     forward, backward = first_fit(shapes, names), first_fit(shapes[::-1], names[::-1])[::-1]
-    # The earliest choice and the latest are the same: there is no other.
+    # The earliest and the latest choice are the same: there is only one.
     return forward if forward == backward and len(forward) == len(shapes) else []
 
 
 def nested(values: Mapping[tuple[Any, ...], Any]) -> Any:
-    """The tree whose leaves stand at these paths; numbers from 0 on make a list."""
+    """The tree with leaves at these paths; keys 0, 1, ... make a list."""
     if () in values:
         return values[()]
     inner: dict[Any, dict[tuple[Any, ...], Any]] = {}

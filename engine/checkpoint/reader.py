@@ -1,4 +1,4 @@
-"""A checkpoint as strategies read it: by names, whole tensors or this rank's parts, straight into memory that is there."""
+"""Reads a checkpoint for strategies: by name, whole tensors or this rank's shards, directly into existing memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.utils.errors import DoesNotFit
 
 @dataclass
 class Report:
-    """What of a model and of a checkpoint did not find each other."""
+    """The differences between a model and a checkpoint."""
 
     missing: list[str] = field(default_factory=list)
     """In the model only."""
@@ -29,7 +29,7 @@ class Report:
     other_shapes: list[str] = field(default_factory=list)
     """In both, with different shapes."""
     other_dtypes: list[str] = field(default_factory=list)
-    """In both, and the model's type cannot hold what the checkpoint's can."""
+    """In both, but the model's dtype cannot hold the checkpoint's values."""
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.other_shapes or self.other_dtypes)
@@ -49,8 +49,8 @@ _TRAINED = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _holds(here: torch.dtype, saved: torch.dtype) -> bool:
-    """Whether a model of the type ``here`` may take values of the type ``saved``: all of them fit, or both are types that one model is trained in,
-    by its precision."""
+    """Whether a model of dtype ``here`` may load values of dtype ``saved``: all of them fit, or one model can be trained in both,
+    depending on the precision."""
     if here == saved or (here in _TRAINED and saved in _TRAINED):
         return True
     same = here.is_floating_point == saved.is_floating_point and here.is_complex == saved.is_complex and torch.bool not in (here, saved)
@@ -60,12 +60,12 @@ def _holds(here: torch.dtype, saved: torch.dtype) -> bool:
 _STRICT = "Load it into the model that was saved, or with strict=False"
 _DOUBLE = (
     "It was saved in double precision (precision='64-true'): strict=False rounds its values to the types here, as in load_from_checkpoint(path, "
-    "strict=False); to keep them, run under Fit(precision='64-true'), or call torch.set_default_dtype(torch.float64) before the module is made"
+    "strict=False); to keep them, run under Fit(precision='64-true'), or call torch.set_default_dtype(torch.float64) first"
 )
 
 
 class Source:
-    """What one open checkpoint holds of models and optimizers. Every rank reads for itself."""
+    """The models and optimizers of one open checkpoint. Every rank reads for itself."""
 
     def __init__(self, opened: Opened) -> None:
         self.where = opened.directory
@@ -100,14 +100,14 @@ class Source:
         return Report(sorted(own.keys() - there), sorted(there - own.keys()), shapes, dtypes)
 
     def stored(self, name: str) -> Stored:
-        """The model's tensor of that name."""
+        """The model's tensor of this name."""
         found = self._model.stored.get(self.aliases.get(name, name))
         return Stored(name, torch.Size(()), torch.float32) if found is None else found
 
     def read_model(self, targets: Mapping[str, Tensor]) -> None:
         """Fill tensors of the model."""
         rest = dict(targets)
-        while rest:  # once, but where the model has two tensors for one of the checkpoint
+        while rest:  # once, unless the model has two tensors for one in the checkpoint
             now: dict[str, Tensor] = {}
             for name in list(rest):
                 if now.setdefault(self.aliases.get(name, name), rest[name]) is rest[name]:
@@ -115,7 +115,7 @@ class Source:
             self._model.read_into(now)
 
     def check(self, module: nn.Module, own: Mapping[str, Any], strict: bool) -> Report:
-        """How ``own`` fits; with ``strict``, not at all is a :class:`engine.utils.errors.DoesNotFit` that names what does not."""
+        """How ``own`` fits; with ``strict``, differences raise :class:`engine.utils.errors.DoesNotFit`, which names them."""
         report = self.compare(own)
         if strict and report:
             names = report.missing or report.unexpected or report.other_shapes
@@ -134,20 +134,20 @@ class Source:
         if not isinstance(own, HParams) or not isinstance(self._hparams, dict):
             return ""
         if not self._hparams:
-            return "; it holds no hyperparameters (save_hyperparameters): make the module with the arguments that it was trained with"
+            return "; it has no hyperparameters (save_hyperparameters): create the module with the arguments that it was trained with"
         other = {str(n): v for n, v in self._hparams.items() if n not in own or (isinstance(v, type(own[n])) and v != own[n] and v != HIDDEN)}
         shown = ", ".join(f"{name}={value!s:.40}" for name, value in other.items())
-        return f"; it was made with {printable(shown)}" if shown else ""
+        return f"; it was created with {printable(shown)}" if shown else ""
 
     def load_model(self, module: nn.Module, own: Mapping[str, Any], strict: bool) -> Report:
         """Fill parameters and buffers of ``module`` in place.
 
         Args:
-            own: ``module.state_dict(keep_vars=True)``; tensors on the meta device are other ranks'.
-            strict: anything that does not fit is an error.
+            own: ``module.state_dict(keep_vars=True)``; tensors on the meta device belong to other ranks.
+            strict: any difference is an error.
 
         Raises:
-            ValueError: it does not fit; nothing has been read.
+            ValueError: it does not fit; nothing was read.
         """
         report = self.check(module, own, strict)
         wrong = {text.split(" ")[0] for text in report.other_shapes}
@@ -162,7 +162,7 @@ class Source:
         return report
 
     def read_optim(self, tree: Any, like: Callable[[Stored], Tensor]) -> Any:
-        """``tree`` with each :class:`Stored` in it read into what ``like`` gives for it."""
+        """``tree`` with each :class:`Stored` read into the tensor that ``like`` returns for it."""
         targets: dict[str, Tensor] = {}
 
         def place(value: Any) -> Any:
@@ -185,5 +185,5 @@ def whole(stored: Stored) -> Tensor:
 
 
 def own_state(module: nn.Module) -> dict[str, Any]:
-    """The module's state with its parameters themselves; under FSDP, whatever was still gathered from a forward pass is freed by it."""
+    """The module's state with the parameters themselves; under FSDP this frees what was still gathered from a forward pass."""
     return dict(module.state_dict(keep_vars=True))

@@ -1,4 +1,4 @@
-"""What a checkpoint says of how its module was made, for whoever makes it again."""
+"""The arguments with which a checkpoint's module was created, to create it again."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from engine.utils.log import logger
 
 @dataclass(frozen=True)
 class Recorded:
-    """Of one checkpoint."""
+    """The arguments recorded in one checkpoint."""
 
     path: Path | str
     hparams: Mapping[str, Any]
-    """What ``save_hyperparameters`` kept, or the arguments of a module that ``fit run`` has built, as far as a checkpoint can hold them."""
+    """The arguments that ``save_hyperparameters`` kept, or with which ``fit run`` built the module, as far as checkpoints can hold them."""
     hparams_name: str | None
-    """The constructor's argument that was all of them."""
+    """The constructor's argument that was the dict of all of them."""
     texts: Mapping[str, str]
-    """All of them as text, those that it cannot hold included; without secrets."""
+    """All of them as text, including those that it cannot hold; without secrets."""
     sections: Mapping[str, Mapping[str, Any]]
-    """``"model"`` and ``"data"``: the parameters that ``fit run`` has built them from, as YAML has them; without secrets."""
+    """``"model"`` and ``"data"``: the parameters from which ``fit run`` built them, as in YAML; without secrets."""
 
 
 def recorded(root_dir: Path, kept: str | Path | None, wanted: str, argument: str) -> Recorded | None:
-    """What the checkpoint says that ``wanted`` means; ``None``: a name means none. One process alone may call this, before the run begins.
+    """The arguments recorded in the checkpoint ``wanted``; ``None``: there is none. A single process may call this before the run.
 
     Args:
         root_dir, kept: as of :class:`engine.checkpoint.run_folder.RunFolder`.
         wanted: a name, a path or a URL.
-        argument: what it was given as, for messages.
+        argument: the name of the user's argument, for messages.
 
     Raises:
         FileNotFoundError, DamagedCheckpoint: as :func:`engine.checkpoint.resume.opening`.
     """
     alone = Group(Environment("single"), torch.device("cpu"))
     try:
-        # What is passed over is reported by the run, which opens it again.
+        # Skipped checkpoints are reported by the run, which opens it again.
         with opening(alone, *source_of(root_dir, kept, wanted), ("state",), argument, logger.debug) as loaded:
             shared, manifest = loaded.shared, loaded.manifest
             return Recorded(
@@ -66,5 +66,5 @@ def _init_args(manifest: Mapping[str, Any], section: str) -> Mapping[str, Any]:
 
 
 def _mapping(value: Any) -> dict[str, Any]:
-    """A dict, or nothing where a manifest has something else."""
+    """The value if it is a dict, else an empty dict."""
     return {str(name): each for name, each in value.items()} if isinstance(value, dict) else {}

@@ -36,11 +36,11 @@ _UNFINISHED = f"{MANIFEST} is missing: a run is writing it, or was killed while 
 
 
 OLD = timedelta(hours=1)
-"""After so long without a change, what is incomplete far away was left by a job that was killed."""
+"""An incomplete remote checkpoint that has not changed for so long was left by a killed job."""
 
 
 class Remote:
-    """A place without rename: what has a manifest is complete, and the manifest is sent last. Drafts and what is read lie in local copies.
+    """Storage without rename: a checkpoint with a manifest is complete, and the manifest is sent last. Drafts and reads use local copies.
 
     Raises:
         ValueError: fsspec does not know the protocol, or its package is missing; the message says which.
@@ -60,7 +60,7 @@ class Remote:
 
     @property
     def _copies(self) -> Path:
-        """A local directory that goes when this object does."""
+        """A local directory that is removed with this object."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="checkpoints-"))
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
@@ -75,7 +75,7 @@ class Remote:
     def begin(self, name: str, first: bool) -> None:
         if first and self.files.exists(self._at(name)):
             if not self.files.exists(self._at(f"{name}/{MANIFEST}")) and not self._remains(name):
-                raise FileExistsError(f"{self.path(name)} exists and is no checkpoint ({MANIFEST} is missing): choose another place")
+                raise FileExistsError(f"{self.path(name)} exists and is not a checkpoint ({MANIFEST} is missing): choose another path")
             self._delete(name)
         self._drafts[name] = Path(tempfile.mkdtemp(dir=self._copies))
         for folder in FOLDERS:
@@ -101,7 +101,7 @@ class Remote:
         begun = name in self._drafts
         self._drop(name)
         if first and begun:
-            with suppress(Exception):  # the error that led here is the one to be told
+            with suppress(Exception):  # the error that led here is the one to report
                 if not self.files.exists(self._at(f"{name}/{MANIFEST}")):
                     self._delete(name)
 
@@ -129,11 +129,11 @@ class Remote:
         return {name: why for name, why in self.damaged().items() if why != _UNFINISHED}
 
     def has_manifest(self, name: str) -> bool:
-        """Whether there is one; it may be damaged."""
+        """Whether it exists; it may be damaged."""
         return bool(self.files.exists(self._at(f"{name}/{MANIFEST}")))
 
     def _whole(self, name: str) -> dict[str, Any]:
-        """The manifest of a checkpoint whose files are there with the right sizes; errors as of :func:`store.read_manifest`."""
+        """The manifest of a checkpoint whose files exist with the right sizes; errors as of :func:`store.read_manifest`."""
         text = self.files.cat_file(self._at(f"{name}/{MANIFEST}"))
         manifest = check_manifest(self.path(name), parse_json(self.path(name), text))
         sizes = {path: entry["size"] for path, entry in self.files.find(self._at(name), detail=True).items()}
@@ -171,19 +171,19 @@ class Remote:
             return False
         except DamagedCheckpoint:
             return True
-        except OSError:  # it may not be read, or the place cannot be reached: what follows will find out
+        except OSError:  # no permission, or the storage cannot be reached: later calls report it
             with suppress(OSError):
                 return name in self._names()
         return False
 
     def sweep(self) -> None:
-        # There are no locks: what is young may be another job's, and stays.
+        # There are no locks: recent files may be another job's, and stay.
         for name in self._names():
             if not self.has_manifest(name) and self._remains(name) and self._age(name) > OLD:
                 self._delete(name)
 
     def _age(self, name: str) -> timedelta:
-        """Of its youngest file; nothing where the place tells no times."""
+        """The time of its newest file; ``None`` if the storage has no times."""
         now, youngest = datetime.now(UTC), timedelta.max
         for entry in self.files.find(self._at(name), detail=True).values():
             when = next((entry[key] for key in ("LastModified", "mtime", "updated", "created") if entry.get(key) is not None), None)
@@ -203,9 +203,9 @@ class Remote:
         return [name for name in names if is_entry(name)]
 
     def _remains(self, name: str) -> bool:
-        """Of a checkpoint that was being written or removed: its state is there, whose name nobody else gives."""
+        """Whether these files belong to a checkpoint that was being written or removed: only checkpoints have such state files."""
         found = (path.removeprefix(self._at(name)).strip("/").partition("/") for path in self.files.find(self._at(name)))
-        return any(inner in FOLDERS and file.startswith("rank=") for inner, _, file in found)  # checkpoints in it are not its own
+        return any(inner in FOLDERS and file.startswith("rank=") for inner, _, file in found)  # checkpoints in it do not count
 
     def _manifest(self, name: str) -> dict[str, Any]:
         try:

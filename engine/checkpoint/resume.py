@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and how it is opened by all ranks together."""
+"""Which checkpoint a run resumes from, and how all ranks open it together."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from engine.utils.errors import nearest
 from engine.utils.log import logger
 
 NAMES = ("last", "auto", "best")
-"""What ``resume=`` and ``checkpoint=`` take besides paths and URLs."""
+"""The names that ``resume=`` and ``checkpoint=`` accept besides paths and URLs."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """What ``Fit.run(resume=...)`` goes on from, and how much of it is taken. A plain name or path means the same with the defaults."""
+    """What ``Fit.run(resume=...)`` continues from, and how much of it is loaded. A plain name or path means the same with the defaults."""
 
     path: str | Path = "last"
     """``"last"`` (the newest checkpoint of the newest run in ``root_dir``), ``"auto"`` (the same, if there is one), ``"best"`` (by the score
     that ``ModelCheckpoint(monitor=...)`` saved with it), a checkpoint's path or URL, or a run's folder."""
     weights_only: bool = False
-    """Take parameters and buffers, and begin a new run at step 0."""
+    """Load parameters and buffers only, and start a new run at step 0."""
     optimizer: bool = True
-    """``False``: optimizers and schedulers begin anew; counters and data position go on."""
+    """``False``: optimizers and schedulers start fresh; counters and data position continue."""
     strict: bool = True
     """``False``: parameters that only one side has, or that have other shapes, are left out and named in a warning."""
     hyperparameters: str = "checkpoint"
-    """``"configured"``: learning rates, weight decays and the like are those of ``configure_optimizers`` rather than the saved ones; a
-    learning rate that a schedule has changed is changed by the same factor. Optimizer states and schedules go on."""
+    """``"configured"``: learning rates, weight decays and other hyperparameters are those of ``configure_optimizers`` rather than the
+    saved ones; a learning rate that a schedule has changed is changed by the same factor. Optimizer states and schedules continue."""
 
     def __post_init__(self) -> None:
         if self.hyperparameters not in ("checkpoint", "configured"):
@@ -61,7 +61,7 @@ class Loaded:
         self.opened, self._group = opened, group
         self.name, self.path = name, place.path(name)
         self.passed: Sequence[str] = ()
-        """Names of newer ones that turned out to be damaged."""
+        """Names of newer ones that are damaged."""
         self.manifest = opened.manifest
 
     @cached_property
@@ -71,20 +71,20 @@ class Loaded:
 
     @cached_property
     def shared(self) -> Fields:
-        """What is the same on all ranks."""
+        """The state that is the same on all ranks."""
         return checked(f"{self.path}: {SHARED}.json", shared_form(self.opened.tree(SHARED)), SHARED_FORM)
 
     def of_rank(self, rank: int) -> Fields | None:
-        """The state of one of the ranks that saved; none of a checkpoint that was converted."""
+        """The state of one of the ranks that saved; ``None`` in a converted checkpoint."""
         stem = RANK.format(rank)
         state = self.opened.tree(stem)
         return None if state is None else checked(f"{self.path}: {stem}.json", own_form(state), OWN_FORM)
 
     def check(self, folders: Sequence[str]) -> None:
-        """Read what can be read before there is a module to read it into.
+        """Read what can be read before a module exists.
 
         Raises:
-            DamagedCheckpoint: something is not of the form that it has to have.
+            DamagedCheckpoint: a value has the wrong form.
         """
         if "model" in folders:
             _ = self.source
@@ -94,10 +94,10 @@ class Loaded:
                 self.of_rank(self._group.rank)
 
     def give(self, what: str, take: Callable[[Any], Any], state: Any) -> None:
-        """Let an object take its saved state.
+        """Load an object's saved state into it.
 
         Raises:
-            ValueError: it does not know what to do with it; names the object. Errors of its own that say so stay as they are.
+            ValueError: it cannot load the state; the message names the object. Its own specific errors are not changed.
         """
         try:
             take(state)
@@ -105,17 +105,17 @@ class Loaded:
             raise ValueError(f"{self.path}: the saved state does not fit {what}: {type(error).__name__}: {printable(error)}") from error
 
     def own(self, place: Any) -> Any:
-        """This rank's state, if all ranks are where they were; else ``None``, on all ranks.
+        """This rank's state, if all ranks have their old positions; else ``None``, on all ranks.
 
         Args:
-            place: where this rank is (JSON); its state has it under ``"place"``.
+            place: this rank's position (JSON); its state has it under ``"place"``.
         """
         same = self.manifest["world_size"] == self._group.world_size
         state = self.of_rank(self._group.rank) if same else None
         return state if all(gather_json(self._group, state is not None and state["place"] == place)) else None
 
     def every(self) -> list[Any]:
-        """The states of all ranks that saved; none of a checkpoint that was converted."""
+        """The states of all ranks that saved; empty for a converted checkpoint."""
         found = (self.of_rank(rank) for rank in range(self.manifest["world_size"]))
         return [state for state in found if state is not None]
 
@@ -129,17 +129,17 @@ def opening(
     argument: str = "resume",
     report: Callable[..., None] = logger.error,
 ) -> Iterator[Loaded]:
-    """Open the checkpoint that ``wanted`` means, on all ranks; they share the work of checking it.
+    """Open the checkpoint ``wanted`` on all ranks, which share the work of checking it.
 
     Args:
-        place: where the names ``"last"``, ``"auto"`` and ``"best"`` are looked for. One that cannot be used is reported and passed over.
+        place: where the names ``"last"``, ``"auto"`` and ``"best"`` are looked up. Unusable checkpoints are reported and skipped.
         folders: those that will be read.
-        argument: the name of the user's argument that ``wanted`` was given as, for messages.
-        report: what takes a message about one that is passed over.
+        argument: the name of the user's argument, for messages.
+        report: called with a message about each skipped one.
 
     Raises:
         FileNotFoundError: there is none.
-        DamagedCheckpoint: the one whose path was given cannot be used, or none of those that are there; the message has the reasons.
+        DamagedCheckpoint: the one given by path cannot be used, or none of the existing ones can; the message has the reasons.
     """
     named = wanted in NAMES
     where, name = (place, "") if named else split(wanted)
@@ -153,7 +153,7 @@ def opening(
             raise FileNotFoundError(f"{argument}={wanted!r}: {error}{'' if named else nearest(wanted, NAMES)}") from error
         if loaded is not None:
             for reason in reasons if group.is_main else ():
-                report("%s; %s is taken", printable(reason), name)
+                report("%s; using %s", printable(reason), name)
             loaded.passed = passed
             with loaded.opened:
                 yield loaded
@@ -167,7 +167,7 @@ def opening(
         raise FileNotFoundError(f"{argument}={wanted!r}: {what}")
     listed = "".join(f"\n  {reason}" for reason in reasons)
     raise DamagedCheckpoint(
-        f"{argument}={wanted!r}: {what} can be used, and these are there:{listed}\n"
+        f"{argument}={wanted!r}: {what} can be used; these exist:{listed}\n"
         "Repair them, give the path of another one, or move them away to start from step 0"
     )
 
@@ -178,20 +178,20 @@ def name_of(path: str | Path) -> str:
 
 
 def describe(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> dict[str, Any]:
-    """The classes of optimizers and schedulers, for checkpoints: another one takes what it knows by name and leaves the rest."""
+    """The classes of optimizers and schedulers, for checkpoints: another class loads what it knows by name and ignores the rest."""
     names = [[type(each).__name__ for each in some] for some in (optimizers, schedulers)]
     return dict(zip(("optimizers", "schedulers"), names, strict=True))
 
 
 _KNOBS = frozenset(("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad", "decoupled_weight_decay", "initial_lr"))
-"""Hyperparameters that say how a step is computed, or that variants of one method lack."""
+"""Hyperparameters that choose an implementation, or that variants of one method lack."""
 
 
 def check_optimizer(loaded: Loaded, index: int, optimizer: Any) -> None:
-    """Whether an optimizer can go on from the state of the checkpoint's.
+    """Check that an optimizer can continue from the checkpoint's state.
 
     Raises:
-        ValueError: it is one of another kind, whose hyperparameters are missing or of other types; names them.
+        ValueError: it is of another kind: hyperparameters are missing or have other types; the message names them.
     """
     saved, kinds = loaded.source.optim[str(index)], loaded.shared.get("kinds", {}).get("optimizers", [])
     kind, own = kinds[index] if index < len(kinds) else None, type(optimizer).__name__
@@ -201,16 +201,16 @@ def check_optimizer(loaded: Loaded, index: int, optimizer: Any) -> None:
         if missing:
             raise ValueError(
                 f"{loaded.path} has the state of {printable(kind or 'another optimizer')} for optimizer {index}, which is {own}: no usable "
-                f"{', '.join(missing)} is saved. Give the optimizer that was saved, or begin it anew with Resume(path, optimizer=False)"
+                f"{', '.join(missing)} is saved. Give the optimizer that was saved, or start it fresh with Resume(path, optimizer=False)"
             )
     if type(optimizer).__module__.startswith("torch.optim."):
         _check_torch(loaded, index, optimizer, saved)
     if kind not in (None, own):
-        logger.warning("%s: optimizer %d was %s, and its state goes on in %s", loaded.path, index, printable(kind), own)
+        logger.warning("%s: optimizer %d was %s, and its state continues in %s", loaded.path, index, printable(kind), own)
 
 
 def _check_torch(loaded: Loaded, index: int, optimizer: Any, saved: Any) -> None:
-    """What torch's own optimizers take for granted: values that their constructors allow, and the same entries for all parameters of a kind."""
+    """Check what torch's own optimizers assume: values that their constructors allow, and the same entries for all parameters of a kind."""
     taken = inspect.signature(type(optimizer)).parameters
     for group in saved["param_groups"]:
         given = {name: value for name, value in group.items() if name in taken and type(value) in (int, float, tuple)}
@@ -222,38 +222,38 @@ def _check_torch(loaded: Loaded, index: int, optimizer: Any, saved: Any) -> None
                 shape = {key: isinstance(value, Stored) for key, value in entry.items()}
                 dims = len(loaded.source.stored(str(name)).shape) if isinstance(optimizer, torch.optim.Adafactor) else 0  # matrices: rows, columns
                 if kinds.setdefault(dims, shape) != shape:
-                    raise DamagedCheckpoint(f"{loaded.path}: optim/optim.json has other entries for {name!r} than for other parameters")
+                    raise DamagedCheckpoint(f"{loaded.path}: optim/optim.json has different entries for {name!r} than for other parameters")
 
 
 def check_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> None:
-    """Whether a scheduler can go on from a saved state.
+    """Check that a scheduler can continue from a saved state.
 
     Raises:
-        ValueError: it is the state of a scheduler of another kind, or sets what no state sets.
+        ValueError: it is the state of another kind of scheduler, or sets attributes that a state never sets.
     """
     kinds, own = loaded.shared.get("kinds", {}).get("schedulers", []), type(scheduler).__name__
     kind = kinds[index] if index < len(kinds) else None
     known = scheduler.state_dict()
     differ = {name for name in known.keys() ^ state.keys() if not str(name).startswith("_")} if kind is None else set()
     odd = {str(name) for name in state.keys() - known.keys() if str(name) == "optimizer" or callable(getattr(type(scheduler), str(name), None))}
-    # A list may have grown: that of the rates does with the parameter groups.
+    # A list may have grown: the list of rates does with the parameter groups.
     odd |= {str(name) for name in state.keys() & known.keys() if type(known[name]) in (int, float) and unlike(state[name], known[name])}
     odd |= {str(name) for name in state.keys() & known.keys() if type(known[name]) is list and not isinstance(state[name], (list, tuple))}
     if kind not in (None, own) or differ or odd:
         what = f"another scheduler ({kind})" if kind not in (None, own) else f"no {own} (see {', '.join(sorted(map(str, differ | odd)))})"
         raise ValueError(
-            f"{loaded.path} has the state of {printable(what)} for scheduler {index}, which is {own}: give the scheduler that was saved, or begin "
-            "optimizers and schedulers anew with Resume(path, optimizer=False)"
+            f"{loaded.path} has the state of {printable(what)} for scheduler {index}, which is {own}: give the saved scheduler, or start "
+            "optimizers and schedulers fresh with Resume(path, optimizer=False)"
         )
 
 
 def check_optimizers(loaded: Loaded, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
-    """Whether these go on from the checkpoint's, one by one; errors as of :func:`check_optimizer` and :func:`check_scheduler`."""
+    """Check that these can continue from the checkpoint's, one by one; errors as of :func:`check_optimizer` and :func:`check_scheduler`."""
     schedules = loaded.shared["schedulers"]
     if len(loaded.source.optim) != len(optimizers) or len(schedules) != len(schedulers):
         raise ValueError(
-            f"{loaded.path} has {len(loaded.source.optim)} optimizer(s) and {len(schedules)} scheduler(s), configure_optimizers gave "
-            f"{len(optimizers)} and {len(schedulers)}; Resume(path, optimizer=False) starts them again"
+            f"{loaded.path} has {len(loaded.source.optim)} optimizer(s) and {len(schedules)} scheduler(s), configure_optimizers returned "
+            f"{len(optimizers)} and {len(schedulers)}; Resume(path, optimizer=False) starts them fresh"
         )
     for index, optimizer in enumerate(optimizers):
         check_optimizer(loaded, index, optimizer)
@@ -262,12 +262,12 @@ def check_optimizers(loaded: Loaded, optimizers: Sequence[Any], schedulers: Sequ
 
 
 def load_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> None:
-    """Put back a scheduler's state, which has been checked."""
+    """Load a scheduler's state, which has been checked."""
     loaded.give(f"scheduler {index} ({type(scheduler).__name__})", scheduler.load_state_dict, state)
 
 
 def check_samples(path: Path | str, saved: Any, here: int | None, position: int, strict: bool) -> None:
-    """Whether an epoch that is under way can go on: its order is one of so many samples (or ready batches), and of no other number.
+    """Check that a started epoch can continue: its order belongs to one number of samples (or ready batches).
 
     Raises:
         ValueError: the data has another length; with ``strict=False`` that is a warning.
@@ -276,15 +276,15 @@ def check_samples(path: Path | str, saved: Any, here: int | None, position: int,
         return
     message = (
         f"{path} was saved at {position} of the {saved} samples or batches of an epoch, and the data now has {here}: some would be left out or "
-        "repeated. Finish the epoch with the data that it began with"
+        "repeated. Finish the epoch with the data that it started with"
     )
     if strict:
-        raise ValueError(f"{message}, or go on all the same with Resume(path, strict=False)")
+        raise ValueError(f"{message}, or continue anyway with Resume(path, strict=False)")
     logger.warning("%s", message)
 
 
 def configure(optimizer: Any, given: list[dict[str, Any]]) -> None:
-    """Let the given hyperparameters hold; what a schedule has done to a learning rate is done to the given one."""
+    """Use the given hyperparameters; a schedule's change to a learning rate is applied to the given one."""
     for group, own in zip(optimizer.param_groups, given, strict=True):
         now, first = group["lr"], group.get("initial_lr")
         group.update(own)
@@ -293,7 +293,7 @@ def configure(optimizer: Any, given: list[dict[str, Any]]) -> None:
 
 
 def rebase(scheduler: Any) -> None:
-    """Let a schedule start from its optimizer's present learning rates."""
+    """Let a schedule start from its optimizer's current learning rates."""
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
     if hasattr(scheduler, "base_lrs"):
         scheduler.base_lrs = [group.get("initial_lr", group["lr"]) for group in groups]
@@ -301,10 +301,10 @@ def rebase(scheduler: Any) -> None:
 
 
 def fitting(saved: dict[str, Any], own: dict[str, Any], module: nn.Module, source: Source) -> dict[str, Any]:
-    """What of an optimizer's saved state is of parameters that it has, with the shapes that they have; the rest begins anew.
+    """The saved state of parameters that the optimizer has, with their shapes; the rest starts fresh.
 
     Args:
-        own: the optimizer's present state, by names.
+        own: the optimizer's current state, by names.
     """
     shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
     names = {name for group in own["param_groups"] for name in group["params"]}
@@ -315,7 +315,7 @@ def fitting(saved: dict[str, Any], own: dict[str, Any], module: nn.Module, sourc
 
 
 def _there(place: Place, wanted: str) -> list[Any]:
-    """Names of complete checkpoints, the wanted one first; and what else is there, with the reason why it cannot be used."""
+    """Names of complete checkpoints, the wanted one first; and the unusable ones, with reasons."""
     manifests = place.manifests()
     return [by_score(manifests) if wanted == "best" else list(reversed(manifests)), place.unusable()]
 

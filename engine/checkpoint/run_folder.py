@@ -1,4 +1,4 @@
-"""Which folder a run has: a new one, or that of the run that it goes on from."""
+"""Which folder a run has: a new one, or that of the run it continues."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ EVALUATIONS = ("validate", "test", "predict")
 
 
 class Trained(NamedTuple):
-    """What a ``Fit`` keeps of its newest training: its ``id``, and where its checkpoints are."""
+    """What a ``Fit`` keeps of its latest training: its ``id``, and where its checkpoints are."""
 
     id: str
     checkpoints: str
 
 
 class RunFolder:
-    """The folder of one run. Rank 0 chooses and holds it, all ranks know it; all of them make this object, and call its methods, together.
+    """The folder of one run. Rank 0 chooses and locks it, all ranks know it; all ranks create this object and call its methods together.
 
-    A new training gets a folder that no run has used. One that goes on from ``"last"``, ``"best"`` or ``"auto"`` has the folder of the run
-    that saved: the one that this job began, if its processes were restarted, else the newest that has checkpoints. One that goes on from a
-    path has the folder in which the checkpoint lies, if it is a run's of the same ``root_dir``, else a new one. An evaluation writes into
-    the folder of the training that the same :class:`engine.Fit` has made, or into a new one.
+    A new training gets a folder that no run has used. One that resumes from ``"last"``, ``"best"`` or ``"auto"`` gets the folder of the
+    run that saved: the one that this job started, if its processes were restarted, else the newest with checkpoints. One that resumes
+    from a path gets the folder of that checkpoint, if a run of the same ``root_dir`` owns it, else a new one. An evaluation writes into
+    the folder of the same :class:`engine.Fit`'s training, or into a new one.
 
     Args:
-        root_dir: what runs share.
+        root_dir: the folder that runs share.
         kept: where else checkpoints are kept (a directory or a URL); ``None``: in the run's folder.
         stage: as of :class:`engine.Run`.
-        wanted: what the run goes on from, or whose weights it takes.
-        earlier: the training before, when the same ``Fit`` has made one: names mean its checkpoints.
+        wanted: what the run resumes from, or whose weights it loads.
+        earlier: the same ``Fit``'s previous training, if any: names mean its checkpoints.
 
     Raises:
-        FolderInUse: another process is at the run that is to go on.
+        FolderInUse: another process is writing the run to continue.
     """
 
     def __init__(
@@ -68,21 +68,21 @@ class RunFolder:
         self._news: list[Any] | None = None
         row = self._on_main(self._choose)
         self.id: str = row["id"]
-        """Of the run; the same after it was resumed."""
+        """The run's id; the same after it is resumed."""
         self.path, self._news = Path(row["path"]), row["news"]
         self.checkpoints: str = row["checkpoints"]
-        """Where they are kept; in an evaluation, where they are read."""
+        """Where checkpoints are kept; in an evaluation, where they are read."""
         self.named: str = row["named"]
-        """Where the names ``"last"``, ``"best"`` and ``"auto"`` are looked for."""
+        """Where the names ``"last"``, ``"best"`` and ``"auto"`` are looked up."""
 
     def announce(self) -> None:
-        """Say once where the run is: something is going to be written there."""
+        """Log once where the run is, before something is written there."""
         if self._news and self._group.is_main:
             logger.log(*self._news)
         self._news = None
 
     def keep(self, root: str | Path | None) -> str:
-        """Where this run's checkpoints are that are to be kept in ``root``; ``None``: in its folder.
+        """Where this run keeps checkpoints under ``root``; ``None``: in its folder.
 
         Raises:
             PermissionError: a training could not write there.
@@ -98,16 +98,16 @@ class RunFolder:
         return where
 
     def source(self, wanted: str) -> tuple[Place, str]:
-        """A place, and the name or path of a checkpoint, from what a user gave: a name, a checkpoint's path, or the path of a run's folder."""
+        """A folder of checkpoints, and the name or path of one, from a user's name, checkpoint path, or run folder."""
         inner = None if wanted in NAMES else self._on_main(partial(_inner, wanted))
         return (place(self.named), wanted) if inner is None else (place(inner), "last")
 
     def trained(self) -> Trained:
-        """What is to be known of this run after its end."""
+        """What is kept of this run after its end."""
         return Trained(self.id, self.checkpoints)
 
     def close(self, failed: bool = False) -> None:
-        """The run is over: another one may use the folder."""
+        """Release the folder at the end of the run."""
         while self._held:
             self._held.popitem()[1].close(failed, wrote=self._news is None)
 
@@ -134,7 +134,7 @@ class RunFolder:
         if wanted is None and (number or own):
             news = [
                 logging.WARNING,
-                "%s has another run: this one writes into %s",
+                "%s belongs to another run: this one writes into %s",
                 first.folder(0) if number else self._root.folder(0),
                 where,
             ]
@@ -147,7 +147,7 @@ class RunFolder:
             number, mark = self._get(self._root, own, uuid.uuid4().hex)
         except FolderInUse:
             number, mark = self._get(self._root, None, uuid.uuid4().hex)
-        news = [logging.INFO, "what is logged goes into %s", self._root.folder(number)]
+        news = [logging.INFO, "this evaluation writes its logs into %s", self._root.folder(number)]
         return self._row(mark["id"], number, named, named, news)
 
     def _row(self, name: str, number: int, checkpoints: Place, named: Place, news: list[Any]) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class RunFolder:
         return root.place(self._get(root, self._going_on(root) if number is None else number, self.id)[0]).root
 
     def _get(self, root: Runs, number: int | None, name: str) -> tuple[int, Mark]:
-        """Hold the run of that number, or a new one (``None``) of that name. What this run holds already (``dirpath`` may be ``root_dir``) it has."""
+        """Lock the run of this number, or a new one (``None``) of this name, unless already locked (``dirpath`` may be ``root_dir``)."""
         if number is not None and (held := self._held.get(plain(root.folder(number)))) is not None:
             return number, held.mark
         mark = new_mark(name, self._stage, _job(os.environ))
@@ -169,16 +169,16 @@ class RunFolder:
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
-            # Nothing can be overwritten where nothing can be written; whether anything has to be is for callbacks to say.
+            # Where nothing can be written, nothing can be overwritten; callbacks raise if they have to write.
             return root.unused() if number is None else number, mark
         self._held[plain(root.folder(number))] = held
         return number, held.mark
 
     def _going_on(self, root: Runs) -> int | None:
-        """The run to go on with; ``None``: a new one begins.
+        """The run to continue; ``None``: a new one starts.
 
         Raises:
-            FolderInUse: the newest one has saved nothing yet and is at work.
+            FolderInUse: the newest one has saved nothing yet and is still running.
         """
         if not self._goes_on or self._wanted is None:
             return None
@@ -192,16 +192,16 @@ class RunFolder:
                 raise FolderInUse(in_use(root.folder(number), mark))
         if self._wanted != "auto":
             return None
-        # One that was cut short before it had saved anything begins again, in its folder.
+        # A run that was killed before it saved anything starts again, in its folder.
         own = _own(os.environ)
         return next((n for n in candidates if (mark := root.mark(n)).get("status") != ENDED or _of(mark, own)), None)
 
     def _named(self, root: Runs) -> Place:
-        """Where the names are looked for when the run does not go on from there."""
+        """Where the names are looked up when the run does not continue there."""
         return _newest(root) if self._earlier is None else place(self._earlier.checkpoints)
 
     def _candidates(self, root: Runs) -> list[int]:
-        """The trainings that names may mean, the likeliest first."""
+        """The trainings that a name may mean, the likeliest first."""
         if self._earlier is not None:
             number = root.with_id(self._earlier.id)
             return [] if number is None else [number]
@@ -209,7 +209,7 @@ class RunFolder:
 
 
 def source_of(root_dir: Path, kept: str | Path | None, wanted: str) -> tuple[Place, str]:
-    """As :meth:`RunFolder.source`, for one process alone that makes no run."""
+    """As :meth:`RunFolder.source`, for a single process that starts no run."""
     inner = None if wanted in NAMES else _inner(wanted)
     if inner is not None:
         return place(inner), "last"
@@ -217,12 +217,12 @@ def source_of(root_dir: Path, kept: str | Path | None, wanted: str) -> tuple[Pla
 
 
 def _newest(root: Runs) -> Place:
-    """Where the checkpoints of the newest training are that has any."""
+    """Where the newest training that has checkpoints keeps them."""
     return root.place(next((n for n in _trainings(root) if has_checkpoints(root.place(n))), 0))
 
 
 def _trainings(root: Runs) -> list[int]:
-    """The trainings that names may mean, the likeliest first."""
+    """The trainings that a name may mean, the likeliest first."""
     marks = {number: root.mark(number) for number in root.newest_first()}
     trainings = [number for number, mark in marks.items() if mark.get("stage") not in EVALUATIONS]
     own = [number for number in trainings if _of(marks[number], _own(os.environ))]
@@ -230,7 +230,7 @@ def _trainings(root: Runs) -> list[int]:
 
 
 def _check_writable(where: str) -> None:
-    """Find out before the first step what the first save would find; at a URL only that can."""
+    """Check before the first step that checkpoints can be written; at a URL only the first save can tell."""
     if "://" in where:
         return
     there = next(each for each in (Path(where), *Path(where).parents) if os.path.exists(each))
@@ -242,7 +242,7 @@ def _check_writable(where: str) -> None:
 
 
 def _inner(wanted: str) -> str | None:
-    """The place of the checkpoints in a run's folder; ``None``: it is none."""
+    """The checkpoints in a run's folder; ``None``: it is not one."""
     found = folder(wanted)
     return None if found is None else found.root
 
@@ -253,12 +253,12 @@ def _inner(wanted: str) -> str | None:
 def _job(environ: Mapping[str, str]) -> list[str]:
     """The names of the job that these processes belong to."""
     elastic, slurm = environ.get("TORCHELASTIC_RUN_ID", "none"), environ.get("SLURM_JOB_ID")
-    names = [] if elastic in ("", "none", "fit") else [f"torchelastic {elastic}"]  # torchrun's and fit's name for jobs that were given none
+    names = [] if elastic in ("", "none", "fit") else [f"torchelastic {elastic}"]  # torchrun's and fit's default names
     return [*names, f"slurm {slurm}"] if slurm else names
 
 
 def _own(environ: Mapping[str, str]) -> list[str]:
-    """Those names by which a run is known as this job's. An allocation of SLURM may have many runs, one that was requeued has one."""
+    """The names that identify this job's run. A SLURM allocation may have many runs, a requeued one has only one."""
     return [name for name in _job(environ) if not name.startswith("slurm") or _restarted(environ)]
 
 

@@ -1,4 +1,4 @@
-"""``run.json``: whose a run's folder is. It may have been written by anybody."""
+"""``run.json``: which run owns a folder. Its content is not trusted."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 
 RUN = "run.json"
 Mark = dict[str, Any]
-"""What ``run.json`` says: ``id``, ``stage``, ``job`` (list of text), ``host``, ``pid``, ``process``, ``since``, ``status``."""
+"""The content of ``run.json``: ``id``, ``stage``, ``job`` (list of text), ``host``, ``pid``, ``process``, ``since``, ``status``."""
 RUNNING, ENDED, FAILED = "running", "ended", "failed"
 LONGEST = 1 << 16
-"""Of a ``run.json`` no more is read (bytes)."""
+"""The maximum bytes that are read of a ``run.json``."""
 
 
 def new_mark(name: str, stage: str, job: list[str]) -> Mark:
-    """For a run of this process."""
+    """The mark of a run of this process."""
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
     own = {"host": socket.gethostname(), "pid": os.getpid(), "process": _process(os.getpid())}
     return {"id": name, "stage": stage, "job": job, **own, "since": since, "status": RUNNING}
 
 
 def continued(before: Mark, mark: Mark) -> Mark:
-    """Of another process that goes on with a run, or evaluates it: then it stays what it was."""
+    """The mark of a process that continues a run, or evaluates it: id and stage stay."""
     kept = ("id",) if mark["stage"] == "fit" else ("id", "stage", "job")
     return {**mark, **{name: before[name] for name in kept if type(before.get(name)) is type(mark[name])}}
 
@@ -49,7 +49,7 @@ def who(mark: Mark) -> str:
 
 
 def runs_here(mark: Mark) -> bool:
-    """Whether the process that the mark names is one of this host and has not ended."""
+    """Whether the process in the mark is on this host and still running."""
     pid = mark.get("pid")
     if mark.get("status") != RUNNING or mark.get("host") != socket.gethostname() or type(pid) is not int or not 0 < pid < 1 << 31:
         return False
@@ -63,7 +63,7 @@ def runs_here(mark: Mark) -> bool:
 
 
 def _process(pid: int) -> str | None:
-    """When a process was started, in ticks since the machine was; ``None`` where the system does not say."""
+    """A process's start, in ticks since boot; ``None`` where the system does not say."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -80,5 +80,5 @@ def in_use(folder: str, mark: Mark) -> str:
     """An error's text."""
     return (
         f"{folder} is in use by {who(mark)}: two runs cannot write into one folder. Wait for that run or end it; a new run (without resume=) gets "
-        "a folder of its own, and so does one with another root_dir"
+        "its own folder, and so does one with another root_dir"
     )

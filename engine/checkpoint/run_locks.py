@@ -1,8 +1,8 @@
-"""The folders of runs that share one place: each run has one of its own and holds it while it runs.
+"""The folders of runs that share a root: each run has its own folder and locks it while it runs.
 
-The first run has the place itself, later ones have ``version_1``, ``version_2``, ... in it. A folder with a ``run.json`` is a run's: the file
-has the run's ``id``, and who holds the folder: host, process, since when. On a file system the holder has the file locked (``flock``): the
-kernel frees the lock when the process ends, however it ends. NFS passes the lock on to all machines (version 4, or 3 with its lock daemon); when a
+The first run has the root itself, later ones have ``version_1``, ``version_2``, ... in it. A folder with a ``run.json`` is a run's: it
+has the run's ``id``, and the host, process and time of its holder. On a file system the holder has the file locked (``flock``): the
+kernel frees the lock when the process ends in any way. NFS extends the lock to all machines (version 4, or 3 with its lock daemon); when a
 machine is lost, the server frees its locks after a lease (90 s is usual). Where there are no such locks (URLs, mounts with ``nolock``), a
 process of the same host is recognised by its number and its start, and nothing is known of other hosts.
 """
@@ -30,46 +30,46 @@ from engine.utils.log import logger
 
 _NUMBERED = re.compile(r"version_([1-9][0-9]{0,8})")
 _PATIENCE = 3, 0.05
-"""Attempts to get a lock, and seconds between two of them: somebody may be looking whether it is free."""
+"""Attempts to get a lock, and seconds between two of them: another process may be checking whether it is free."""
 
 
 class Held(Protocol):
-    """A run's folder, for as long as this process has it."""
+    """A run's folder while this process holds it."""
 
     mark: Mark
 
     def close(self, failed: bool = False, wrote: bool = True) -> None:
-        """Let it go. A folder into which nothing was written disappears; so does the mark of a new run that ``wrote`` nothing beside other files."""
+        """Release it. An empty folder is removed; so is the mark of a new run that ``wrote`` nothing into a folder with other files."""
 
 
 class Runs:
-    """The runs that share a place. What differs between file systems and URLs is below."""
+    """The runs that share a root. Subclasses handle file systems and URLs."""
 
     inner: str
     """Where in a run's folder the checkpoints are: ``"checkpoints"``, or ``""``."""
 
     def folder(self, number: int) -> str:
-        """Of the run of that number; 0 is the place itself."""
+        """The folder of the run of this number; 0 is the root itself."""
         raise NotImplementedError
 
     def place(self, number: int) -> Place:
-        """Of that run's checkpoints."""
+        """The folder of this run's checkpoints."""
         return place("/".join(filter(None, (self.folder(number), self.inner))))
 
     def mark(self, number: int) -> Mark:
-        """What is known of the run; of one from before there were marks, and of an unreadable one, nothing."""
+        """The run's mark; empty for an old run without a mark, and for an unreadable one."""
         raise NotImplementedError
 
     def holder(self, number: int) -> Mark | None:
-        """Who holds the folder; ``None``: nobody, as far as one can tell."""
+        """Who holds the folder; ``None``: nobody, as far as known."""
         raise NotImplementedError
 
     def newest_first(self) -> Iterator[int]:
-        """The numbers of the runs that there are."""
+        """The numbers of the existing runs."""
         return (number for number in (*sorted(self._numbered(), reverse=True), 0) if self._is_run(number))
 
     def folders(self) -> list[str]:
-        """All that may be runs', the newest first."""
+        """All numbers that may be runs, the newest first."""
         return [*map(self.folder, sorted(self._numbered(), reverse=True)), self.folder(0)]
 
     def with_id(self, name: str) -> int | None:
@@ -77,15 +77,15 @@ class Runs:
         return next((number for number in self.newest_first() if self.mark(number).get("id") == name), None)
 
     def of(self, checkpoint: str) -> int | None:
-        """The number of the run that a checkpoint belongs to, or a folder of checkpoints; ``None``: it is no run's of this place."""
+        """The number of the run that a checkpoint belongs to, or a folder of checkpoints; ``None``: no run under this root has it."""
         wanted = {plain(checkpoint), plain(checkpoint.rstrip("/").rpartition("/")[0] or ".")}
         return next((number for number in self.newest_first() if plain(self.place(number).root) in wanted), None)
 
     def claim(self, mark: Mark) -> tuple[int, Held]:
-        """A folder for a new run, which nobody has used.
+        """An unused folder for a new run.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: it cannot be created.
         """
         for number in count(max(self._numbered(), default=0)):
             held = self._take(number, mark, True)
@@ -94,7 +94,7 @@ class Runs:
         raise AssertionError
 
     def hold(self, number: int, mark: Mark) -> Held:
-        """The folder of a run that is there, to go on in it. Its ``id`` stays.
+        """The folder of an existing run, to continue it. Its ``id`` stays.
 
         Raises:
             FolderInUse: another process holds it.
@@ -107,7 +107,7 @@ class Runs:
         raise FolderInUse(in_use(self.folder(number), self.mark(number)))
 
     def unused(self) -> int:
-        """A number that no run has; nothing is held."""
+        """An unused number; nothing is locked."""
         last = max(self._numbered(), default=0)
         return last + 1 if last or self._is_run(0) else 0
 
@@ -119,17 +119,17 @@ class Runs:
         raise NotImplementedError
 
     def _take(self, number: int, mark: Mark, new: bool) -> Held | None:
-        """The folder, locked and marked; ``None``: it is somebody else's (``new``: or was)."""
+        """Lock and mark the folder; ``None``: it belongs to another run (``new``: or did)."""
         raise NotImplementedError
 
 
 def runs(root: str | Path, inner: str = "") -> Runs:
-    """Those that share a directory or a URL."""
+    """The runs under a directory or a URL."""
     return RemoteRuns(str(root), inner) if "://" in str(root) else LocalRuns(Path(root), inner)
 
 
 def has_checkpoints(where: Place) -> bool:
-    """Whether checkpoints are there, those that cannot be read included."""
+    """Whether there are checkpoints, including unreadable ones."""
     try:
         return bool(where.manifests()) or any(not name.startswith(".") for name in where.damaged())
     except PermissionError:
@@ -140,10 +140,10 @@ def has_checkpoints(where: Place) -> bool:
 
 
 class LocalRuns(Runs):
-    """In a directory."""
+    """Runs in a directory."""
 
     def __init__(self, root: Path, inner: str = "") -> None:
-        self.root, self.inner = root.absolute(), inner  # a script may change its directory
+        self.root, self.inner = root.absolute(), inner  # a script may change the current directory
 
     def folder(self, number: int) -> str:
         return str(self.root / f"version_{number}" if number else self.root)
@@ -189,7 +189,7 @@ class LocalRuns(Runs):
             return None  # its holder has just removed it
         except OSError:
             if new and os.path.lexists(path):
-                return None  # another user's, or no file
+                return None  # another user's, or not a file
             raise
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
@@ -198,7 +198,7 @@ class LocalRuns(Runs):
             raise OSError(errno.EINVAL, "this is not a file", str(path))
         before = read(descriptor)
         free = _lock(descriptor, fcntl.LOCK_EX, before) and os.fstat(descriptor).st_nlink > 0
-        if free and new:  # a mark without anything beside it was left by a run that was killed before it wrote
+        if free and new:  # a folder with only a mark was left by a run that was killed before it wrote
             made_now = not number and os.fstat(descriptor).st_size == 0 and not has_checkpoints(self.place(0))
             free = made_now or os.listdir(folder) == [RUN]
         if not free:
@@ -208,7 +208,7 @@ class LocalRuns(Runs):
 
 
 class LocalHeld:
-    """See :class:`Held`. The lock is this process's: one that is forked does not keep it."""
+    """See :class:`Held`. The lock belongs to this process: a forked one does not keep it."""
 
     def __init__(self, descriptor: int, folder: Path, made: list[Path], mark: Mark, new: bool) -> None:
         self.mark, self._new = mark, new
@@ -221,7 +221,7 @@ class LocalHeld:
         _held.add(self)
 
     def _write(self) -> None:
-        # In place, without making it shorter first: a kill, or a full disk, in between would leave a run without a name.
+        # In place, without truncating first: a kill, or a full disk, in between would leave a run without an id.
         text = packed(self.mark).ljust(min(os.fstat(self._descriptor).st_size, LONGEST))
         os.pwrite(self._descriptor, text, 0)
         os.ftruncate(self._descriptor, len(text))
@@ -237,7 +237,7 @@ class LocalHeld:
             else:
                 self.mark["status"] = FAILED if failed else ENDED
                 self._write()
-        except OSError:  # somebody has removed the folder, or put something into the one above
+        except OSError:  # someone removed the folder, or wrote into its parent
             pass
         finally:
             self.forget()
@@ -261,7 +261,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _lock(descriptor: int, kind: int, mark: Mark) -> bool:
-    """Whether the lock was got; where there are no locks, whether the process that the mark names is gone."""
+    """Whether the lock was acquired; where there are no locks, whether the process in the mark is gone."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -275,7 +275,7 @@ def _lock(descriptor: int, kind: int, mark: Mark) -> bool:
 
 
 class RemoteRuns(Runs):
-    """At a URL that fsspec knows. Nothing is locked there: two runs that begin within the same moment may both believe that a folder is theirs."""
+    """At a URL that fsspec knows. Nothing is locked there: two runs that start at the same moment may both take one folder."""
 
     def __init__(self, root: str, inner: str = "") -> None:
         self.root, self.inner = root.rstrip("/"), inner
@@ -309,7 +309,7 @@ class RemoteRuns(Runs):
         if runs_here(before) or (new and (before or number in self._numbered() or has_checkpoints(self.place(number)))):
             return None
         if before.get("status") == RUNNING and before.get("host") != mark["host"]:
-            logger.warning("%s was last used by %s, and nobody can tell whether it still is", self.folder(number), who(before))
+            logger.warning("%s was last used by %s, and it is unknown whether it is still in use", self.folder(number), who(before))
         held = RemoteHeld(self.files, self._file(number), mark if new else continued(before, mark), new)
         return held if self.mark(number).get("id") == held.mark["id"] else None
 
@@ -333,5 +333,5 @@ class RemoteHeld:
 
 
 def plain(path: str) -> str:
-    """One text for each way to write a path."""
+    """The same text for every spelling of a path."""
     return path.rstrip("/") if "://" in path else os.path.realpath(path)

@@ -1,17 +1,17 @@
-"""What a checkpoint says besides parameters and optimizers: one form for ``Fit`` and ``Engine``, and how earlier ones are read.
+"""A checkpoint's state besides parameters and optimizers: one form for ``Fit`` and ``Engine``, and reading of earlier forms.
 
 ``state/shared`` of both, the same on all ranks:
 
     seed, schedulers, scaler, window, registered
-    loaders                             {"epoch", "position"[, "order"]} of each; a run's has its training data's alone
+    loaders                             {"epoch", "position"[, "order"]} of each; a run has only its training loader
 
 ``state/rank=...`` of both:
 
-    place                               ranks that see different data, this one among them, and whether it speaks for what it sees
+    place                               number of ranks with different data, this rank's index, and whether it saves for its data
     rng
-    streams                             what each loader needs besides its position
+    streams                             state of each loader besides its position
 
-A run adds what callbacks, metrics and its counters need (``state``, ``callbacks``, ...; see ``engine/checkpoints.py``).
+A run adds callbacks, metrics and its counters (``state``, ``callbacks``, ...; see ``engine/checkpoints.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 
 def shared_form(tree: Any) -> Any:
-    """A ``state/shared`` tree of any version in the present form."""
+    """A ``state/shared`` tree of any version in the current form."""
     if not isinstance(tree, dict) or "loaders" in tree or not isinstance(tree.get("state"), dict):
         return tree
     # A run of an earlier version, or a checkpoint that was converted.
@@ -31,7 +31,7 @@ def shared_form(tree: Any) -> Any:
 
 
 def own_form(tree: Any) -> Any:
-    """A rank's tree of any version in the present form."""
+    """A rank's tree of any version in the current form."""
     if not isinstance(tree, dict):
         return tree
     found = {"streams": [tree["stream"]], **tree} if "stream" in tree else tree

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: a directory, or a place that fsspec reaches (``s3://``, ``gs://``, ``memory://``, ...)."""
+"""Where checkpoints are stored: a directory, or a URL that fsspec knows (``s3://``, ``gs://``, ``memory://``, ...)."""
 
 from __future__ import annotations
 
@@ -15,64 +15,64 @@ from engine.checkpoint.remote_storage import Remote
 
 
 class Place(Protocol):
-    """A directory of checkpoints. Paths are what users are told, and what ``resume`` takes."""
+    """A directory of checkpoints. Paths are in the form that users see and ``resume`` accepts."""
 
     root: str
     shared: bool
-    """Whether all ranks read the same files, rather than copies of their own."""
+    """Whether all ranks read the same files, rather than their own copies."""
 
     def path(self, name: str) -> Path | str:
-        """Of the checkpoint of that name."""
+        """The path of the checkpoint of this name."""
 
     def begin(self, name: str, first: bool) -> None:
-        """Ready a draft; every rank calls it, ``first`` (one of them) before the others."""
+        """Prepare a draft; every rank calls it, ``first`` (one of them) before the others."""
 
     def draft(self, name: str) -> Path:
         """The directory into which this rank writes its files."""
 
     def send(self, name: str, files: Iterable[str]) -> None:
-        """This rank has written these files."""
+        """Note that this rank has written these files."""
 
     def seal(self, name: str, world_size: int, facts: Mapping[str, Any], files: Mapping[str, Record]) -> None:
-        """All have written: make the draft a checkpoint; one rank calls it."""
+        """Turn the draft into a checkpoint when all ranks have written; one rank calls it."""
 
     def abandon(self, name: str, first: bool) -> None:
-        """Leave nothing of the draft."""
+        """Remove the draft."""
 
     def manifests(self) -> dict[str, dict[str, Any]]:
-        """Of the complete checkpoints by name, oldest first."""
+        """The manifests of the complete checkpoints by name, oldest first."""
 
     def damaged(self) -> dict[str, str]:
-        """What began as a checkpoint and is not complete: the reason by name."""
+        """Incomplete checkpoints by name, with the reason."""
 
     def unusable(self) -> dict[str, str]:
-        """Those of :meth:`damaged` that are no drafts or remains of a removal: somebody misses them."""
+        """Those of :meth:`damaged` that are neither drafts nor remains of a removal."""
 
     def fetch(self, name: str) -> Path:
         """A local directory with the checkpoint's files."""
 
     def remove(self, name: str) -> bool:
-        """As :func:`engine.checkpoint.directory.remove`; a ``name`` that leads out of this place is a ``ValueError``."""
+        """As :func:`engine.checkpoint.directory.remove`; a ``name`` that leads out of this directory is a ``ValueError``."""
 
     def busy(self, name: str) -> bool:
-        """Whether the checkpoint of that name must not be replaced: someone is reading it, or this version cannot read it."""
+        """Whether the checkpoint of this name must not be replaced: it is being read, or this version cannot read it."""
 
     def sweep(self) -> None:
-        """Delete what runs that were killed left."""
+        """Delete what killed runs left."""
 
 
 def place(root: str | Path) -> Place:
-    """The place that a path or a URL names."""
+    """The :class:`Place` of a path or a URL."""
     return Remote(str(root)) if "://" in str(root) else Local(Path(root))
 
 
 def same(one: Place, other: Place) -> bool:
-    """Whether they are one place, however its path was written."""
+    """Whether both paths name one directory, in any spelling."""
     return one.root == other.root or (one.shared and other.shared and os.path.realpath(one.root) == os.path.realpath(other.root))
 
 
 def split(path: str | Path) -> tuple[Place, str]:
-    """The place and the name of a checkpoint, from its path or URL."""
+    """The :class:`Place` and the name of a checkpoint, from its path or URL."""
     if "://" in str(path):
         root, _, name = str(path).rstrip("/").rpartition("/")
         return Remote(root), name
@@ -83,7 +83,7 @@ def split(path: str | Path) -> tuple[Place, str]:
 _REMAINS = {
     ".partial": "not finished: a run is writing it, or was killed while it did",
     ".replaced": "an older one of the same name, which a newer one has replaced",
-    ".removed": "its removal was cut short",
+    ".removed": "its removal was interrupted",
 }
 
 
@@ -93,7 +93,7 @@ class Local:
     shared = True
 
     def __init__(self, root: Path) -> None:
-        self.directory = root.absolute()  # a script may change its directory
+        self.directory = root.absolute()  # a script may change the current directory
         self.root = str(self.directory)
         self._lock: int | None = None
         self._serial = 0
@@ -109,7 +109,7 @@ class Local:
             self._lock = directory.begin(self.path(name))
 
     def send(self, name: str, files: Iterable[str]) -> None:
-        """They are where they belong."""
+        """Nothing to do: the files are in the draft."""
 
     def seal(self, name: str, world_size: int, facts: Mapping[str, Any], files: Mapping[str, Record]) -> None:
         self._serial = next_serial([{"serial": self._serial}] if self._serial else self.manifests().values())  # the folder is listed once
@@ -149,7 +149,7 @@ class Local:
             return f"{MANIFEST} is missing"
         except (DamagedCheckpoint, OSError) as error:
             return str(error).removeprefix(f"{path}: ")
-        return "it was not complete a moment ago"
+        return "it was incomplete a moment ago"
 
     def unusable(self) -> dict[str, str]:
         remains = set(_REMAINS.values())

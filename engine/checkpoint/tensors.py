@@ -1,7 +1,7 @@
-"""Tensors in safetensors files: whole ones, and parts of tensors that several ranks hold together.
+"""Tensors in safetensors files: whole ones, and shards of tensors that several ranks hold together.
 
 The files are those of ``torch.distributed.checkpoint``'s Hugging Face storage: each says in its metadata where in the whole tensors
-its parts lie, so any number of ranks reads what any other number wrote, and ``safetensors`` alone reads what one rank wrote.
+its shards are, so any number of ranks reads what any other number wrote, and ``safetensors`` alone reads what one rank wrote.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ FORMATS: dict[torch.dtype, str] = {
         *(("float8_e4m3fn", "F8_E4M3"), ("float8_e5m2", "F8_E5M2"), ("float8_e4m3fnuz", "F8_E4M3FNUZ"), ("float8_e5m2fnuz", "F8_E5M2FNUZ")),
     )
 }
-"""What safetensors can hold, and its names for them."""
+"""The dtypes of safetensors, and its names for them."""
 COMPLEX = "@complex128"
-"""The end of the name under which a file has a tensor of that type, which safetensors does not know: pairs of F64, along one more dim."""
+"""The suffix of names of complex128 tensors, which safetensors does not support: they are stored as pairs of F64, with one more dim."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor that is in a checkpoint's files and has not been read."""
+    """A tensor in a checkpoint's files that has not been read."""
 
     name: str
     shape: torch.Size
@@ -43,7 +43,7 @@ class Stored:
 
 
 def storable(tensor: Any) -> bool:
-    """Whether safetensors can hold it: a dense tensor with memory, of one of its formats."""
+    """Whether safetensors can hold it: a dense tensor with memory, of a supported dtype."""
     return isinstance(tensor, Tensor) and known_format(tensor.dtype) and not tensor.is_meta and tensor.layout == torch.strided
 
 
@@ -55,18 +55,18 @@ def known_format(dtype: torch.dtype) -> bool:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], offsets: Mapping[str, Sequence[int]] | None = None) -> Record:
     """Write one file and wait until it is on the disk. Tensors of a device are copied to the host one at a time.
 
-    torch's and safetensors' own writers first put the whole file together in memory, and hold the interpreter while they do; this one
-    writes from the tensors' memory, with the checksum on the way, and lets other threads run.
+    torch's and safetensors' own writers first assemble the whole file in memory while they hold the GIL; this one writes directly
+    from the tensors' memory, computes the checksum on the way, and lets other threads run.
 
     Args:
-        offsets: where in the whole tensor each one begins; by default they are whole.
+        offsets: where in the whole tensor each one starts; by default they are whole.
     """
     parts = {name: (tensor, list(offsets[name]) if offsets else []) for name, tensor in tensors.items()}
     for name, (tensor, begin) in list(parts.items()):
         if tensor.dtype == torch.complex128:
             del parts[name]
             parts[name + COMPLEX] = torch.view_as_real(tensor.resolve_conj()), [*begin, 0]
-    # Large elements first: every tensor then begins at a multiple of its element's size.
+    # Large elements first: every tensor then starts at a multiple of its element size.
     ordered = sorted(((name, tensor) for name, (tensor, _) in parts.items()), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     if offsets is not None:
@@ -88,20 +88,20 @@ def _bytes(tensor: Tensor) -> Any:
 
 
 class TensorFiles:
-    """The tensors of one directory of a checkpoint: what there is, and how any part of it gets into memory.
+    """The tensors of one directory of a checkpoint, and reading of any part of them.
 
     Raises:
-        DamagedCheckpoint: a file is no safetensors file, or parts of a tensor are missing.
+        DamagedCheckpoint: a file is not a safetensors file, or shards of a tensor are missing.
     """
 
     def __init__(self, directory: Path, any_files: bool = True) -> None:
         self.directory = directory
         self.stored: dict[str, Stored] = {}
-        """By name."""
+        """The tensors by name."""
         self._entries: dict[str, Any] = {}
         if not any_files:
             return
-        # Imported here: it takes 0.7 s, and most processes read nothing.
+        # Imported here: it takes 0.7 s, and most processes do not read.
         from torch.distributed.checkpoint import HuggingFaceStorageReader
 
         reader: Any = HuggingFaceStorageReader(str(directory))
@@ -116,7 +116,7 @@ class TensorFiles:
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
         for name, entry in self._entries.items():
-            assert isinstance(entry, TensorStorageMetadata)  # the other kind is pickled, and never written here
+            assert isinstance(entry, TensorStorageMetadata)  # the other kind is pickled, and never written by this library
             if bad := _untiled(entry.size, [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]):
                 raise DamagedCheckpoint(f"{self.directory}: parts of {name!r} {bad}")
             if name.endswith(COMPLEX):
@@ -126,21 +126,21 @@ class TensorFiles:
                 self.stored[name] = Stored(name, entry.size, entry.properties.dtype)
 
     def parts(self) -> dict[str, int]:
-        """In how many parts each tensor lies in the files."""
+        """The number of shards of each tensor in the files."""
         return {name.removesuffix(COMPLEX): len(entry.chunks) for name, entry in self._entries.items()}
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill tensors by name, whole ones or this rank's parts (``DTensor``), on any device. No other rank is asked.
+        """Fill tensors by name, whole ones or this rank's shards (``DTensor``), on any device. Not a collective.
 
         Raises:
-            ValueError: a name is not there, or has another shape.
+            ValueError: a name does not exist, or has another shape.
         """
         for name, target in targets.items():
             known = self.stored.get(name)
             if known is None:
                 raise ValueError(f"{self.directory}: there is no tensor {name!r}")
             if known.shape != target.shape:
-                raise ValueError(f"{self.directory}: {name!r} has shape {list(known.shape)}, and {list(target.shape)} is asked for")
+                raise ValueError(f"{self.directory}: {name!r} has shape {list(known.shape)}, and {list(target.shape)} was requested")
         if targets:
             from torch.distributed.checkpoint import DefaultLoadPlanner, load
 
@@ -152,10 +152,10 @@ class TensorFiles:
                     state[name] = target.detach()
             planner = DefaultLoadPlanner(flatten_state_dict=False)
             with torch.no_grad(), warnings.catch_warnings():
-                # That every rank reads for itself is the intent.
+                # Every rank reads for itself on purpose.
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
                 _checked(self.directory, lambda: load(state, storage_reader=self._reader, planner=planner, no_dist=True))
-            for target in targets.values():  # written through parts and aliases: whoever watches the tensor itself is told
+            for target in targets.values():  # written through views and aliases: bump the version of the tensor itself
                 torch.autograd.graph.increment_version(target)
 
     def whole(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
@@ -175,18 +175,18 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a part begins in its tensor, and its shape."""
+"""Where a shard starts in its tensor, and its shape."""
 
 
 def _untiled(shape: Sequence[int], parts: Sequence[Box]) -> str:
-    """What is wrong with parts that do not fill a tensor of ``shape``, each of its elements once; nothing: they do."""
+    """What is wrong with shards that do not cover each element of a tensor of ``shape`` once; empty if nothing."""
     if any(len(begin) != len(shape) or any(b < 0 or b + n > most for b, n, most in zip(begin, size, shape, strict=True)) for begin, size in parts):
         return "lie outside of it"
     if sum(math.prod(size) for _, size in parts) != math.prod(shape):
         return "are missing"
     if len(parts) == 1 or not math.prod(shape):
         return ""
-    # Along the dim in which most parts begin elsewhere, few lie side by side.
+    # Along the dim with the most distinct offsets, few shards overlap.
     dim = max(range(len(shape)), key=lambda d: len({begin[d] for begin, _ in parts}))
     beside: list[Box] = []
     for begin, size in sorted(parts, key=lambda part: part[0][dim]):
@@ -199,7 +199,7 @@ def _untiled(shape: Sequence[int], parts: Sequence[Box]) -> str:
 
 
 def _pairs(tensor: Any) -> Tensor:
-    """A complex tensor's memory as pairs of real numbers, of this rank's part too."""
+    """A complex tensor's memory as pairs of real numbers, also of this rank's shard."""
     if type(tensor) is Tensor:
         return torch.view_as_real(tensor)
     local = torch.view_as_real(tensor.to_local())

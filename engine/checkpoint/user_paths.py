@@ -1,4 +1,4 @@
-"""From a path or a URL that a user gives to checkpoints, and to files of others."""
+"""Checkpoints and other files, from a user's path or URL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.checkpoint.storage import Place, place, split
 
 
 def folder(path: str | Path) -> Place | None:
-    """The folder of checkpoints that a path or a URL means: itself, or its ``checkpoints/``, of the newest run that has any in it.
+    """The folder of checkpoints at a path or a URL: itself, or its ``checkpoints/``, of the newest run that has any.
 
     ``None``: there are none, or it is a checkpoint itself.
 
@@ -25,7 +25,7 @@ def folder(path: str | Path) -> Place | None:
     """
     if "://" not in str(path) and Path(path).is_file():
         raise NotADirectoryError(
-            f"{path} is a file, but a checkpoint is a directory. A file of another trainer becomes one with: fit checkpoint convert {path} OUT"
+            f"{path} is a file, but a checkpoint is a directory. Convert a file of another trainer with: fit checkpoint convert {path} OUT"
         )
     where, name = split(path)
     if _has_manifest(where, name):
@@ -36,12 +36,12 @@ def folder(path: str | Path) -> Place | None:
 
 
 def find(path: str | Path) -> tuple[Place, list[str]]:
-    """The checkpoints that a path or a URL means: itself, or the complete ones in a :func:`folder`, oldest first.
+    """The checkpoints at a path or a URL: itself, or the complete ones in a :func:`folder`, oldest first.
 
     Raises:
-        FileNotFoundError: none is there, or the one that is named is not there.
-        NotADirectoryError: a file is there.
-        DamagedCheckpoint: there are incomplete ones only; the message has the reason.
+        FileNotFoundError: there are none, or the named one does not exist.
+        NotADirectoryError: it is a file.
+        DamagedCheckpoint: there are only incomplete ones; the message has the reason.
     """
     inner = folder(path)
     if inner is not None and (names := list(inner.manifests())):
@@ -52,14 +52,14 @@ def find(path: str | Path) -> tuple[Place, list[str]]:
     damaged = {str(inner.path(n)): why for n, why in inner.damaged().items()} if inner is not None else {}
     damaged |= {str(where.path(n)): why for n, why in where.damaged().items() if n == name}
     for what, why in damaged.items():
-        raise DamagedCheckpoint(f"{what}: {why}; no complete checkpoint is there")
+        raise DamagedCheckpoint(f"{what}: {why}; there is no complete checkpoint")
     beside = ", ".join(where.manifests()) or "none"
-    raise FileNotFoundError(f"{path} is no checkpoint, and holds none ({MANIFEST} is missing); complete ones beside it: {beside}")
+    raise FileNotFoundError(f"{path} is not a checkpoint, and contains none ({MANIFEST} is missing); complete ones beside it: {beside}")
 
 
 @contextmanager
 def opened(path: str | Path, folders: Iterable[str] = FOLDERS) -> Iterator[Opened]:
-    """The checkpoint at ``path``, or the newest of those in it (see :func:`find`), for one process.
+    """The checkpoint at ``path``, or the newest one in it (see :func:`find`), for one process.
 
     Args:
         folders: those whose checksums are checked.
@@ -74,10 +74,10 @@ def opened(path: str | Path, folders: Iterable[str] = FOLDERS) -> Iterator[Opene
 
 @contextmanager
 def local_copy(path: str | Path) -> Iterator[Path]:
-    """The file or directory at ``path`` as a local one: itself, or a copy of what a URL names, for as long as the context lasts.
+    """The file or directory at ``path`` as a local one: itself, or a copy of a URL's content, while the context lasts.
 
     Raises:
-        FileNotFoundError: nothing is there.
+        FileNotFoundError: it does not exist.
         ValueError: fsspec does not know the protocol.
     """
     if "://" not in str(path):
@@ -99,13 +99,13 @@ def local_copy(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def outgoing(path: str | Path) -> Iterator[Path]:
-    """A local directory for what is to be at ``path``: itself, or one whose files are sent to a URL at the context's end."""
+    """A local directory for files to be written to ``path``: itself, or one whose files are sent to a URL at the context's end."""
     if "://" not in str(path):
         yield Path(path)
         return
     files, inner = reach(str(path))
     if files.exists(inner) and files.find(inner):
-        raise FileExistsError(f"{path} holds something already: choose another place")
+        raise FileExistsError(f"{path} is not empty: choose another path")
     with tempfile.TemporaryDirectory(prefix="outgoing-") as folder:
         yield Path(folder)
         files.makedirs(inner, exist_ok=True)

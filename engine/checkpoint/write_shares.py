@@ -1,4 +1,4 @@
-"""Which rank writes which part of which tensor."""
+"""Which rank writes which shard of which tensor."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 
 class Part(NamedTuple):
-    """What this rank holds of a tensor."""
+    """This rank's part of a tensor."""
 
     tensor: Tensor
     """Shares the memory of the original, on its device."""
     offsets: tuple[int, ...]
-    """Where in the whole tensor it begins."""
+    """Where in the whole tensor it starts."""
 
 
 FILE = 1 << 27
-"""Bytes above which a rank's parts go into several files, which are written at the same time."""
+"""Bytes above which a rank's parts go into several files, which are written concurrently."""
 MOST_FILES = 8
 
 Row = tuple[str, tuple[int, ...], int]
@@ -27,14 +27,14 @@ Row = tuple[str, tuple[int, ...], int]
 
 
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
-    """What this rank holds of each tensor that is not empty here (``DTensor``: its own part; others: all)."""
+    """This rank's part of each tensor that is not empty here (``DTensor``: its shard; others: all)."""
     cut = {name: tensor for name, tensor in tensors.items() if is_cut(tensor)}
     found = {name: Part(tensor.detach(), (0,) * tensor.ndim) for name, tensor in tensors.items() if name not in cut}
     return found | _cut_parts(cut) if cut else found
 
 
 def is_cut(tensor: Tensor) -> bool:
-    """Whether ranks hold parts of it. (Where nobody has imported ``DTensor``, there are none.)"""
+    """Whether it is sharded over ranks. (Never, if nobody has imported ``DTensor``.)"""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -57,15 +57,15 @@ def _cut_parts(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
 
 
 def rows(parts: Mapping[str, Part]) -> list[Row]:
-    """What the other ranks need to know of these parts."""
+    """What the other ranks need to know about these parts."""
     return [(name, part.offsets, part.tensor.numel() * part.tensor.element_size()) for name, part in parts.items()]
 
 
 def deal(every: list[Any], rank: int) -> set[str]:
-    """The names whose part this rank writes. Of ranks that hold the same part, the one that has least to write takes it.
+    """The names whose part this rank writes. Among ranks with the same part, the one with the least to write takes it.
 
     Args:
-        every: the :func:`rows` of each rank, and whether the lowest rank that holds it is to write it; all ranks come to the same answer.
+        every: the :func:`rows` of each rank, and whether the lowest rank that has it must write it; all ranks compute the same answer.
     """
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     sizes: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -77,7 +77,7 @@ def deal(every: list[Any], rank: int) -> set[str]:
             sizes[key] = size
     load = [0] * len(every)
     mine: set[str] = set()
-    for key in sorted(holders, key=lambda key: -sizes[key]):  # the large ones first: the loads come out more even
+    for key in sorted(holders, key=lambda key: -sizes[key]):  # the large ones first: this balances the loads
         writer = min(holders[key], key=lambda holder: load[holder])
         load[writer] += sizes[key]
         if writer == rank:
@@ -86,7 +86,7 @@ def deal(every: list[Any], rank: int) -> set[str]:
 
 
 def divide(parts: Mapping[str, Part]) -> list[dict[str, Part]]:
-    """A rank's parts in as many files as are worth writing at the same time, of about equal size; none for no parts."""
+    """A rank's parts in as many files as are worth writing concurrently, of about equal size; none for no parts."""
     sizes = {name: size for name, _, size in rows(parts)}
     count = min(MOST_FILES, max(1, sum(sizes.values()) // FILE))
     files: list[dict[str, Part]] = [{} for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Checkpoints written by all ranks together, while the training goes on."""
+"""Checkpoints written by all ranks together, while the training continues."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from engine.utils.log import logger
 from engine.utils.parameters import parameters_of
 
 CLOSE_S = 5.0
-"""How long a run of several ranks that has failed waits for a checkpoint that was on its way (s): the others wait for this rank's end."""
+"""How long (s) a failed run of several ranks waits for a checkpoint in progress: the others wait for this rank's exit."""
 _open: weakref.WeakSet[Saver] = weakref.WeakSet()
 
 Packed = tuple[Any, dict[str, Tensor]]
@@ -41,27 +41,27 @@ Packed = tuple[Any, dict[str, Tensor]]
 
 @dataclass
 class Content:
-    """What goes into a checkpoint, as this rank has it. Tensors may be whole, or parts (``DTensor``)."""
+    """This rank's content of a checkpoint. Tensors may be whole or sharded (``DTensor``)."""
 
     model: Mapping[str, Any]
-    """Parameters and buffers by name, and what ``get_extra_state`` gave; names may be missing that other ranks hold."""
+    """Parameters and buffers by name, and results of ``get_extra_state``; names of other ranks may be missing."""
     optim: Mapping[str, Any]
-    """``{number: state}`` of each optimizer; ``state["state"]`` is by names of parameters, some of which other ranks may hold."""
+    """``{number: state}`` of each optimizer; ``state["state"]`` is keyed by parameter names; other ranks may have some of them."""
     shared: Any
     """A tree that is the same on all ranks."""
     own: Any
     """This rank's tree."""
     facts: Mapping[str, Any]
-    """What the manifest says besides: small JSON values."""
+    """Additional facts for the manifest: small JSON values."""
     partial: bool = False
-    """Ranks hold tensors of other names; the same on all ranks."""
+    """Whether ranks have tensors of different names; the same on all ranks."""
     stepped: Set[int] = frozenset()
-    """The ``id`` of each parameter that nothing but an optimizer step changes."""
+    """The ``id`` of each parameter that only an optimizer step changes."""
 
 
 @dataclass
 class _Job:
-    """A checkpoint on its way. Nothing in it changes while the training goes on, but for tensors that are still to be copied."""
+    """A checkpoint in progress. Nothing in it changes while the training continues, except for tensors that are still to be copied."""
 
     name: str
     parts: dict[str, Part]
@@ -73,10 +73,10 @@ class _Job:
 
 
 class Saver:
-    """Writes checkpoints of one job to one place.
+    """Writes checkpoints of one job to one directory.
 
-    Every rank writes its own parts; of what several ranks hold, each writes about the same amount. With ``asynchronous`` the caller waits
-    only until copies are begun: a thread finishes them (:meth:`hold`), writes, and syncs. One checkpoint is written at a time.
+    Every rank writes its own shards; ranks share the writing of what several of them have. With ``asynchronous`` the caller waits only
+    until copies have started: a thread finishes them (:meth:`hold`), writes, and syncs. One checkpoint is written at a time.
 
     Args:
         root: a directory, or a URL that fsspec knows.
@@ -85,13 +85,13 @@ class Saver:
     def __init__(self, group: Group, root: str | Path) -> None:
         self.group, self.place = group, place(root)
         self.max_failures = 1
-        """So many failures of asynchronous saves in a row are an error; fewer are logged."""
+        """This many consecutive failures of asynchronous saves are an error; fewer are logged."""
         self.lost: set[str] = set()
         """Names of checkpoints that could not be written."""
         self.kept: set[str] = set()
-        """Names that are not removed whatever retention says: what this run was resumed from, and what was found damaged then."""
+        """Names that retention never removes: the one this run was resumed from, and those that were damaged then."""
         self.postponed: list[str] = []
-        """Names that are to be removed and could not be yet."""
+        """Names that are still to be removed."""
         self._failures = 0
         self._job: _Job | None = None
         self._side: Group | None = None
@@ -115,18 +115,18 @@ class Saver:
         """Write the checkpoint ``name``; all ranks call this together.
 
         Args:
-            asynchronous: return when copies are begun; errors are found by :meth:`wait`.
-            tolerant: a failure to write is treated as :meth:`wait` does.
-            remove: checkpoints that are no longer wanted once this one is complete.
-            unchanging: until :meth:`hold`, nobody changes parameters and optimizer states.
+            asynchronous: return when copies have started; :meth:`wait` reports errors.
+            tolerant: treat a failed write as :meth:`wait` does.
+            remove: checkpoints to delete once this one is complete.
+            unchanging: parameters and optimizer states do not change until :meth:`hold`.
 
         Returns:
             Where it is, or will be.
 
         Raises:
-            TypeError: something that cannot be stored; the message has its place.
+            TypeError: a value cannot be stored; the message says where it is.
             OSError: (neither ``asynchronous`` nor ``tolerant``) the disk is full, a permission is missing, and the like.
-            RankError: another rank failed; the message has its error. No rank has the new checkpoint then, and the earlier ones are as they were.
+            RankError: another rank failed; the message has its error. Then there is no new checkpoint, and the earlier ones are unchanged.
         """
         self.wait()
         job, later = self._prepare(name, content, remove)
@@ -141,7 +141,7 @@ class Saver:
                 self._ended(name, error)
             return self.place.path(name)
         if self._side is None:
-            # Collectives of another thread need a process group of their own.
+            # Collectives of another thread need their own process group.
             self._side = self.group.part([list(range(self.group.world_size))]) if self.group.world_size > 1 else self.group
         if self._staging is None:
             self._staging = Staging(self.group.device)
@@ -151,20 +151,20 @@ class Saver:
         job.staging = self._staging
         job.future, self._job = Future(), job
         _open.add(self)
-        # Nobody waits for a daemon: a rank that fails ends, even when the thread waits for ranks that are gone.
+        # A daemon: a failing rank exits even when the thread waits for ranks that are gone.
         threading.Thread(target=self._run, args=(job, job.future, self._side), name="checkpoint", daemon=True).start()
         return self.place.path(name)
 
     def hold(self) -> None:
-        """Wait until tensors may change: the copies of the checkpoint on its way are made."""
+        """Wait until tensors may change, because the checkpoint in progress has its copies."""
         if self._job is not None and self._job.staging is not None:
             self._job.staging.hold()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for the checkpoint on its way.
+        """Wait for the checkpoint in progress.
 
         Raises:
-            RuntimeError: it could not be written, nor ``max_failures - 1`` before it.
+            RuntimeError: this and the ``max_failures - 1`` previous ones could not be written.
             TimeoutError: it takes longer than ``timeout`` (s).
         """
         job, self._job = self._job, None
@@ -180,33 +180,33 @@ class Saver:
         self.lost.add(name)
         message = f"checkpoint {name} was not written: {type(error).__name__}: {error}"
         if self._failures >= self.max_failures:
-            raise RuntimeError(f"{message} ({self._failures} failure(s) in a row). Earlier checkpoints are as they were") from error
+            raise RuntimeError(f"{message} ({self._failures} failure(s) in a row). Earlier checkpoints are unchanged") from error
         if self.group.is_main:
-            logger.error("%s; training goes on (failure %d in a row, %d are an error)", message, self._failures, self.max_failures)
+            logger.error("%s; training continues (failure %d in a row, %d are an error)", message, self._failures, self.max_failures)
 
     def close(self, failed: bool = False) -> None:
-        """Wait for the checkpoint on its way, and give the buffers' memory back.
+        """Wait for the checkpoint in progress, and free the buffers.
 
         Args:
-            failed: the run has ended with an error, and other ranks may be gone: wait a little only, and raise nothing.
+            failed: the run ended with an error, and other ranks may be gone: wait only briefly, and raise nothing.
         """
         try:
             self.wait(CLOSE_S if failed and self.group.world_size > 1 else None)
         except Exception as error:
             if not failed:
                 raise
-            logger.error("the checkpoint on its way was given up: %s: %s", type(error).__name__, error)
+            logger.error("the checkpoint in progress was abandoned: %s: %s", type(error).__name__, error)
         self._staging = self._rows = None
 
     def discard(self, names: Sequence[str]) -> None:
-        """Delete checkpoints (on the main process) when the one on its way is complete."""
+        """Delete checkpoints (on the main process) when the one in progress is complete."""
         if self.group.is_main:
             self.postponed += names
 
     def take_over(self, postponed: Any, path: Path | str) -> None:
-        """What the checkpoint at ``path``, from which this job goes on, says of :attr:`postponed`.
+        """Take :attr:`postponed` from the checkpoint at ``path``, from which this job resumes.
 
-        A name counts only for an older checkpoint in this job's own place: elsewhere, and of a newer one, it is that of something else.
+        A name counts only for an older checkpoint in this job's own directory: elsewhere, or for a newer one, it means something else.
 
         Raises:
             DamagedCheckpoint: ``postponed`` is not a list of names.
@@ -215,12 +215,12 @@ class Saver:
             raise DamagedCheckpoint(f"{path}: {SHARED}.json has no usable 'postponed': {postponed!r:.100}")
         where, name = place_of(path)
         if self.group.is_main and same(where, self.place):
-            self.place.sweep()  # before the first save, too: there may be nothing left to save
+            self.place.sweep()  # also before the first save: there may be nothing left to save
             there = list(self.place.manifests())
             self.postponed = [each for each in there[: there.index(name)] if each in postponed] if name in there else []
 
     def remove(self, names: Sequence[str]) -> None:
-        """Delete checkpoints (on the main process); one that is in use is tried again later."""
+        """Delete checkpoints (on the main process); one that is in use is retried later."""
         if self.group.is_main and (names or self.postponed):
             wanted, self.postponed = [*self.postponed, *names], []
             self.postponed += [name for name in dict.fromkeys(wanted) if name in self.kept or not self._remove(name)]
@@ -228,25 +228,25 @@ class Saver:
     def _remove(self, name: str) -> bool:
         try:
             return self.place.remove(name)
-        except (OSError, ValueError) as error:  # it is no reason to give up what is being written
+        except (OSError, ValueError) as error:  # not a reason to give up the checkpoint that is being written
             logger.warning("checkpoint %s could not be removed: %s: %s", name, type(error).__name__, error)
             return True
 
     def _free(self, name: str) -> str:
-        """The name itself, or with a number where a checkpoint of that name must stay: it is read, resumed from, to be removed, or not readable."""
+        """The name, numbered if a checkpoint of this name must stay: it is being read, resumed from, to be removed, or unreadable."""
         found, number = name, 0
         while found in self.kept or found in self.postponed or self.place.busy(found):
             number += 1
             found = f"{name}-v{number}"
         if number:
-            logger.warning("%s must stay: it is in use, or cannot be read; this checkpoint is %s", self.place.path(name), found)
+            logger.warning("%s must stay: it is in use, or cannot be read; this checkpoint becomes %s", self.place.path(name), found)
         return found
 
     def _prepare(self, name: str, content: Content, remove: Sequence[str]) -> tuple[_Job, set[str]]:
-        """All that must be done while nothing changes. The ranks agree that it can be stored, and who writes what.
+        """Everything that must happen while nothing changes. The ranks agree that it can be stored, and on who writes what.
 
         Returns:
-            The job, and the names of those of its tensors that only an optimizer step changes.
+            The job, and the names of its tensors that only an optimizer step changes.
         """
         parts: dict[str, Part] = {}
         trees: dict[str, Packed] = {}
@@ -262,7 +262,7 @@ class Saver:
                 trees[SHARED] = pack(content.shared)
             parts.update(write_shares.parts_of({f"model/{n}": t for n, t in tensors.items()} | {f"optim/{n}": t for n, t in states.items()}))
             later.update({f"optim/{n}" for n in states}, (f"model/{n}" for n, t in tensors.items() if id(t) in content.stepped))
-            # What ranks may hold in different versions, such as the statistics of batches, is rank 0's.
+            # Where ranks may have different values, such as batch statistics, rank 0's are saved.
             fixed = {f"model/{n}" for n, t in tensors.items() if not isinstance(t, nn.Parameter)}
             rows.extend((name, offsets, size, name in fixed) for name, offsets, size in write_shares.rows(parts))
             return [rows == self._rows, self._free(name) if self.group.is_main else None]
@@ -277,7 +277,7 @@ class Saver:
             trees |= {stem: (_merged([row[stem] for row in every]), {}) for stem in joined}
         return _Job(name, {key: part for key, part in parts.items() if key in self._mine}, trees, content.facts, list(remove), None), later
 
-    # -- on the thread that writes ----------------------------------------------------------------------------------------------
+    # -- on the writing thread ----------------------------------------------------------------------------------------------
 
     def _run(self, job: _Job, future: Future[None], group: Group) -> None:
         try:
@@ -300,7 +300,7 @@ class Saver:
 
     def _begin(self, job: _Job, group: Group) -> None:
         if job.staging is not None:
-            job.staging.finish()  # first of all: the training may be waiting for it
+            job.staging.finish()  # first: the training may be waiting for it
         if group.is_main:
             if not self._swept:
                 self._swept = True
@@ -327,7 +327,7 @@ class Saver:
 
 
 def _finish() -> None:
-    """At the interpreter's exit: checkpoints on their way are completed."""
+    """At the interpreter's exit: complete checkpoints in progress."""
     for saver in list(_open):
         saver.close(failed=saver.group.failed or getattr(sys, "last_value", None) is not None)
 
@@ -336,7 +336,7 @@ atexit.register(_finish)
 
 
 def stepped(optimizers: Sequence[Any]) -> set[int]:
-    """The ``id`` of each parameter that an optimizer trains. Others, a teacher's for example, may be changed at any time."""
+    """The ``id`` of each parameter that an optimizer trains. Others, such as a teacher's, may change at any time."""
     return {id(p) for p in parameters_of(optimizers) if p.requires_grad}
 
 

@@ -1,4 +1,4 @@
-"""The objects of a run: which class each is of, the parameters of its constructor from the file and the command line, and how it is built."""
+"""The objects of a run: their classes, constructor parameters from the file and the command line, and building them."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from engine.config.yaml_writer import flow
 from engine.utils.errors import nearest
 
 _SECTION = "fit-section"
-"""The option under which a parser takes what the file says; no parameter is called so."""
+"""The option under which a parser takes the file's values; no parameter has this name."""
 COMMAND_LINE = "command line"
 
 
 @dataclass
 class Part:
-    """One object that is to be built."""
+    """An object to build."""
 
     name: str
     """``"model"``, ``"data"`` or ``"callbacks.0"``."""
     path: str
-    """The class or function, as it was named."""
+    """The class or function, as the user named it."""
     target: Callable[..., Any]
     init_args: Mapping[str, Any] = field(default_factory=dict)
-    """What the file says."""
+    """The file's values."""
     origins: Mapping[str, str] = field(default_factory=dict)
-    """Where the file says it, by the parameter's dotted name; ``""`` is the part itself."""
+    """The lines of the file's values, by the parameter's dotted name; ``""`` is the object itself."""
     overrides: list[tuple[str, str]] = field(default_factory=list)
     """Dotted names and texts of the command line."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments that are given as they are, below all else: those that a checkpoint was made with."""
+    """Arguments that are passed unchanged with the lowest priority: those recorded in a checkpoint."""
 
     @property
     def title(self) -> str:
@@ -48,7 +48,7 @@ class Part:
         return str(getattr(self.target, "__qualname__", self.path))
 
     def origin(self, key: str) -> str:
-        """Where the value of a parameter comes from: what gave it, or something in it, last."""
+        """The origin of a parameter's value: the last source of it, or of something in it."""
         if any(_within(given, key) for given, _ in self.overrides):
             return f"{COMMAND_LINE} {self.name}.{key}"
         while key not in self.origins and key:
@@ -57,10 +57,10 @@ class Part:
 
 
 class Parsed:
-    """A :class:`Part` whose parameters have been checked against the types of its constructor.
+    """A :class:`Part` whose parameters are checked against the types of its constructor.
 
     Raises:
-        UsageError: a parameter is unknown, missing, or of the wrong type; names it, where it was given, and the nearest one.
+        UsageError: a parameter is unknown, missing, or of the wrong type; the message names it, its origin, and the nearest one.
     """
 
     def __init__(self, part: Part) -> None:
@@ -74,7 +74,7 @@ class Parsed:
             self._values = self._parser.parse_args(self._arguments)
         except argparse.ArgumentError as error:
             raise UsageError(_explained(part, str(error))) from None
-        except Exception as error:  # of a module that a class path names, or of jsonargparse about one
+        except Exception as error:  # from a module that a class path names, or from jsonargparse about one
             raise _mendable(part, error) from None
         given = {*part.fixed, *part.init_args, *(key.removesuffix("+").split(".")[0] for key, _ in part.overrides)}
         if missing := [name for name in _untyped(part.target) if name not in given]:
@@ -84,14 +84,14 @@ class Parsed:
         """The object, and the arguments that its constructor was called with."""
         try:
             arguments = self._parser.instantiate(self._values).as_dict()
-        except Exception as error:  # of a constructor, or of jsonargparse about one
+        except Exception as error:  # from a constructor, or from jsonargparse about one
             raise _mendable(self.part, error) from None
         arguments.pop(_SECTION.replace("-", "_"))
         arguments |= self.part.fixed
         return self.part.target(**arguments), arguments
 
     def plain(self) -> tuple[dict[str, Any], list[str]]:
-        """All parameters as YAML has them, defaults included; and those whose value has no text that gives it again."""
+        """All parameters as in YAML, including defaults; and those whose value has no text form."""
         values = self._values.clone()
         values.pop(_SECTION.replace("-", "_"))
         left_out = [name for name in vars(values) if not self._repeatable(name)]
@@ -101,12 +101,12 @@ class Parsed:
         return {**kept, **self._as_values(values)}, left_out
 
     def _repeatable(self, name: str) -> bool:
-        """Whether the text of a parameter's value gives that value again."""
+        """Whether the text of a parameter's value reads back as that value."""
         values = self._values.clone()
         for other in [other for other in vars(values) if other != name]:
             values.pop(other)
         try:
-            with warnings.catch_warnings():  # of what is compared here
+            with warnings.catch_warnings():  # from the comparison
                 warnings.simplefilter("ignore")
                 again = self._parser.parse_args([*self._arguments, f"--{_SECTION}", flow(self._as_values(values))])
             return bool(again[name] == self._values[name])
@@ -119,7 +119,7 @@ class Parsed:
 
 
 def parser_of(part: Part) -> ArgumentParser:
-    """The options that stand for the parameters of a part's class or function."""
+    """The options for the parameters of an object's class or function."""
     parser = ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False, print_config=None, prog=part.name)
     parser.add_argument(f"--{_SECTION}", action="config")
     try:
@@ -133,7 +133,7 @@ def parser_of(part: Part) -> ArgumentParser:
 
 
 def parameters(parser: ArgumentParser) -> dict[str, argparse.Action]:
-    """The parameters that have values, by dotted name; those of a dataclass stand for themselves."""
+    """The parameters that have values, by dotted name; those of a dataclass are listed themselves."""
     actions = {action.dest: action for action in parser._actions if action.option_strings and action.dest != _SECTION.replace("-", "_")}
     helps = {f"{name}.help" for name in actions}
     kept = {name: action for name, action in actions.items() if name not in helps}
@@ -145,7 +145,7 @@ def _within(inner: str, outer: str) -> bool:
 
 
 def _given(part: Part, names: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The dotted names that the file gives, as deep as the parser has names, and where."""
+    """The dotted names that the file gives, as deep as the parser has names, with their lines."""
 
     def walk(values: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
         for key, value in values.items():
@@ -159,7 +159,7 @@ def _given(part: Part, names: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _check_name(part: Part, key: str, origin: str, names: Mapping[str, Any]) -> None:
-    # A name within a parameter (of an object that the parameter's type describes) is judged by its type.
+    # A name inside a parameter (of an object that the parameter's type describes) is checked by its type.
     if any(_within(key, name) or _within(name, key) for name in names):
         return
     above, _, last = key.rpartition(".")
@@ -171,7 +171,7 @@ def _check_name(part: Part, key: str, origin: str, names: Mapping[str, Any]) -> 
 
 
 def _explained(part: Part, message: str) -> str:
-    """jsonargparse's message, with the name under which the parameter was given, and where."""
+    """jsonargparse's message, with the parameter's name as given, and its origin."""
     text = " ".join(message.split())
     if found := re.match(r'Parser key "([^"]+)": (.*)', text):
         key, reason = found.groups()
@@ -187,14 +187,14 @@ def _needs(part: Part, missing: list[str]) -> str:
 
 
 def _untyped(target: Callable[..., Any]) -> list[str]:
-    """Parameters with neither type nor default: jsonargparse would give ``None`` for them."""
+    """Parameters with neither type nor default: jsonargparse would pass ``None`` for them."""
     empty, kinds = inspect.Parameter.empty, (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     found = inspect.signature(target).parameters.values()
     return [each.name for each in found if each.kind in kinds and each.default is empty and each.annotation is empty]
 
 
 def _mendable(part: Part, error: Exception) -> Exception:
-    """A :class:`UsageError` for what jsonargparse says itself, with the names that were given; anybody else's error as it is."""
+    """A :class:`UsageError` for jsonargparse's own errors, with the user's names; other errors are unchanged."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -204,9 +204,9 @@ def _mendable(part: Part, error: Exception) -> Exception:
 
 
 def _reason(text: str) -> str:
-    """What does not fit, without the types of a union that nobody meant."""
+    """What does not fit, without unlikely types of a union."""
     if found := re.search(r"Errors: - (.*?) Given value type: .*? Given value: (.*)", text):
         reasons = [each for each in found[1].split(" - ") if each != "Expected a <class 'NoneType'>"]
         text = f"{'; or: '.join(reasons)} (given: {found[2]})"
     text = re.sub(r"NestedArg\(key='([^']*)', val='([^']*)'\)", r"\1=\2", text)
-    return re.sub(r"Expected a dot import path string: (\S+)", r"\1 is no class with its module, such as torch.optim.AdamW", text)
+    return re.sub(r"Expected a dot import path string: (\S+)", r"\1 is not a class with its module, such as torch.optim.AdamW", text)

@@ -1,4 +1,4 @@
-"""The sub-commands of ``fit checkpoint``: each calls one function of ``engine.checkpoint`` and prints what it gives."""
+"""The subcommands of ``fit checkpoint``: each calls one function of ``engine.checkpoint`` and prints the result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.config.masked import rows as settings_rows
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the arguments of :func:`engine.cli.checkpoint.parser` say.
+    """Run the subcommand of the arguments of :func:`engine.cli.checkpoint.parser`.
 
     Returns:
         0, or 1 with one line on stderr that says why.
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 Answer = tuple[Any, list[str], bool]
-"""The JSON value, the lines for people, and whether all is well."""
+"""The JSON value, the printed lines, and whether all is well."""
 
 
 def _list(arguments: argparse.Namespace) -> Answer:
@@ -77,7 +77,7 @@ def _verify(arguments: argparse.Namespace) -> Answer:
         except (OSError, ValueError) as error:
             found[path] = [str(error)]
     lines = [
-        line for path, wrong in found.items() for line in ([f"{path}: {each}" for each in wrong] or [f"{path}: all is as it was written"])
+        line for path, wrong in found.items() for line in ([f"{path}: {each}" for each in wrong] or [f"{path}: intact"])
     ]
     return found, lines, not any(found.values())
 
@@ -110,7 +110,7 @@ def _convert(arguments: argparse.Namespace) -> Answer:
 
 def _prune(arguments: argparse.Namespace) -> Answer:
     found = prune(arguments.root, arguments.keep, arguments.keep_best, arguments.dry_run)
-    words = {"removed": "would be removed" if arguments.dry_run else "removed", "kept": "kept", "in_use": "kept, somebody is reading it"}
+    words = {"removed": "would be removed" if arguments.dry_run else "removed", "kept": "kept", "in_use": "kept, because it is being read"}
     return found, [f"{name}: {words[kind]}" for kind, names in found.items() for name in names], True
 
 
@@ -125,7 +125,7 @@ _ACTIONS: dict[str, Callable[[argparse.Namespace], Answer]] = {
 
 
 def _section(values: Mapping[str, Any], indent: str = "  ") -> list[str]:
-    """One value a line; dicts below their name."""
+    """One value per line; dicts below their name."""
     width = max((len(str(name)) for name in values), default=0)
     lines: list[str] = []
     for name, value in values.items():
@@ -162,7 +162,7 @@ def _size(count: float) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it; what JSON has no form of as text."""
+    """A value as JSON; what JSON cannot express becomes text."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

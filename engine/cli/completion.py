@@ -1,4 +1,4 @@
-"""``fit completion SHELL`` prints a script for a shell, which asks the hidden ``fit complete WORDS`` for what may stand next."""
+"""``fit completion SHELL`` prints a script for a shell, which calls the hidden ``fit complete WORDS`` for possible next words."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ VALUES: dict[str, tuple[str, ...]] = {
     "debug": _FLAG,
     "on_nonfinite": ("raise", "skip", "null"),
 }
-"""What a setting may be, where that are a few words."""
+"""Possible values of settings that have only a few."""
 WORDS = {"resume": ("last", "auto", "best"), "checkpoint": ("last", "best")}
-"""Words that options take beside paths."""
+"""Words that options accept besides paths."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -106,14 +106,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def complete(argv: Sequence[str]) -> int:
-    """Print what may stand in the place of the last of these words, a line each; nothing where it is a path."""
+    """Print possible completions of the last of these words, one per line; nothing for a path."""
     for candidate in candidates(argv):
         print(candidate)
     return 0
 
 
 def candidates(words: Sequence[str]) -> list[str]:
-    """What may stand in the place of the last word, after those before it; empty where it is a path, or anything."""
+    """Possible completions of the last word, given those before it; empty for a path, or if anything is possible."""
     *before, current = words or [""]
     if not before:
         return _fitting(current, [*cli.COMMANDS, *_options(cli.parser())])

@@ -1,4 +1,4 @@
-"""``fit config``: the arguments. What is done is in a module of its own, so that ``--help`` starts at once."""
+"""``fit config``: the arguments. The actions are in a separate module, so that ``--help`` starts at once."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def parser() -> argparse.ArgumentParser:
         description="Write a commented file of settings, from answers to questions unless one of the first three options is given.",
     )
     ways = top.add_mutually_exclusive_group()
-    ways.add_argument("--default", action="store_true", help="ask nothing: every setting as a comment with its default")
+    ways.add_argument("--default", action="store_true", help="without questions: every setting as a comment with its default")
     ways.add_argument(
         "--from-accelerate",
         nargs="?",
         const="",
         metavar="PATH",
-        help="take over Accelerate's configuration file (without PATH: the one that 'accelerate config' writes)",
+        help="convert Accelerate's configuration file (without PATH: the one that 'accelerate config' writes)",
     )
-    ways.add_argument("--check", metavar="PATH", help="write nothing: say whether a file of settings is right")
+    ways.add_argument("--check", metavar="PATH", help="write nothing: check a file of settings")
     top.add_argument("--output", default="fit.yaml", metavar="PATH", help="the file to write (default: fit.yaml)")
     top.add_argument(
         "--force",

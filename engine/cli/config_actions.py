@@ -1,4 +1,4 @@
-"""What ``fit config`` does."""
+"""The actions of ``fit config``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.loop import compatibility
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the arguments of :func:`engine.cli.config.parser` say."""
+    """Run ``fit config`` with the arguments of :func:`engine.cli.config.parser`."""
     try:
         return _check(Path(arguments.check)) if arguments.check is not None else _write(arguments)
     except EOFError:
@@ -42,14 +42,14 @@ def _write(arguments: argparse.Namespace) -> int:
     elif sys.stdin.isatty() and sys.stdout.isatty():
         values = ask()
     else:
-        raise ValueError("questions need a terminal, and this is none: give --default, or --from-accelerate PATH")
+        raise ValueError("questions need a terminal, and this is not one: give --default, or --from-accelerate PATH")
     text = document(values, head)
     draft = path.with_name(f".{path.name}.check")
     write_atomically(draft, text)
     try:
         resolved = _judge(draft)
     except (ValueError, TypeError) as error:
-        raise type(error)(f"nothing was written, because it would say: {str(error).replace(str(draft), str(path))}") from None
+        raise type(error)(f"nothing was written, because the file would be wrong: {str(error).replace(str(draft), str(path))}") from None
     finally:
         draft.unlink()
     write_atomically(path, text)
@@ -61,7 +61,7 @@ def _write(arguments: argparse.Namespace) -> int:
 def _check(path: Path) -> int:
     resolved = _judge(path)
     given = [name for name, origin in resolved.origins.items() if origin.startswith("file ")]
-    print(f"{path}: {len(given)} setting(s), all right" + (f": {', '.join(given)}" if given else ""))
+    print(f"{path}: {len(given)} setting(s), all valid" + (f": {', '.join(given)}" if given else ""))
     if resolved.sections:
         print(f"{path}: {', '.join(resolved.sections)}: read by 'fit run', not checked here")
     return 0
@@ -83,8 +83,8 @@ def _from_accelerate(arguments: argparse.Namespace) -> tuple[dict[str, Any], lis
             f"{path} has {count} key(s) that would change the training and have no counterpart here; --force writes them as comments:\n"
             + "\n".join(f"  {line}" for line in file.refused)
         )
-    head = ["", f"Made from Accelerate's {path}. This starts the processes that it describes:", f"    {file.launch}"]
-    told = (("Not taken over, because it has no meaning here:", file.notes), ("NOT DONE HERE, and it changes the training:", file.refused))
+    head = ["", f"Converted from Accelerate's {path}. This starts the processes that it describes:", f"    {file.launch}"]
+    told = (("Ignored, because it has no meaning here:", file.notes), ("NOT DONE HERE, and it changes the training:", file.refused))
     for title, lines in told:
         head += ["", title, *(f"    {' '.join(line.split())}" for line in lines)] if lines else []
     return file.settings, head

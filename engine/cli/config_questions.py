@@ -1,4 +1,4 @@
-"""The questions of ``fit config`` in a terminal. Enter takes the default; a wrong answer is asked for again with the error."""
+"""The questions of ``fit config`` in a terminal. Enter takes the default; a wrong answer is asked again, with the error."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ QUESTIONS = (
     Question("num_nodes", "Machines"),
     Question("strategy", "Strategy: auto, single, ddp, fsdp, mesh (tensor and pipeline parallel), deepspeed, ..."),
     Question("strategy.find_unused_parameters", "May a step leave parameters without a gradient", _is("strategy", "ddp")),
-    Question("strategy.cpu_offload", "Keep parameters and optimizer states in the host's memory", _SHARDED),
-    Question("strategy.dp_replicate", "Groups of ranks that hold a copy of the model each (1: it is spread over all of them)", _SHARDED),
-    Question("strategy.tp", "Tensor parallel: ranks that single layers are cut over", _is("strategy", "mesh")),
-    Question("strategy.pp", "Pipeline parallel: stages that the layers are cut into", _is("strategy", "mesh")),
+    Question("strategy.cpu_offload", "Keep parameters and optimizer states in host memory", _SHARDED),
+    Question("strategy.dp_replicate", "Groups of ranks with one copy of the model each (1: it is sharded over all of them)", _SHARDED),
+    Question("strategy.tp", "Tensor parallel: ranks that layers are sharded over", _is("strategy", "mesh")),
+    Question("strategy.pp", "Pipeline parallel: stages that the layers are split into", _is("strategy", "mesh")),
     Question("strategy.stage", "ZeRO stage: 0, 1, 2 or 3 (null: 2)", _ZERO),
-    Question("strategy.offload_optimizer", "Keep optimizer states in the host's memory: true, false or nvme", _ZERO),
+    Question("strategy.offload_optimizer", "Keep optimizer states in host memory: true, false or nvme", _ZERO),
     Question("strategy.offload_parameters", "Keep parameters there too, at stage 3: true, false or nvme", _ZERO),
-    Question("strategy.nvme_path", "Directory on the disk for what is offloaded", lambda values: "nvme" in flow(values.get("strategy")), True),
+    Question("strategy.nvme_path", "Directory on the disk for offloading", lambda values: "nvme" in flow(values.get("strategy")), True),
     Question("precision", f"Precision: {', '.join(dict.fromkeys(PRECISIONS.values()))}"),
     Question("precision.recipe", "Scales of fp8: tensorwise, rowwise or rowwise_with_gw_hp", _is("precision", "fp8-mixed")),
     Question("accumulate_grad_batches", "Micro-batches of one optimizer step"),
@@ -88,7 +88,7 @@ def _settle(question: Question, values: dict[str, Any], read: Callable[[str], st
 
 
 def _take(name: str, answer: str, values: dict[str, Any]) -> None:
-    """Check an answer and keep it. An option is checked by what it belongs to, so that impossible pairs are said at once."""
+    """Check an answer and store it. An option is checked with the setting it belongs to, so that impossible pairs are errors at once."""
     setting, _, option = name.partition(".")
     node = yaml_reader.compose(answer, "this answer")
     if not option:
@@ -100,7 +100,7 @@ def _take(name: str, answer: str, values: dict[str, Any]) -> None:
     if node is None:
         raise ValueError(f"{name} is empty: there is no default")
     options = {**(before if isinstance(before, dict) else {"name": before}), option: yaml_reader.construct(node)}
-    # The place on the disk is asked for next.
+    # The directory on the disk is the next question.
     _make(setting, named(setting, {"nvme_path": ".", **options} if "nvme" in options.values() else options))
     values[setting] = options
 

@@ -1,4 +1,4 @@
-"""Texts about what would run: the parameters of its classes, and its whole configuration as a file."""
+"""Descriptions of what would run: the parameters of its classes, and its whole configuration as a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.config.yaml_writer import flow
 def config_text(resolved: Resolved, parsed: Sequence[Parsed]) -> str:
     """A file of settings that runs the same: settings with their origins, each object with all of its parameters.
 
-    Defaults of parameters that have no text (an object made in the signature) are named in a comment, and are taken from there again.
+    Defaults without a text form (an object created in the signature) are named in a comment, and apply again when the file is used.
     """
     lines = ["# settings of Fit, and where each comes from"]
     for name, entry in readable(resolved.settings, resolved.origins, hide=False).items():
@@ -42,15 +42,15 @@ def _described(parsed: Parsed, indent: str) -> list[str]:
     lines = [f"class_path: {flow(parsed.part.path)}"]
     if values:
         lines += ["init_args:", *(f"  {name}: {flow(value)}" for name, value in values.items())]
-    lines += [f"# {name}: the default of {parsed.part.title}, an object that has no text" for name in left_out]
+    lines += [f"# {name}: the default of {parsed.part.title}, an object without a text form" for name in left_out]
     return [f"{indent}{line}" for line in lines]
 
 
 def class_help(command: str, parts: Sequence[Part]) -> str:
-    """What can be set of each class: name, type, default and documentation."""
+    """The parameters of each class: name, type, default and documentation."""
     lines = [f"usage: fit {command} TARGET --set NAME=VALUE ...", ""]
     for part in parts:
-        bare = inspect.isclass(part.target) and part.target.__doc__ is None  # getdoc would tell of the base class then
+        bare = inspect.isclass(part.target) and part.target.__doc__ is None  # then getdoc would describe the base class
         about = "" if bare else (inspect.getdoc(part.target) or "").split("\n\n")[0]
         about = " ".join(about.split())
         lines += [f"{part.name}: {part.path}", *([f"  {about}"] if about else [])]

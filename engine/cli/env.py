@@ -1,4 +1,4 @@
-"""``fit env``: the options. What it prints needs torch, and is imported when they are right."""
+"""``fit env``: the options. The report needs torch, and is imported when they are valid."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ACTIONS = "engine.cli.env_actions"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what a run that is started here would find.
+    """Print what a run started here would find.
 
     Returns:
         0, or 1 when the settings or the environment would make a run fail. Wrong arguments end the process with status 2.

@@ -1,4 +1,4 @@
-"""``fit env``: what a run that is started here would find."""
+"""``fit env``: what a run started here would find."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def collect(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def as_text(report: Mapping[str, Any]) -> str:
-    """The report of :func:`collect` for people: one value a line, settings with their origin."""
+    """The report of :func:`collect` as text: one value per line, settings with their origin."""
     lines = [*_section("versions", {name: found or "not installed" for name, found in report["versions"].items()})]
     lines += _section("devices", report["devices"])
     lines += _section("environment", report["environment"] or {})

@@ -1,4 +1,4 @@
-"""The exit statuses of ``fit``, and the error that is the caller's to mend."""
+"""The exit statuses of ``fit``, and the error that the caller can fix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 OK = 0
 FAILED = 1
-"""The run, or something that was checked, failed."""
+"""The run, or a check, failed."""
 USAGE = 2
 """Wrong options, settings or targets: nothing was started."""
 INTERRUPTED = 130
@@ -16,20 +16,20 @@ INTERRUPTED = 130
 
 STATUSES = """\
 exit status:
-  0    all went well
+  0    success
   1    an error of the run, or a check that failed
   2    wrong usage: an unknown option or setting, a bad configuration or target
-  130  Ctrl-C; a run has ended its step and saved its checkpoint
+  130  Ctrl-C; a run has finished its step and saved its checkpoint
   143  SIGTERM; likewise"""
-"""For people."""
+"""The text for ``--help``."""
 
 
 class UsageError(Exception):
-    """Something that the caller has given cannot be right; the message says what, and what to do."""
+    """Something that the caller gave is wrong; the message says what, and what to do."""
 
 
 def open_streams() -> None:
-    """Standard streams that were closed before this process started (``>&-``) lead nowhere, instead of to the next file that is opened."""
+    """Redirect standard streams that were closed before the start (``>&-``) to nowhere, instead of to the next file that is opened."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)
@@ -51,7 +51,7 @@ def guarded(command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         complain("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:  # who reads our output has seen enough; nothing may be left for the interpreter to write at its end
+    except BrokenPipeError:  # the reader of our output has closed it; leave nothing for the interpreter to write at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
 

@@ -1,4 +1,4 @@
-"""The parameters of a module that a checkpoint was made with, under those that the command line and the file of settings give."""
+"""The parameters of a checkpoint's module; those of the command line and the file of settings win over them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from engine.utils.log import logger
 
 
 def completed(part: Part, found: Recorded) -> Part:
-    """``part`` with the checkpoint's values for those parameters that neither the command line nor the file gives.
+    """``part`` with the checkpoint's values for parameters that neither the command line nor the file gives.
 
-    Values that a checkpoint holds go to the constructor as they are. Of those that it only has as text (``fit run`` writes all down), numbers,
-    text, enums, dataclasses and lists of such are read again. What names code is not: a checkpoint is somebody's input.
+    Values in the checkpoint go to the constructor unchanged. Of those that it only has as text (``fit run`` records all), numbers,
+    text, enums, dataclasses and lists of such are parsed. Names of code are not: a checkpoint is untrusted input.
 
     Raises:
-        UsageError: the module was made with a class or a function that is not given here; has what to give.
+        UsageError: the module was created with a class or a function that is not given here; the message says what to give.
     """
     names = parameters(parser_of(part))
     tops = dict.fromkeys(name.split(".")[0] for name in names)
@@ -62,19 +62,19 @@ def completed(part: Part, found: Recorded) -> Part:
         elif partly is None:
             shown = printable(flow(text))
             raise UsageError(
-                f"{found.path}: the module was made with {name}={shown}, which is not taken from a checkpoint: it may name code, or holds a secret. "
+                f"{found.path}: the module was created with {name}={shown}, which is not taken from a checkpoint: it may name code, or is a secret. "
                 f"Give it, as in --set {shlex.quote(f'model.{name}={shown}')}"
             )
     _tell(part, found, {name: value for name, value in taken.items() if plain(value) != current.get(name, current)})
     given = {*held, *texts, *part.init_args, *(key.removesuffix("+").split(".")[0] for key, _ in part.overrides)}
     for name, text in replaced_by_defaults(part.target, found.texts, given).items():
         made = printable(f"{name}={text}")
-        _say(logging.WARNING, "%s: the module was made with %s, which a checkpoint cannot hold: the default stands here", found.path, made)
+        _say(logging.WARNING, "%s: the module was created with %s, which a checkpoint cannot hold: using the default", found.path, made)
     return replace(part, init_args=init_args, origins=origins, fixed=fixed)
 
 
 def compare(parsed: Parsed, found: Recorded) -> None:
-    """Warn of parameters that are given here with other values than the checkpoint was made with."""
+    """Warn about parameters that are given here with other values than in the checkpoint."""
     part, here = parsed.part, parsed.plain()[0]
     there = dict(found.sections[part.name])
     if part.name == "model":
@@ -83,7 +83,7 @@ def compare(parsed: Parsed, found: Recorded) -> None:
         if name in here and here[name] != value and HIDDEN not in str(value):
             shown = without_secrets({"here": {name: here[name]}, "there": {name: value}})
             what = f"{part.name}.{name}={flow(shown['here'][name])}", f"the {flow(shown['there'][name])} of {found.path}"
-            _say(logging.WARNING, "%s: %s stands, not %s", part.origin(name), *map(printable, what))
+            _say(logging.WARNING, "%s: using %s, not %s", part.origin(name), *map(printable, what))
 
 
 def _tell(part: Part, found: Recorded, values: Mapping[str, Any]) -> None:
@@ -93,22 +93,22 @@ def _tell(part: Part, found: Recorded, values: Mapping[str, Any]) -> None:
 
 
 def _say(level: int, text: str, *values: object) -> None:
-    """Every rank reads the checkpoint; one of them says so."""
+    """Log on one rank; every rank reads the checkpoint."""
     if detect(os.environ).rank == 0:
         logger.log(level, text, *values)
 
 
 def _defaults(part: Part) -> dict[str, Any]:
-    """The constructor's defaults, as YAML has them."""
+    """The constructor's defaults, as in YAML."""
     try:
         return Parsed(replace(part, init_args={}, overrides=[])).plain()[0]
-    except UsageError:  # some have none
+    except UsageError:  # some have no default
         defaults = {name: each.default for name, each in inspect.signature(part.target).parameters.items()}
         return {name: plain(default) for name, default in defaults.items() if default is not inspect.Parameter.empty}
 
 
 def _partly(part: Part, name: str, nested: bool) -> bool | None:
-    """Whether only some of a parameter's value is given (an entry, one more element); ``None``: nothing of it is."""
+    """Whether only part of a parameter's value is given (an entry, an appended element); ``None``: nothing is."""
     keys = [key for key, _ in part.overrides if key.removesuffix("+").split(".")[0] == name]
     if name in keys or (name in part.init_args and not (nested and isinstance(part.init_args[name], Mapping))):
         return False
@@ -121,7 +121,7 @@ _DICTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 
 
 def _fits(hint: Any, value: Any) -> bool:
-    """Whether a plain value is of the type ``hint``, and nothing that reads it as that type can import or call anything."""
+    """Whether a plain value has the type ``hint``, and reading it as that type cannot import or call anything."""
     kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind is typing.Annotated:
         return _fits(inner[0], value)
@@ -145,7 +145,7 @@ def _fits(hint: Any, value: Any) -> bool:
 
 
 def _is_data(hint: Any) -> bool:
-    """Whether values of a type are made of numbers, text, and dicts and lists of such."""
+    """Whether values of a type consist of numbers, text, and dicts and lists of such."""
     kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind is typing.Literal or kind is None or kind is Ellipsis:
         return True

@@ -1,4 +1,4 @@
-"""The console command ``fit``. A command's module is imported when the command is given, so that the rest starts at once."""
+"""The console command ``fit``. A command's module is imported only for that command, so that the others start quickly."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "predict": ("engine.cli.run:predict", "write the predictions of a checkpoint's weights to a file"),
     "checkpoint": ("engine.cli.checkpoint", "list, show, verify, export, convert and prune checkpoints"),
     "config": ("engine.cli.config", "write a commented file of settings: from answers, defaults, or Accelerate's file; check one"),
-    "launch": ("engine.cli.launch", "start a script as the processes of one job, on this machine or on several; watch and restart them"),
+    "launch": ("engine.cli.launch", "start a script as the processes of one job, on this machine or on several; monitor and restart them"),
     "env": ("engine.cli.env", "print versions, devices, the distributed environment, and each setting with its origin"),
     "completion": ("engine.cli.completion", "print a script that completes fit's words in bash, zsh or fish"),
 }
 """Command -> the module whose ``main(arguments) -> exit status`` (or the function after a colon) runs it, and its line of help."""
 HIDDEN: dict[str, str] = {"complete": "engine.cli.completion:complete"}
-"""Commands for programs."""
+"""Commands for programs, not listed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     top = parser()
-    # What follows the command is its own.
+    # The rest belongs to the command.
     known = top.parse_args(arguments[:1])
     if known.command is None:
         top.print_help()
@@ -47,17 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """What stands before a command's own arguments."""
+    """The parser of the words before a command's own arguments."""
     width = max(map(len, COMMANDS)) + 2
     lines = "\n".join(f"  {name:<{width}}{line}" for name, (_, line) in COMMANDS.items())
     top = argparse.ArgumentParser(
         prog="fit",
-        description="Train PyTorch models: exact, elastic, free, safe and planned.",
+        description="Train PyTorch models.",
         epilog=f"commands:\n{lines}\n\n{STATUSES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=f"fit-trainer {version('fit-trainer') or 'not installed'}")
-    top.add_argument("command", nargs="?", metavar="command", help="'fit COMMAND --help' tells more")
+    top.add_argument("command", nargs="?", metavar="command", help="see 'fit COMMAND --help'")
     return top
 
 
@@ -78,7 +78,7 @@ def version(distribution: str) -> str | None:
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows as lines, their columns below one another; a few long cells move what follows them in their row only."""
+    """Rows as lines with aligned columns; a few long cells shift only the rest of their row."""
     widths = [min(max(map(len, column)), 60) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 

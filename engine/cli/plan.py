@@ -1,4 +1,4 @@
-"""What a command of ``fit`` is to run: the file of settings and the command line put together."""
+"""The objects and settings of a ``fit`` command, from the file of settings and the command line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KEYS = ("class_path", "init_args")
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings, and the objects that are to be built."""
+    """Settings, and the objects to build."""
 
     resolved: Resolved
     model: Part
@@ -40,16 +40,16 @@ class Plan:
 
 
 def plan(target: str | None, data: str | None, callbacks: Sequence[str], overrides: Sequence[str], config: str | None) -> Plan:
-    """Put together what runs.
+    """Combine the file and the command line.
 
     Args:
-        target, data, callbacks: classes of the command line; the first two stand above those of the file, the last come after them.
-        overrides: ``NAME=VALUE`` texts; the dotted names of parts are theirs, all others are settings of ``Fit``.
+        target, data, callbacks: classes of the command line; the first two replace those of the file, the last are added after its.
+        overrides: ``NAME=VALUE`` texts; dotted names set parameters of objects, all others are settings of ``Fit``.
         config: the file; ``None``: the one that ``FIT_CONFIG`` names, else ``./fit.yaml`` if there is one.
 
     Raises:
-        UsageError: no model, an unknown target or part, a section of another form.
-        ValueError, TypeError, OSError: a setting or the file cannot be right, as of :func:`engine.config.resolve.resolve`.
+        UsageError: no model, an unknown target or object, or a malformed section.
+        ValueError, TypeError, OSError: a setting or the file is wrong, as of :func:`engine.config.resolve.resolve`.
     """
     for text in overrides:
         _check_section(text)
@@ -61,7 +61,7 @@ def plan(target: str | None, data: str | None, callbacks: Sequence[str], overrid
         where = f"{resolved.file} has no section model:" if resolved.file else "there is no ./fit.yaml with a section model:"
         raise UsageError(f"nothing to run: name a TrainModule, as in 'fit run my.module:Net' or 'fit run net.py' ({where})")
     if not (isinstance(model.target, type) and issubclass(model.target, TrainModule)):
-        raise UsageError(f"{model.origin('')}: {model.path!r} is {_kind(model.target)}, no TrainModule: subclass engine.TrainModule")
+        raise UsageError(f"{model.origin('')}: {model.path!r} is {_kind(model.target)}, not a TrainModule: subclass engine.TrainModule")
     found = Plan(resolved, model, _data(data, sections.get("data"), places), _callbacks(callbacks, sections.get("callbacks"), places))
     for text in overrides:
         _override(found, *text.split("=", 1))
@@ -69,7 +69,7 @@ def plan(target: str | None, data: str | None, callbacks: Sequence[str], overrid
 
 
 def _places(file: Path | None) -> dict[str, str]:
-    """Where each key of the file stands, by its dotted name; entries of lists by their number."""
+    """The line of each key of the file, by its dotted name; entries of lists by their number."""
     if file is None:
         return {}
     origin, found = f"file {file}", {}
@@ -85,7 +85,7 @@ def _places(file: Path | None) -> dict[str, str]:
 
 
 def _part(name: str, given: str | None, section: Any, places: Mapping[str, str], role: str, base: type) -> Part | None:
-    """The part that the command line (``given``) or a section of the file describes; ``None``: neither does."""
+    """The object that the command line (``given``) or a section of the file describes; ``None``: neither does."""
     origin = places.get(name, COMMAND_LINE)
     path, init_args = _described(name, section, origin)
     if given is None and path is None:
@@ -117,7 +117,7 @@ def _described(name: str, section: Any, origin: str) -> tuple[str | None, dict[s
         return None, dict(section)
     for key in section:
         if key not in _KEYS:
-            raise UsageError(f"{origin}: {name} has the key {key!r} beside class_path{nearest(key, _KEYS)}; parameters stand under init_args")
+            raise UsageError(f"{origin}: {name} has the key {key!r} besides class_path{nearest(key, _KEYS)}; parameters belong under init_args")
     path, init_args = section.get("class_path"), section.get("init_args") or {}
     if not isinstance(path, str | None) or not isinstance(init_args, Mapping):
         raise UsageError(f"{origin}: {name}: class_path is text, as in my.module:Name, and init_args a mapping of parameters")
@@ -147,7 +147,7 @@ def _callbacks(given: Sequence[str], section: Any, places: Mapping[str, str]) ->
 
 
 def _check_section(text: str) -> None:
-    """A dotted name whose first part is neither a setting nor a section; what is wrong with settings is said where they are read."""
+    """Refuse a dotted name whose first part is neither a setting nor a section; settings are checked where they are read."""
     name = text.partition("=")[0]
     first, dot, _ = name.partition(".")
     if dot and first not in SECTIONS and first not in KINDS:
@@ -155,7 +155,7 @@ def _check_section(text: str) -> None:
 
 
 def _override(plan: Plan, name: str, text: str) -> None:
-    """Give a dotted name of the command line to its part."""
+    """Assign a dotted name of the command line to its object."""
     section, _, key = name.partition(".")
     if section not in SECTIONS:
         return

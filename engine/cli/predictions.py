@@ -1,4 +1,4 @@
-"""Predictions in files that hold values only: safetensors, or one line of JSON for each sample."""
+"""Predictions in files without code: safetensors, or one line of JSON per sample."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ ENDINGS = (".safetensors", ".jsonl")
 
 
 def check_output(output: str | None) -> None:
-    """Before the run: whether its predictions can be written there.
+    """Check before the run that its predictions can be written there.
 
     Raises:
-        UsageError: another ending, or no folder.
+        UsageError: another suffix, or no such directory.
     """
     if output is None:
         return
     path = Path(output)
     if path.suffix not in ENDINGS:
         hint = nearest(path.suffix, ENDINGS)
-        raise UsageError(f"--output {output}: the ending says what is written, {' or '.join(ENDINGS)}{hint}")
+        raise UsageError(f"--output {output}: the suffix must be {' or '.join(ENDINGS)}{hint}")
     if not path.parent.is_dir():
         raise UsageError(f"--output {output}: there is no directory {str(path.parent)!r}")
 
 
 def write(predictions: list[Any], several: bool, output: str | None) -> dict[str, Any]:
-    """Write what ``Fit.predict`` gave: one entry a batch; with ``several`` loaders a list of such lists.
+    """Write the result of ``Fit.predict``: one entry per batch; with ``several`` loaders a list of such lists.
 
-    In ``.safetensors`` a tensor for each place in a prediction, all samples joined: ``"predictions"``, or ``"logits"`` for ``{"logits": ...}``,
-    ``"0"`` for the first of a tuple; with several loaders the loader's number stands before it, ``"1.logits"``. In ``.jsonl`` one line a sample,
+    ``.safetensors`` has a tensor for each path in a prediction, with all samples joined: ``"predictions"``, or ``"logits"`` for ``{"logits": ...}``,
+    ``"0"`` for the first of a tuple; with several loaders prefixed by the loader's number, ``"1.logits"``. ``.jsonl`` has one line per sample,
     with several loaders ``{"loader": 1, "prediction": ...}``; numbers that are not finite are ``null``.
 
     Returns:
         ``samples``, and ``output`` or, without one, dtypes and shapes.
 
     Raises:
-        ValueError: ``.safetensors`` is asked for predictions that are no tensors, or whose shapes differ beyond the first dimension.
+        ValueError: ``.safetensors`` is asked for predictions that are not tensors, or whose shapes differ beyond the first dimension.
     """
     loaders = predictions if several else [predictions]
     if output is not None and output.endswith(".jsonl"):
@@ -67,13 +67,13 @@ def write(predictions: list[Any], several: bool, output: str | None) -> dict[str
 
 
 def _joined(batches: Sequence[Any]) -> dict[tuple[str, ...], Tensor]:
-    """The tensors of all batches, by their place in a prediction, joined along their first dimension."""
+    """The tensors of all batches, by their path in a prediction, joined along their first dimension."""
     parts: dict[tuple[str, ...], list[Tensor]] = {}
     for batch in batches:
         for place, leaf in _leaves(batch, ()):
             if not isinstance(leaf, (Tensor, bool, int, float)):
                 kind = type(leaf).__name__
-                raise ValueError(f"predictions hold {leaf!r:.60} of type {kind}, which is no tensor: write them with --output FILE.jsonl")
+                raise ValueError(f"predictions hold {leaf!r:.60} of type {kind}, which is not a tensor: use --output FILE.jsonl")
             tensor = leaf if isinstance(leaf, Tensor) else torch.tensor(leaf)
             parts.setdefault(place, []).append(tensor if tensor.ndim else tensor.reshape(1))
     for place, tensors in parts.items():
@@ -99,7 +99,7 @@ def _leaves(value: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
 
 
 def _rows(batch: Any) -> list[Any]:
-    """A batch's prediction cut into those of its samples, as JSON values; the batch as one row where nothing says how to cut it."""
+    """A batch's prediction split into those of its samples, as JSON values; the batch as one row if it cannot be split."""
     if isinstance(batch, Tensor):
         return list(_plain(batch)) if batch.ndim else [_plain(batch)]
     items = list(batch.values()) if isinstance(batch, Mapping) else list(batch) if isinstance(batch, (list, tuple)) else []

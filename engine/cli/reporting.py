@@ -1,4 +1,4 @@
-"""How an error reaches the person at the terminal: one line for what they can mend, their own traceback for what their code has raised."""
+"""How errors are shown in the terminal: one line for what the user can fix, the user's traceback for exceptions of their code."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _OURS = (f"{_PACKAGE}{os.sep}", f"{_PACKAGE.parent / 'callbacks'}{os.sep}")
 _INSTALLED = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")})
 _NEUTRAL = ("<frozen importlib", "<frozen runpy>", contextlib.__file__, importlib.__file__, f"{os.sep}jsonargparse{os.sep}")
-"""Frames of the machinery between our code and others'."""
+"""Frames of libraries between our code and the user's."""
 _MENDABLE = (ValueError, TypeError, ImportError, FileNotFoundError)
-"""What our own checks raise about what they were given."""
+"""Exceptions of our own checks about values they were given."""
 _TOLD = (RuntimeError, OSError, FloatingPointError)
-"""What our own code raises about things that went wrong, with a message that says it all."""
+"""Exceptions of our own code about failures, with a complete message."""
 
 
 def reported(work: Callable[[], int]) -> int:
-    """The exit status of ``work``; an exception is shown, and left for the launcher where it looks for it.
+    """The exit status of ``work``; an exception is shown, and written where the launcher looks for it.
 
     ======================================  ===================================  ==========
     what was raised                         what is shown                        status
@@ -71,7 +71,7 @@ def _report(error: Exception) -> int:
 
 
 def _remember(error: BaseException) -> None:
-    """As the interpreter does for an uncaught exception: what is done at exit asks how the program has ended."""
+    """As the interpreter does for an uncaught exception: exit handlers check how the program has ended."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     sys.last_exc = error  # type: ignore[attr-defined, unused-ignore]
 
@@ -83,7 +83,7 @@ def _record(error: Exception) -> None:
 
 
 def _trim(error: BaseException) -> None:
-    """Take our frames out of the tracebacks of an exception and of those that it came from, where anything else is left."""
+    """Remove our frames from the tracebacks of an exception and of its causes, if any others remain."""
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
@@ -93,8 +93,8 @@ def _trim(error: BaseException) -> None:
         seen.add(id(each))
         kept = [frame for frame in _frames(each.__traceback__) if not _is_ours(frame) and not _is_neutral(frame)]
         first = next((index for index, frame in enumerate(kept) if not _is_installed(frame)), 0)
-        kept = kept[first:]  # torch's way from our call to the first line of the caller's own code
-        if kept or isinstance(each, SyntaxError):  # which shows its own place
+        kept = kept[first:]  # torch's frames from our call to the first line of the user's code
+        if kept or isinstance(each, SyntaxError):  # which shows its own position
             each.__traceback__ = _joined(kept)
         pending += [each.__cause__, each.__context__]
 

@@ -1,4 +1,4 @@
-"""``fit run``, ``validate``, ``test`` and ``predict``: what is to be done. What does it needs torch, and is imported when the options are right."""
+"""``fit run``, ``validate``, ``test`` and ``predict``: the options. The work needs torch, and is imported when they are valid."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SELF_CHECK = "engine.cli.self_check"
 """What ``fit test`` does without a target."""
 
 _TARGET = """\
-TARGET and CLASS are my.module:Net, net.py:Net, or net.py when it defines one class that fits. The current directory is importable.
-Without TARGET the sections model:, data: and callbacks: of the file of settings say what runs:
+TARGET and CLASS are my.module:Net, net.py:Net, or net.py if it defines one such class. The current directory is importable.
+Without TARGET the sections model:, data: and callbacks: of the file of settings define what runs:
 
   max_epochs: 3
   model:
@@ -30,14 +30,14 @@ Without TARGET the sections model:, data: and callbacks: of the file of settings
 
 'fit COMMAND TARGET --help' lists the parameters of the classes."""
 
-_SAVED = "the module is made with the hyperparameters that it holds, but for those that --set or the file of settings gives"
+_SAVED = "the module is created with its hyperparameters, except those given by --set or the file of settings"
 
 _ABOUT = {
     "run": "Train a TrainModule with data and callbacks, each built from the parameters of its constructor.",
     "validate": "Run the validation loop with a checkpoint's weights and print the metrics.",
     "test": "Run the test loop with a checkpoint's weights and print the metrics. 'fit test' alone checks this installation on this machine's "
     "devices instead: collectives, DDP and FSDP2 against one process, resuming, bf16.",
-    "predict": "Run the prediction loop with a checkpoint's weights and write what it gives.",
+    "predict": "Run the prediction loop with a checkpoint's weights and write the predictions.",
 }
 
 
@@ -70,7 +70,7 @@ def _main(command: str, argv: Sequence[str]) -> int:
         return 0
     for text in arguments.set:
         if "=" not in text:
-            raise UsageError(f"--set {text}: give NAME=VALUE, as in max_epochs=3 or model.hidden=64; the target stands before the options")
+            raise UsageError(f"--set {text}: give NAME=VALUE, as in max_epochs=3 or model.hidden=64; the target comes before the options")
     if command == "test" and not (described or arguments.set or arguments.checkpoint or arguments.print_config):
         return int(importlib.import_module(SELF_CHECK).main(as_json=arguments.json))
     return int(importlib.import_module(ACTIONS).run(command, arguments))
@@ -89,7 +89,7 @@ def parser(command: str) -> argparse.ArgumentParser:
     top.add_argument("target", nargs="?", metavar="TARGET", help="the TrainModule")
     about = "print this; with a target, the parameters of its classes"
     top.add_argument("-h", "--help", action="store_true", help=about)
-    top.add_argument("--data", metavar="CLASS", help="a DataModule, or a class or function that gives a DataLoader")
+    top.add_argument("--data", metavar="CLASS", help="a DataModule, or a class or function that returns a DataLoader")
     top.add_argument(
         "--callback",
         action="append",
@@ -103,11 +103,11 @@ def parser(command: str) -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="NAME=VALUE",
-        help="settings of Fit, model.*, data.*, callbacks.N.* or callbacks.CLASS.*; above the environment and the file",
+        help="settings of Fit, model.*, data.*, callbacks.N.* or callbacks.CLASS.*; these win over the environment and the file",
     )
     file = "the file of settings (default: $FIT_CONFIG, then ./fit.yaml if there is one)"
     top.add_argument("--config", metavar="FILE", help=file)
-    shown = "print everything that would run as such a file, and do not run it"
+    shown = "print everything that would run as such a file, without running it"
     top.add_argument("--print-config", action="store_true", help=shown)
     if command == "run":
         top.add_argument("--resume", metavar="CHECKPOINT", help=f"last, auto (last, if there is one), best, or a checkpoint's path or URL; {_SAVED}")
@@ -116,5 +116,5 @@ def parser(command: str) -> argparse.ArgumentParser:
     top.add_argument("--checkpoint", metavar="CHECKPOINT", help=text)
     top.add_argument("--json", action="store_true", help="print one JSON value")
     if command == "predict":
-        top.add_argument("--output", metavar="FILE", help="what ends in .safetensors: tensors over all samples; in .jsonl: one line a sample")
+        top.add_argument("--output", metavar="FILE", help="a .safetensors file: tensors over all samples; a .jsonl file: one line per sample")
     return top

@@ -1,4 +1,4 @@
-"""What ``fit run``, ``validate``, ``test`` and ``predict`` do, once their options are right."""
+"""The actions of ``fit run``, ``validate``, ``test`` and ``predict``, once their options are valid."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from engine.utils.seed import seed_everything
 
 
 def run(command: str, arguments: argparse.Namespace) -> int:
-    """Do what the options of :func:`engine.cli.run.parser` say.
+    """Run the command with the options of :func:`engine.cli.run.parser`.
 
     Returns:
         The exit status, as of :mod:`engine.cli.exits`.
@@ -59,13 +59,13 @@ def _run(command: str, arguments: argparse.Namespace) -> int:
         check_output(arguments.output)
     seen = _Loaders()
     as_json = command != "run" and arguments.json
-    # What the run and its callbacks print must not get between the lines of the answer.
+    # Output of the run and its callbacks must not mix with the lines of the answer.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         fit, module, data = _built(wanted, parsed, seen)
         try:
             answer = _done(command, fit, module, data, arguments)
         except DoesNotFit as error:
-            given = f"the module's arguments are given as --set model.NAME=VALUE (fit {command} {wanted.model.path} --help lists them)"
+            given = f"give the module's arguments as --set model.NAME=VALUE (fit {command} {wanted.model.path} --help lists them)"
             raise UsageError(f"{error}; {given}") from error
     if not fit.is_main_process:
         return OK
@@ -76,7 +76,7 @@ def _run(command: str, arguments: argparse.Namespace) -> int:
 
 
 def _of_checkpoint(plan: Plan, command: str, wanted: str) -> list[Parsed]:
-    """The parts of a run that takes a checkpoint: the module has the parameters that this was made with, where none are given."""
+    """The objects of a run with a checkpoint: the module gets the checkpoint's parameters, unless others are given."""
     rest = [Parsed(part) for part in plan.parts[1:]]
     saving = (_callback(each) for each in rest if getattr(each.part.target, "runs_last", False))
     kept = next((callback.checkpoints_in for callback in saving if callback.checkpoints_in is not None), None)
@@ -96,7 +96,7 @@ def _built(wanted: Plan, parsed: list[Parsed], *more: Callback) -> tuple[Fit, Tr
     callbacks = [_callback(each) for name, each in by_name.items() if name.startswith("callbacks.")]
     fit = Fit.from_resolved(replace(wanted.resolved, **_sections(parsed, wanted.resolved.origins)), [*callbacks, *more])
     if fit.settings.seed is not None:
-        seed_everything(fit.settings.seed)  # the first weights are drawn in the module's constructor
+        seed_everything(fit.settings.seed)  # the module's constructor draws the first weights
     data = by_name["data"].build()[0] if "data" in by_name else None
     module, given = by_name["model"].build()
     if not module.hparams:
@@ -105,7 +105,7 @@ def _built(wanted: Plan, parsed: list[Parsed], *more: Callback) -> tuple[Fit, Tr
 
 
 def _sections(parsed: list[Parsed], origins: Mapping[str, str]) -> dict[str, Any]:
-    """What the objects are built from, for checkpoints and loggers: a field and its origins of :class:`engine.config.resolve.Resolved`."""
+    """The arguments of the objects, for checkpoints and loggers: a field and its origins of :class:`engine.config.resolve.Resolved`."""
     found: dict[str, Any] = {}
     places = dict(origins)
     for each in parsed:
@@ -118,7 +118,7 @@ def _sections(parsed: list[Parsed], origins: Mapping[str, str]) -> dict[str, Any
 def _callback(parsed: Parsed) -> Callback:
     found = parsed.build()[0]
     if not isinstance(found, Callback):
-        raise UsageError(f"{parsed.part.origin('')}: {parsed.part.path!r} gives a {type(found).__name__}, no engine.Callback")
+        raise UsageError(f"{parsed.part.origin('')}: {parsed.part.path!r} gives a {type(found).__name__}, not an engine.Callback")
     return found
 
 
@@ -142,7 +142,7 @@ def _tell(command: str, answer: Any, arguments: argparse.Namespace) -> None:
 
 
 class _Loaders(Callback):
-    """Sees how many loaders were predicted on, which the predictions themselves do not tell."""
+    """Records the number of loaders, which the predictions do not show."""
 
     count = 0
 
@@ -168,7 +168,7 @@ def _table(metrics: list[dict[str, float]]) -> None:
 
 
 def _log_to_terminal() -> None:
-    """Show what the library reports, unless logging has been set up already."""
+    """Show the library's log, unless logging has been set up already."""
     if not logging.getLogger().handlers:
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
         logger.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""``fit test`` without a target: whether this installation trains correctly on this machine's devices. Real small runs in processes of their own."""
+"""``fit test`` without a target: whether this installation trains correctly on this machine's devices. Small real runs in separate processes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pathlib import Path
 from engine.cli.exits import FAILED, OK
 
 JOBS = "engine.cli.self_check_jobs"
-"""The module that makes the checks, run with ``python -m``."""
+"""The module that runs the checks, with ``python -m``."""
 LIMIT_S = 120.0
-"""For the processes of one job (s)."""
+"""The time limit for the processes of one job (s)."""
 LAUNCHERS = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "NODE_RANK", "MASTER_", "TORCHELASTIC_", "PET_", "SLURM_", "OMPI_", "PMI_", "MV2_", "MPI_"),
     "FIT_",
 )
-"""Variables of whatever has started this process, and settings of ``Fit``: the checks are of this machine alone."""
+"""Variables of launchers, and settings of ``Fit``: they are removed, because the checks are for this machine alone."""
 
 _NETWORK = "let this machine reach itself: its name in /etc/hosts, no firewall on the loopback, GLOO_SOCKET_IFNAME=lo"
 _TORCH = "reinstall torch for these devices, https://pytorch.org/get-started/locally"
@@ -33,31 +33,31 @@ CHECKS: dict[str, tuple[str, str]] = {
     "single": ("training on one device", _TORCH),
     "bf16": ("bf16-mixed", "use precision=32-true, or a device that computes in bf16"),
     "resume": ("save and resume", "let the temporary directory ($TMPDIR) be writable and not full"),
-    "collectives": ("collectives", f"{_NETWORK}; with GPUs, NCCL_DEBUG=INFO tells more"),
+    "collectives": ("collectives", f"{_NETWORK}; with GPUs, NCCL_DEBUG=INFO shows more"),
     "ddp": ("DDP = one process", _TORCH),
     "fsdp": ("FSDP2 = one process", _TORCH),
-    "deepspeed": ("DeepSpeed = one process", "pip install 'fit-trainer[deepspeed]'; a compiler where it builds operators; ds_report tells more"),
+    "deepspeed": ("DeepSpeed = one process", "pip install 'fit-trainer[deepspeed]'; a compiler if it builds operators; ds_report shows more"),
 }
-"""Name -> how it is called in the table, and what to do when it fails."""
+"""Name -> its title in the table, and what to do when it fails."""
 ALONE = ("store", "single", "bf16", "resume")
 TOGETHER = ("collectives", "ddp", "fsdp")
 
 
 @dataclass
 class Outcome:
-    """What one check has shown."""
+    """The outcome of one check."""
 
     check: str
     devices: str
     ok: bool | None
-    """``None``: it was not made, and ``detail`` says why."""
+    """``None``: it was not run, and ``detail`` says why."""
     detail: str
     seconds: float
     mend: str = ""
 
 
 def main(as_json: bool = False) -> int:
-    """Make all checks and print them.
+    """Run all checks and print them.
 
     Returns:
         0, or 1 when one has failed.
@@ -84,7 +84,7 @@ def checked() -> list[Outcome]:
 
 
 def _job(names: Sequence[str], work: Path) -> list[Outcome]:
-    """Make some checks in one program; when it dies, the one that it was at has failed, and the others are made by another."""
+    """Run some checks in one process; if it dies, the current check has failed, and another process runs the rest."""
     found: list[Outcome] = []
     rest = list(names)
     while rest:
@@ -103,7 +103,7 @@ def _job(names: Sequence[str], work: Path) -> list[Outcome]:
 
 
 def _started(names: Sequence[str], report: Path, work: Path) -> str:
-    """Run the job; how it has ended, in words, should it have ended early."""
+    """Run the job; return how it ended, in words, if it ended early."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     root = str(Path(__file__).resolve().parents[2])
     environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environ.get("PYTHONPATH")])])
@@ -113,7 +113,7 @@ def _started(names: Sequence[str], report: Path, work: Path) -> str:
         try:
             code = process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
-            return f"no end after {LIMIT_S:g} s"
+            return f"not finished after {LIMIT_S:g} s"
         finally:
             process.kill()
             process.wait()
@@ -127,7 +127,7 @@ def _table(outcomes: Sequence[Outcome]) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 
-    table = Table(Column("check", no_wrap=True), Column("devices", no_wrap=True), "result", "seconds", "how to mend")
+    table = Table(Column("check", no_wrap=True), Column("devices", no_wrap=True), "result", "seconds", "how to fix it")
     words = {True: "[green]ok[/]", False: "[red]failed[/]", None: "-"}
     for each in outcomes:
         result = words[each.ok] + (f" {_escaped(each.detail)}" if each.detail else "")

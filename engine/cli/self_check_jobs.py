@@ -30,9 +30,9 @@ from engine.utils import accelerator
 SEED = 7
 EPOCHS = 2
 REFERENCE = Path("reference")
-"""Where the run on one device leaves its checkpoint, for those on several to compare with."""
+"""Where the run on one device saves its checkpoint, for comparison with runs on several."""
 TOLERANCE = {"cpu": 1e-6, "cuda": 1e-5}
-"""Largest difference of a weight; sums are made in another order (GPUs: by other kernels, too)."""
+"""Maximum difference of a weight; sums are in another order (on GPUs also in other kernels)."""
 
 
 class Net(TrainModule):
@@ -56,7 +56,7 @@ class Net(TrainModule):
 
 
 class Save(Callback):
-    """Saves at the end."""
+    """Saves a checkpoint at the end."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -73,7 +73,7 @@ class Save(Callback):
 
 
 class Ranks:
-    """How many processes the checks of several use, and on what."""
+    """The number of processes of the checks with several, and their devices."""
 
     def __init__(self) -> None:
         found = torch.cuda.device_count()
@@ -101,7 +101,7 @@ def trained(module: Net, kind: str, ranks: Ranks, devices: int = 1, resume: str 
 
 
 def store(kind: str, ranks: Ranks) -> str | None:
-    """A store can be reached on the loopback. The host's name is needed by several machines only."""
+    """A store can be reached on the loopback. Only jobs on several machines need the host's name."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
     dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=5)).set("key", "value")
     name = socket.gethostname()
@@ -113,7 +113,7 @@ def store(kind: str, ranks: Ranks) -> str | None:
 
 
 def single(kind: str, ranks: Ranks) -> None:
-    """One device: the loss falls, and the weights are left for others to compare with."""
+    """One device: the loss falls, and the weights are saved for comparison."""
     module = trained(Net(), kind, ranks, callbacks=[Save(REFERENCE)])
     first, last = (float(torch.stack(part).mean()) for part in (module.losses[:4], module.losses[-4:]))
     assert last < first, f"the loss did not fall: {first:.3g} in the first epoch, {last:.3g} in the last"
@@ -128,7 +128,7 @@ def bf16(kind: str, ranks: Ranks) -> None:
 
 
 def resume(kind: str, ranks: Ranks) -> None:
-    """A run that was saved in the middle and one that was not, with dropout: the same losses."""
+    """A run that was interrupted and resumed, and one that was not, with dropout: the same losses."""
     whole = trained(Net(0.5), kind, ranks).losses
     half = trained(Net(0.5), kind, ranks, max_epochs=EPOCHS // 2, callbacks=[Save(Path("half"))]).losses
     rest = trained(Net(0.5, seed=0), kind, ranks, callbacks=[Save(Path("half"))], resume="last").losses
@@ -137,23 +137,23 @@ def resume(kind: str, ranks: Ranks) -> None:
 
 
 def together(kind: str, ranks: Ranks) -> None:
-    """Collectives give what they are defined to."""
+    """Collectives return the defined results."""
     with crew(Settings(accelerator=kind, devices=ranks.count, strategy="ddp")) as group:
         device = accelerator.device(kind, group.rank)
         size = group.world_size
         mine = torch.full((3,), float(group.rank + 1), device=device)
         group.barrier()
         summed = collectives.all_reduce(group, mine)
-        assert summed.tolist() == [size * (size + 1) / 2] * 3, f"all_reduce gave {summed.tolist()}"
+        assert summed.tolist() == [size * (size + 1) / 2] * 3, f"all_reduce returned {summed.tolist()}"
         gathered = collectives.gather(group, mine[:1])
-        assert gathered.tolist() == [rank + 1.0 for rank in range(size)], f"gather gave {gathered.tolist()}"
+        assert gathered.tolist() == [rank + 1.0 for rank in range(size)], f"gather returned {gathered.tolist()}"
         sent = collectives.broadcast(group, mine, size - 1)
-        assert sent.tolist() == [float(size)] * 3, f"broadcast gave {sent.tolist()}"
+        assert sent.tolist() == [float(size)] * 3, f"broadcast returned {sent.tolist()}"
         group.barrier()
 
 
 def strategy(name: str) -> Callable[[str, Ranks], None]:
-    """Several devices under a strategy give the weights that one gives."""
+    """Several devices under a strategy give the same weights as one."""
 
     def check(kind: str, ranks: Ranks) -> None:
         place = Path(f"trained-{name}")
@@ -179,13 +179,13 @@ CHECKS: dict[str, tuple[Callable[[str, Ranks], str | None], bool]] = {
     "fsdp": (strategy("fsdp"), True),
     "deepspeed": (strategy("deepspeed_stage_2"), True),
 }
-"""Name -> the check, and whether it is of several devices."""
+"""Name -> the check, and whether it needs several devices."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("checks", nargs="+", choices=CHECKS)
-    parser.add_argument("--report", type=Path, required=True, help="one line of JSON for each check that came to an end")
+    parser.add_argument("--report", type=Path, required=True, help="one line of JSON for each finished check")
     arguments = parser.parse_args()
     ranks = Ranks()
     alone = accelerator.device_type("auto")
@@ -199,7 +199,7 @@ def main() -> None:
             detail = str(error)
         except Exception as error:
             if several:
-                raise  # the other ranks are not where this one is
+                raise  # the other ranks are elsewhere
             detail = f"{type(error).__name__}: {' '.join(str(error).split())}"
         seconds = round(time.perf_counter() - began, 2)
         line = {"check": name, "devices": str(ranks) if several else f"1 x {alone}", "ok": ok, "detail": detail, "seconds": seconds}

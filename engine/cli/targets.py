@@ -20,7 +20,7 @@ CALLBACKS = "engine.callbacks"
 
 
 def importable_here() -> None:
-    """Let modules of the current directory be imported, as ``python script.py`` does for those beside the script."""
+    """Make modules of the current directory importable, as ``python script.py`` does for those next to the script."""
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
 
@@ -35,12 +35,12 @@ def load(text: str, role: str, base: type, package: str | None = None) -> Any:
         package: where a bare name is looked up.
 
     Raises:
-        UsageError: there is no such module, file or name, or not one class that fits.
-        Exception: what the module itself raises when it is imported.
+        UsageError: there is no such module, file or name, or not exactly one matching class.
+        Exception: an exception of the module's import.
     """
     place, colon, name = text.partition(":")
     if not place or (colon and not name):
-        raise UsageError(f"{role} {text!r} is no target: write my.module:Name, file.py:Name or file.py")
+        raise UsageError(f"{role} {text!r} is not a target: write my.module:Name, file.py:Name or file.py")
     try:
         if place.endswith(".py"):
             module = _from_file(Path(place), role)
@@ -50,9 +50,9 @@ def load(text: str, role: str, base: type, package: str | None = None) -> Any:
             module, name = importlib.import_module(package), place
         else:
             module, name = _longest(place, text, role)
-    except SystemExit as end:  # a script with its work at the top level would end this program as if all were done
+    except SystemExit as end:  # a script with top-level code would end this program as if it had succeeded
         raise UsageError(
-            f"{role} {text!r}: its module calls exit({end.code!r}) when it is imported; what it does as a script belongs under: "
+            f"{role} {text!r}: its module calls exit({end.code!r}) when it is imported; put its script code under: "
             "if __name__ == '__main__':"
         ) from None
     return _member(module, name, text, role) if name else _only(module, text, role, base)
@@ -65,7 +65,7 @@ def _from_file(path: Path, role: str) -> ModuleType:
     path = path.resolve()
     name, folder = path.stem, str(path.parent)
     if not name.isidentifier():
-        raise UsageError(f"{role} names the file {path.name!r}: {name!r} is no name of a module; rename it")
+        raise UsageError(f"{role} names the file {path.name!r}: {name!r} is not a valid module name; rename it")
     if folder not in sys.path:
         sys.path.insert(0, folder)
     module = importlib.import_module(name)
@@ -81,7 +81,7 @@ def _import(name: str, text: str, role: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if not _is_part(error.name, name):
             raise
-        hint = f"; a file is named with its ending: {name.replace('.', '/')}.py" if error.name == name else ""
+        hint = f"; write a file with its suffix: {name.replace('.', '/')}.py" if error.name == name else ""
         raise UsageError(f"{role} {text!r}: there is no module {error.name!r} (looked in {os.getcwd()} and where packages are){hint}") from None
 
 
@@ -96,7 +96,7 @@ def _longest(path: str, text: str, role: str) -> tuple[ModuleType, str]:
             if not _is_part(error.name, name):
                 raise
     if "=" in path:
-        raise UsageError(f"{role} {text!r}: a setting stands behind --set, as in --set {text}")
+        raise UsageError(f"{role} {text!r}: give a setting with --set, as in --set {text}")
     raise UsageError(f"{role} {text!r}: there is no module {path.split('.')[0]!r}; write my.module:Name, file.py:Name or file.py")
 
 

@@ -1,4 +1,4 @@
-"""Checks of settings: each takes the name and a value, and gives the value in its normal form or an error that names both."""
+"""Checks of settings: each takes the name and a value, and returns the value in its normal form or raises an error that names both."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def wrong_type(name: str, value: object, possible: str) -> TypeError:
 
 
 def is_int(value: object) -> bool:
-    """Numpy's integers too, but no bool: ``max_steps=True`` is a slip."""
+    """Also numpy's integers, but not bools: ``max_steps=True`` is a mistake."""
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
 def an_int(least: int, *, none: str = "", most: int | None = None) -> Check:
-    """An int in [least, most]; ``None`` too when ``none`` says what it means."""
+    """An int in [least, most]; also ``None`` if ``none`` says what it means."""
     possible = f"an int of at least {least}" if most is None else f"an int from {least} to {most}"
     possible += f", or None for {none}" if none else ""
 
@@ -43,7 +43,7 @@ def an_int(least: int, *, none: str = "", most: int | None = None) -> Check:
 
 
 def a_choice(*names: str, none: str = "", aliases: Mapping[str, str] | None = None) -> Check:
-    """One of ``names``; ``None`` too when ``none`` says what it means."""
+    """One of ``names``; also ``None`` if ``none`` says what it means."""
     possible = " or ".join(map(repr, names)) + (f", or None for {none}" if none else "")
 
     def run(name: str, value: Any) -> str | None:
@@ -60,7 +60,7 @@ def a_choice(*names: str, none: str = "", aliases: Mapping[str, str] | None = No
 
 
 def a_bool(*names: str, none: str = "") -> Check:
-    """A bool, or one of ``names``; ``None`` too when ``none`` says what it means."""
+    """A bool, or one of ``names``; also ``None`` if ``none`` says what it means."""
     possible = " or ".join(["True", "False", *map(repr, names)]) + (f", or None for {none}" if none else "")
 
     def run(name: str, value: Any) -> bool | str | None:

@@ -1,4 +1,4 @@
-"""Settings of the command line: ``max_epochs=3``, and ``strategy.stage=3`` for one key of a mapping that is given elsewhere."""
+"""Settings of the command line: ``max_epochs=3``, and ``strategy.stage=3`` for one key of a mapping that is set elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.config.yaml_values import KINDS, NAMED, read_value
 
 
 def apply(overrides: Sequence[str], values: dict[str, Any], origins: dict[str, str], sections: Sequence[str] = ()) -> None:
-    """Put ``overrides`` over ``values`` and ``origins``, in place: whole settings first, then single keys, each in their order.
+    """Apply ``overrides`` to ``values`` and ``origins``, in place: whole settings first, then single keys, in order.
 
     Raises:
         ValueError, TypeError: a text without ``=``, an unknown setting, or a value that is not possible.
@@ -31,7 +31,7 @@ def apply(overrides: Sequence[str], values: dict[str, Any], origins: dict[str, s
         if not equals or not all(path):
             raise ValueError(f"{origin}: write name=value, such as max_epochs=3 or strategy.stage=3")
         if path[0] not in KINDS:
-            raise ValueError(f"{origin}: {path[0]!r} is no setting of Fit{hint(path[0], KINDS)}; possible: {', '.join(KINDS)}")
+            raise ValueError(f"{origin}: {path[0]!r} is not a Fit setting{hint(path[0], KINDS)}; possible: {', '.join(KINDS)}")
         entry = (path, yaml_reader.compose(given, origin), origin)
         (parts if len(path) > 1 else whole).append(entry)
     for (name,), node, origin in whole:
@@ -50,7 +50,7 @@ def _change(path: list[str], node: Node, origin: str, values: dict[str, Any], or
     for key in map(_key, inside[:-1]):
         target = target.setdefault(key, {})
         if not isinstance(target, dict):
-            raise ValueError(f"{origin}: {setting} has the value {target!r} at {key!r}, which is no mapping")
+            raise ValueError(f"{origin}: {setting} has the value {target!r} at {key!r}, which is not a mapping")
     try:
         is_name = setting in NAMED and inside == ["name"] and yaml_reader.is_text(node)
         target[_key(inside[-1])] = node.value if is_name else yaml_reader.construct(node)
@@ -78,7 +78,7 @@ def _key(text: str) -> Any:
 
 
 def _as_mapping(setting: str, below: Any, origin: str) -> dict[Any, Any]:
-    """A copy of the setting's mapping, or the mapping that its short form stands for."""
+    """A copy of the setting's mapping, or the mapping of its short form."""
     if isinstance(below, Named):
         return copy.deepcopy(below.as_dict())
     if isinstance(below, Mapping):
@@ -91,4 +91,4 @@ def _as_mapping(setting: str, below: Any, origin: str) -> dict[Any, Any]:
         return {0: below}
     if setting in NAMED:
         raise ValueError(f"{origin}: {setting} was given as an object in code ({below!r:.60}), which has its own settings; give a name there")
-    raise ValueError(f"{origin}: {setting} is no mapping and has no keys; write {setting}=VALUE")
+    raise ValueError(f"{origin}: {setting} is not a mapping and has no keys; write {setting}=VALUE")

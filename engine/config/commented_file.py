@@ -39,11 +39,11 @@ def _plain_text(text: str) -> str:
 
 
 def document(values: Mapping[str, Any], head: Sequence[str] = ()) -> str:
-    """The text of a file: every setting with its documentation; those of ``values`` as given, the others as comments with their default.
+    """The text of a file: every setting with its documentation; those in ``values`` with their value, the others as comments with their default.
 
     Args:
         values: settings as plain values; a strategy or a precision may be a mapping with its name.
-        head: lines of comment to begin with.
+        head: the first lines of comment.
     """
     told = documentation()
     lines = [f"# {line}".rstrip() for line in (*_HEAD, *head)]
@@ -59,13 +59,13 @@ def document(values: Mapping[str, Any], head: Sequence[str] = ()) -> str:
 
 
 _HEAD = (
-    "Settings of Fit and of the command 'fit', read in the directory that a program is started in, or as FIT_CONFIG=this/file.",
-    "Above them stand FIT_<NAME> variables, arguments in code, and --set on the command line. 'fit env' shows what holds.",
+    "Settings of Fit and of the command 'fit', read from the current directory, or as FIT_CONFIG=this/file.",
+    "FIT_<NAME> variables, arguments in code, and --set on the command line win over them. 'fit env' shows the result.",
 )
 
 
 def _block(name: str, value: Any) -> list[str]:
-    """A setting; the keys of a mapping a line each."""
+    """A setting; one line per key of a mapping."""
     if isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value):
         return [f"{name}:", *(f"  {key}: {flow(each)}" for key, each in value.items())]
     return [f"{name}: {flow(value)}"]

@@ -1,4 +1,4 @@
-"""An object out of plain options, each checked against the class's own annotations."""
+"""Creates an object from plain options, each checked against the class's annotations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.config.name_and_options import Named
 from engine.utils.errors import nearest
 
 Readers = Mapping[Any, Callable[[str], Any]]
-"""For types that no YAML value has: what makes one of text, or raises a ValueError that lists the possible ones."""
+"""For types without a YAML form: a function that converts text, or raises a ValueError that lists the possible values."""
 
 
 def construct(setting: str, given: Named, make: Callable[..., Any], readers: Readers | None = None) -> Any:
@@ -26,7 +26,7 @@ def construct(setting: str, given: Named, make: Callable[..., Any], readers: Rea
         make: a class or a function without positional arguments; its public arguments are the options.
 
     Raises:
-        ValueError: an option that does not exist or is not possible, with its place and the nearest one.
+        ValueError: an option that does not exist or is not possible, with its origin and the nearest one.
         TypeError: an option of another type than its annotation.
     """
     known = parameters(make)
@@ -34,7 +34,7 @@ def construct(setting: str, given: Named, make: Callable[..., Any], readers: Rea
     for key, value in given.options.items():
         if key not in known:
             few = f"possible: {', '.join(known)}" if known else "it takes none"
-            raise ValueError(f"{given.at(key)}{setting}.{key} is no setting of {given.name!r}{nearest(key, known)}; {few}")
+            raise ValueError(f"{given.at(key)}{given.name!r} has no setting {key!r}{nearest(key, known)}; {few}")
         try:
             values[key] = converted(known[key], value, f"{setting}.{key}", readers or {})
         except (ValueError, TypeError) as error:
@@ -48,13 +48,13 @@ def construct(setting: str, given: Named, make: Callable[..., Any], readers: Rea
 
 
 def _place(given: Named, message: str, key: str) -> str:
-    """The place of the innermost key that an error names."""
+    """The origin of the innermost key that an error names."""
     inner = [path for path in given.origins if path.startswith(f"{key}.") and f".{path}=" in message]
     return given.at(max(inner, key=len, default=key))
 
 
 def parameters(make: Callable[..., Any]) -> dict[str, Any]:
-    """The options that ``make`` takes by name, each with its type; ``Any`` where the annotation cannot be read."""
+    """The options that ``make`` takes by name, each with its type; ``Any`` if the annotation cannot be read."""
     wanted = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     taken = inspect.signature(make).parameters.items()
     names = [name for name, each in taken if each.kind in wanted and not name.startswith("_")]
@@ -72,7 +72,7 @@ def converted(hint: Any, value: Any, name: str, readers: Readers) -> Any:
 
     Raises:
         TypeError: it is of another type.
-        ValueError: it is of the type, but none of the possible values.
+        ValueError: it has the type, but is not a possible value.
     """
     found = _converted(hint, value, name, readers)
     if found is _NO:
@@ -81,7 +81,7 @@ def converted(hint: Any, value: Any, name: str, readers: Readers) -> Any:
     return found
 
 
-_NO: Any = object()  # "not of this type"; an error ends the search, this goes on to a union's next member
+_NO: Any = object()  # "not of this type"; an error ends the search, this continues with a union's next member
 
 
 def _converted(hint: Any, value: Any, name: str, readers: Readers) -> Any:
@@ -118,7 +118,7 @@ def _converted(hint: Any, value: Any, name: str, readers: Readers) -> Any:
 
 
 def _member(members: tuple[Any, ...], value: Any, name: str, readers: Readers) -> Any:
-    """The first member of a union that takes the value; those of its very type first, so that 1 is no float where ints may be."""
+    """The first member of a union that accepts the value; those of its exact type first, so that 1 stays an int where ints are allowed."""
     for member in sorted(members, key=lambda member: member is not type(value)):
         if member is bool and not isinstance(value, bool) and any(_takes(other, int) for other in members):
             continue  # 1 is a number here
@@ -157,7 +157,7 @@ def _list(kind: Any, arguments: tuple[Any, ...], value: Any, name: str, readers:
 
 def _scalar(kind: type, value: Any) -> Any:
     if kind is bool:
-        # Flags are set to 1 and 0 in environments.
+        # Environment variables use 1 and 0 for flags.
         return bool(value) if isinstance(value, bool) or (type(value) is int and value in (0, 1)) else _NO
     if kind in (int, float) and isinstance(value, bool):
         return _NO
@@ -173,7 +173,7 @@ def _takes(hint: Any, kind: type) -> bool:
 
 
 def describe(hint: Any) -> str:
-    """A type for people: ``bool, int or None``."""
+    """A readable type: ``bool, int or None``."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Union or origin is types.UnionType:
         words = list(dict.fromkeys(map(describe, arguments)))

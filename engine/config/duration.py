@@ -26,23 +26,23 @@ _UNITS: dict[str, tuple[Unit, int]] = {
     **dict.fromkeys(("d", "day", "days"), ("seconds", 86400)),
 }
 _MOST: dict[Unit, int] = {"epochs": 1 << 62, "steps": 1 << 62, "seconds": 100 * 365 * 86400}
-"""torch counts its time limits in nanoseconds, which 64 bits hold for 292 years."""
+"""torch counts its timeouts in nanoseconds, which in 64 bits is at most 292 years."""
 _TEXT = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)\s*([a-z]*)")
 _CLOCK = re.compile(r"([0-9]+):([0-9]{1,2}):([0-9]{1,2}):([0-9]{1,2})")
 
 
 @dataclass(frozen=True)
 class Duration:
-    """A length of training. Made by :func:`parse`.
+    """A length of training. Created by :func:`parse`.
 
     Raises:
         ValueError: a negative or non-finite value, or a fraction of a step.
     """
 
     unit: Unit
-    """What is counted: ``"epochs"``, ``"steps"`` (of the optimizer) or ``"seconds"``."""
+    """The unit: ``"epochs"``, ``"steps"`` (of the optimizer) or ``"seconds"``."""
     value: int | float
-    """How many of them; whole numbers are ints. Only epochs and seconds may be fractions."""
+    """The number of units; whole numbers are ints. Only epochs and seconds may be fractions."""
 
     def __post_init__(self) -> None:
         if self.unit not in ("epochs", "steps", "seconds"):
@@ -63,14 +63,14 @@ def parse(value: None) -> None: ...
 @overload
 def parse(value: int | float | str | timedelta | Duration) -> Duration: ...
 def parse(value: int | float | str | timedelta | Duration | None) -> Duration | None:
-    """The :class:`Duration` that ``value`` stands for; ``None`` stays ``None``.
+    """The :class:`Duration` of ``value``; ``None`` stays ``None``.
 
     An int is a number of steps. A float in (0, 1] is a fraction of an epoch, as in Lightning's ``val_check_interval``; larger
-    ones are refused because nothing says what they count. A number in text means what the number means.
+    ones are refused because their unit is unclear. A number as text means the same as the number.
     ``"DD:HH:MM:SS"`` is Lightning's ``max_time``.
 
     Raises:
-        ValueError: text or a number that is no duration; the accepted forms are listed.
+        ValueError: text or a number that is not a duration; lists the accepted forms.
         TypeError: a value of another type.
     """
     if value is None or isinstance(value, Duration):
@@ -84,7 +84,7 @@ def parse(value: int | float | str | timedelta | Duration | None) -> Duration | 
             return Duration("epochs", value)
         raise ValueError(f"{value!r} has no unit: give {_FORMS}")
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{value!r} ({type(value).__name__}) is no duration: give {_FORMS}")
+        raise TypeError(f"{value!r} ({type(value).__name__}) is not a duration: give {_FORMS}")
     return Duration("steps", operator.index(value))
 
 
@@ -95,7 +95,7 @@ def _parse_text(text: str) -> Duration:
         return Duration("seconds", ((days * 24 + hours) * 60 + minutes) * 60 + seconds)
     match = _TEXT.fullmatch(clean)
     if match is None:
-        raise ValueError(f"{text!r} is no duration: give {_FORMS}")
+        raise ValueError(f"{text!r} is not a duration: give {_FORMS}")
     number, word = match.groups()
     if word not in _UNITS and word:
         raise ValueError(f"{text!r} has the unknown unit {word!r}{nearest(word, _UNITS)}: give {_FORMS}")
@@ -106,15 +106,15 @@ def _parse_text(text: str) -> Duration:
 
 
 class Every:
-    """A trigger that is due once every ``duration``; with ``None`` it never is.
+    """A trigger that is due once every ``duration``; never with ``None``.
 
-    - steps: at each step that is a multiple of n, 0 excepted; where steps are passed over (an optimizer that steps several times a batch),
+    - steps: at each multiple of n except 0; if steps are skipped (an optimizer that steps several times per batch),
       at the first one after each multiple;
     - whole epochs: at the end of every n-th epoch;
     - fractions of an epoch: at the first step that has reached each multiple of n epochs;
-    - seconds: at the first call n seconds or more after it was due last (or after the start).
+    - seconds: at the first call n seconds or more after the last time (or the start).
 
-    It is due at most once in a step. Ranks read different clocks: when seconds decide about something collective, let one
+    It is due at most once in a step. Ranks have different clocks: if seconds decide about a collective operation, let one
     rank decide for all.
 
     Raises:
@@ -126,11 +126,11 @@ class Every:
         if self.duration is not None and self.duration.value <= 0:
             raise ValueError(f"every {self.duration}: must be more than 0; give None for never")
         self.steps_per_epoch = steps_per_epoch
-        """Optimizer steps in each epoch; for fractions of an epoch, where :meth:`due` is not told how many epochs are done."""
+        """Optimizer steps in each epoch; for fractions of an epoch, where :meth:`due` does not get the number of epochs."""
         self._last_step = -1
         self._last_s = 0.0
         self._count: int | None = None
-        """How many multiples of the duration were passed when it was asked last; ``None``: it was not."""
+        """How many multiples of the duration had passed at the last call; ``None``: there was none."""
         self._n: Any = self.duration.value if self.duration else 0
         unit = self.duration.unit if self.duration else "never"
         self._reached = {"never": self._never, "steps": self._steps, "epochs": self._epochs, "seconds": self._seconds}[unit]
@@ -140,7 +140,7 @@ class Every:
             self._reached = self._fraction
 
     def start(self, step: int, epochs: Fraction | None = None) -> None:
-        """Multiples up to here are past; no effect after :meth:`load_state_dict`, which knows them."""
+        """Skip multiples up to here; no effect after :meth:`load_state_dict`, which restores them."""
         known = self._reached == self._steps or (self._reached == self._fraction and (epochs is not None or self.steps_per_epoch))
         if known and self._count is None:
             self._reached(step, None, 0.0, epochs)
@@ -151,7 +151,7 @@ class Every:
         Args:
             step: optimizer steps done so far.
             epoch_end: the number of finished epochs when this is the end of one, else ``None``.
-            elapsed_s: seconds since the run began.
+            elapsed_s: seconds since the start of the run.
             epochs: epochs done so far; for fractions of an epoch.
 
         Raises:
@@ -163,11 +163,11 @@ class Every:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """When it was due last, and what it has passed."""
+        """When it was last due, and the multiples passed."""
         return {"last_step": self._last_step, "last_s": self._last_s, "count": self._count, "every": str(self.duration)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
+        """Continue from :meth:`state_dict`."""
         self._last_step, self._last_s = int(state["last_step"]), float(state["last_s"])
         count = state.get("count") if state.get("every") == str(self.duration) else None  # another duration has other multiples
         self._count = None if count is None else int(count)
@@ -185,18 +185,18 @@ class Every:
         if epochs is not None:
             return self._passed(epochs // self._n, epochs // self._n, step)
         if not self.steps_per_epoch:
-            raise ValueError(f"every {self.duration}: the length of an epoch is not known; give steps or a time, or a loader with a length")
+            raise ValueError(f"every {self.duration}: the length of an epoch is unknown; give steps or a time, or a loader with a length")
         length = self._n * self.steps_per_epoch
         return self._passed(step // length, (step - 1) // length, step)
 
     def _passed(self, count: int, before: int, step: int) -> bool:
-        """Whether a multiple was passed since it was asked last; ``before``: what counts for that the first time."""
+        """Whether a multiple has passed since the last call; ``before``: the count to compare with at the first call."""
         if self._count is not None:
             before = self._count
         self._count = count
         return step > 0 and count > before
 
     def _seconds(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Fraction | None) -> bool:
-        if elapsed_s < self._last_s:  # a resumed or repeated run whose clock began again
+        if elapsed_s < self._last_s:  # a resumed or repeated run whose clock started again
             self._last_s = 0.0
         return bool(elapsed_s - self._last_s >= self._n)

@@ -1,4 +1,4 @@
-"""Sizes of files as people write them. Imports no torch."""
+"""Human-readable file sizes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ def size_in_bytes(value: int | str) -> int:
     """``5_000_000_000`` or ``"5GB"``, ``"200MiB"``.
 
     Raises:
-        ValueError: neither.
+        ValueError: it is neither.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value), re.IGNORECASE)
     if found is None or found[2].upper() not in _UNITS or float(found[1]) * _UNITS[found[2].upper()] < 1:
-        raise ValueError(f"max_shard_size={value!r} is no size: give bytes, or text such as '5GB' or '200MiB'")
+        raise ValueError(f"max_shard_size={value!r} is not a size: give bytes, or text such as '5GB' or '200MiB'")
     return int(float(found[1]) * _UNITS[found[2].upper()])

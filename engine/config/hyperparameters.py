@@ -1,4 +1,4 @@
-"""Hyperparameters: what an object was constructed with."""
+"""Hyperparameters: the constructor arguments of an object."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def init_arguments(owner: object, frame: FrameType | None) -> dict[str, Any]:
 
 
 def argument_name(owner: object, frame: FrameType | None, value: object) -> str | None:
-    """The constructor's argument that ``value`` was given as, if it was."""
+    """The name of the constructor's argument that is ``value``, if any."""
     return next((name for name, given in init_arguments(owner, frame).items() if given is value), None)
 
 
 def kept_arguments(cls: Callable[..., Any], saved: Mapping[str, Any], whole: str | None = None) -> dict[str, Any]:
-    """Of hyperparameters that were saved, the arguments of ``cls`` that they give, by name; arguments as of :func:`constructor_arguments`."""
+    """The arguments of ``cls`` that saved hyperparameters provide, by name; parameters as of :func:`constructor_arguments`."""
     parameters = inspect.signature(cls).parameters
     named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     whole = _whole(named, [name for name, p in named.items() if p.default is p.empty and name not in saved], saved, whole)
@@ -62,11 +62,11 @@ def kept_arguments(cls: Callable[..., Any], saved: Mapping[str, Any], whole: str
 
 
 def replaced_by_defaults(cls: Callable[..., Any], texts: Mapping[str, str], given: Iterable[str]) -> dict[str, str]:
-    """Hyperparameters whose values a checkpoint could not hold, by name, and for which the constructor has another default.
+    """Hyperparameters whose values a checkpoint could not hold, by name, and for which the constructor's default differs.
 
     Args:
-        texts: of the values of all hyperparameters, as a checkpoint's manifest has them.
-        given: names of those that are held, or given otherwise.
+        texts: of the values of all hyperparameters, as in a checkpoint's manifest.
+        given: names of those that are saved, or given otherwise.
     """
     defaults = {name: p.default for name, p in inspect.signature(cls).parameters.items() if p.default is not p.empty and name not in set(given)}
     lost = {name: str(texts[name]) for name in defaults if name in texts}
@@ -77,27 +77,27 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def as_text(value: Any) -> str:
-    """The text that stands in a manifest for a hyperparameter that is not a plain value."""
+    """The text in a manifest for a hyperparameter that is not a plain value."""
     return repr(value)[:200]
 
 
 def constructor_arguments(
     cls: type, saved: Mapping[str, Any], overrides: Mapping[str, Any], whole: str | None = None
 ) -> tuple[list[Any], dict[str, Any]]:
-    """What to construct ``cls`` with, out of hyperparameters that were saved.
+    """The arguments to construct ``cls`` with, from saved hyperparameters.
 
-    Those that the constructor has no argument for are left out. A constructor with one argument for all of them gets the dict, in which
-    overrides may stand for entries.
+    Those without a constructor argument are ignored. A constructor with one argument for all of them gets the dict, with
+    overrides applied to its entries.
 
     Args:
         overrides: they win over ``saved``.
-        whole: the argument that all of ``saved`` was given as.
+        whole: the argument that was the dict of all of ``saved``.
 
     Returns:
         Positional arguments and arguments by name.
 
     Raises:
-        TypeError: a required argument is nowhere, or there is none for an override; names it.
+        TypeError: a required argument is missing, or an override is not an argument; the message names it.
     """
     parameters = inspect.signature(cls).parameters
     named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
@@ -116,7 +116,7 @@ def constructor_arguments(
         has = ", ".join(map(str, saved)) or "none"
         raise TypeError(
             f"{cls.__name__}.__init__ needs {', '.join(map(repr, missing))}, not among the checkpoint's hyperparameters ({has}): give it as an "
-            f"override, load_from_checkpoint(path, {missing[0]}=...), or have it saved by save_hyperparameters()"
+            f"override, load_from_checkpoint(path, {missing[0]}=...), or save it with save_hyperparameters()"
         )
     first = [name for name, p in named.items() if p.kind is p.POSITIONAL_ONLY and name in found]
     return [found.pop(name) for name in first], found

@@ -1,4 +1,4 @@
-"""Settings as plain JSON values that may be shown to anybody: each with its origin, secrets left out."""
+"""Settings as plain JSON values that are safe to show: each with its origin, without secrets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.config.settings import Settings
 Config = dict[str, dict[str, Any]]
 """Setting -> ``value`` and ``origin``, and ``origins`` of the keys of its value where it has some."""
 HIDDEN = "***"
-"""What stands for a secret."""
+"""The replacement for a secret."""
 
 
 def readable(settings: Settings, origins: Mapping[str, str], objects: Mapping[str, Any] | None = None, *, hide: bool = True) -> Config:
@@ -23,8 +23,8 @@ def readable(settings: Settings, origins: Mapping[str, str], objects: Mapping[st
 
     Args:
         origins: of :class:`engine.config.resolve.Resolved`.
-        objects: what strategy and precision became, as :func:`fields_of` objects are shown.
-        hide: leave secrets out; ``False`` for who has given them.
+        objects: the created strategy and precision, as :func:`fields_of` objects are shown.
+        hide: leave secrets out; ``False`` to show them to their owner.
     """
     found: Config = {}
     for each in fields(settings):
@@ -38,7 +38,7 @@ def readable(settings: Settings, origins: Mapping[str, str], objects: Mapping[st
 
 
 def described(sections: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
-    """What ``fit run`` has built model, data and callbacks from, in the form of :func:`readable`, secrets left out."""
+    """The arguments from which ``fit run`` built model, data and callbacks, in the form of :func:`readable`, without secrets."""
     found: Config = {name: {"value": plain(value), "origin": _hide_text(origins.get(name, "command line"))} for name, value in sections.items()}
     shown: Config = without_secrets(found)
     return shown
@@ -51,7 +51,7 @@ def fields_of(thing: Any, name: str) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it; what JSON has no form of as text."""
+    """A value as JSON; what JSON cannot express becomes text."""
     if isinstance(value, Named):
         return plain(value.as_dict())
     if isinstance(value, Duration):
@@ -64,14 +64,14 @@ def plain(value: Any) -> Any:
         return value
     if is_dataclass(value) and not isinstance(value, type):
         return plain(fields_of(value, type(value).__name__))
-    # The text that every object has shows an address, which is another one in each process.
+    # The default text of an object has an address, which differs between processes.
     kind: Any = type(value)
     told = kind.__str__ is not object.__str__ or kind.__repr__ is not object.__repr__
     return str(value)[:500] if told else f"{kind.__module__}:{kind.__qualname__}"
 
 
 def rows(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Name, value and origin of what :func:`readable` gave, for people; the options of a strategy, and what a class is given, in rows below."""
+    """Rows of name, value and origin from :func:`readable`; options of a strategy, and arguments of a class, are in rows below it."""
     found = []
     for name, entry in config.items():
         value, origin, origins = entry["value"], entry["origin"], entry.get("origins", {})
@@ -92,7 +92,7 @@ def rows(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 def without_secrets(values: Any, key: str = "") -> Any:
     """A copy of plain values with :data:`HIDDEN` for text that looks like a secret, by its key or by itself."""
     if isinstance(values, Mapping):
-        below = _is_secret_name(key) and "class_path" not in values  # an object that a parameter "key" is given is none
+        below = _is_secret_name(key) and "class_path" not in values  # an object for a parameter "key" is not a secret
         return {name: without_secrets(each, key if below else name) for name, each in values.items()}
     if isinstance(values, (list, tuple)):
         return [without_secrets(each, key) for each in values]
@@ -106,7 +106,7 @@ def without_secrets(values: Any, key: str = "") -> Any:
 _WORDS = frozenset(("token", "key", "apikey", "secret", "password", "passwd", "pwd", "passphrase", "credential", "credentials", "bearer",
                     "apikeys", "accesskey", "secretkey", "privatekey", "secrets", "passwords", "passcode", "authorization"))  # fmt: skip
 _NUMBERS = frozenset(("password", "passwords", "passwd", "pwd", "passcode", "passphrase"))
-"""Whose values are secret as numbers, too; ``key_dim`` is none."""
+"""Names whose values are secret even as numbers; ``key_dim`` is not."""
 _SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
 _IN_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/{1,2})[^/\s]+@")
 _GIVEN = re.compile(r"([\w.-]+)(\s*(?:=|:(?!//))\s*)(\"[^\"]*\"|'[^']*'|[^\s,;&}\])]+)")

@@ -1,4 +1,4 @@
-"""A thing by name with settings of its own: ``{name: deepspeed, stage: 3}``."""
+"""An object by name, with options: ``{name: deepspeed, stage: 3}``."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ PRECISIONS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Named:
-    """A strategy or a precision by name, with options that its class will check. Made by :func:`named`."""
+    """A strategy or a precision by name, with options that its class will check. Created by :func:`named`."""
 
     name: str
     options: dict[str, Any]
     origins: dict[str, str] = field(default_factory=dict, compare=False)
-    """Where the name and each option come from, inner keys by their dotted path; what is not here comes from code."""
+    """Where the name and each option come from, inner keys by their dotted path; what is missing here comes from code."""
 
     def __str__(self) -> str:
         return "{" + ", ".join(f"{key}: {value}" for key, value in self.as_dict().items()) + "}"
 
     def as_dict(self) -> dict[str, Any]:
-        """As it is written: name first."""
+        """As a mapping, name first."""
         return {"name": self.name, **self.options}
 
     def at(self, key: str = "name") -> str:
-        """The beginning of an error about an option: its place, unless that is the code."""
+        """The start of an error about an option: its origin, unless that is the code."""
         place = self.origins.get(key, "code")
         return "" if place == "code" else f"{place}: "
 
 
 def named(setting: str, value: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> Named | str:
-    """What a mapping with a ``name`` stands for; the name alone where it has nothing else.
+    """The object for a mapping with a ``name``; the name alone if it has no options.
 
     Raises:
-        ValueError: there is no ``name``, or it is one that takes no options.
-        TypeError: ``name`` is no text, or a key is none.
+        ValueError: there is no ``name``, or one without options.
+        TypeError: ``name`` or a key is not a string.
     """
     places = dict(origins or {})
     first = next(iter(places.values()), "code")
@@ -60,7 +60,7 @@ def named(setting: str, value: Mapping[str, Any], origins: Mapping[str, str] | N
         raise TypeError(f"{where}{setting}.name={name!r} is of type {type(name).__name__}: give the name as text")
     for key in value:
         if not isinstance(key, str):
-            raise TypeError(f"{places.get(str(key), first)}: {setting} has the key {key!r}, which is no name")
+            raise TypeError(f"{places.get(str(key), first)}: {setting} has the key {key!r}, which is not a name")
     options = {key: each for key, each in value.items() if key != "name"}
     return Named(name, options, places) if options else name
 
@@ -73,7 +73,7 @@ def precision_name(value: object) -> str:
     """The library's name of a precision, e.g. ``"bf16"`` -> ``"bf16-mixed"``.
 
     Raises:
-        ValueError: an unknown name; the nearest one is given.
+        ValueError: an unknown name; the message gives the nearest one.
     """
     name = PRECISIONS.get(str(value).lower())
     if name is None:
@@ -82,7 +82,7 @@ def precision_name(value: object) -> str:
 
 
 def strategy_setting(name: str, value: Any) -> Any:
-    """The setting ``strategy``: a name, a :class:`Named`, or an object, which this layer does not know.
+    """The setting ``strategy``: a name, a :class:`Named`, or an object, which is not checked here.
 
     Raises:
         ValueError, TypeError: anything else.
@@ -99,7 +99,7 @@ def strategy_setting(name: str, value: Any) -> Any:
 
 
 def precision_setting(name: str, value: Any) -> Any:
-    """The setting ``precision``: the library's name of one, a :class:`Named`, or an object, which this layer does not know.
+    """The setting ``precision``: the library's name of one, a :class:`Named`, or an object, which is not checked here.
 
     Raises:
         ValueError, TypeError: anything else.

@@ -1,7 +1,7 @@
-"""What Lightning, Accelerate and others call settings, arguments and attributes: errors about these names say what the name is here.
+"""Names of Lightning, Accelerate and others for settings, arguments and attributes: errors about these names give ours.
 
-:func:`knows_other_trainers` is the one mechanism: methods that no step calls are wrapped, and other trainers' attributes raise an error that says
-what to use. Nothing is paid by a step.
+:func:`knows_other_trainers` is the only mechanism: it wraps methods that no step calls, and other trainers' attributes raise an error that says
+what to use. Steps have no extra cost.
 """
 
 from __future__ import annotations
@@ -40,37 +40,37 @@ _OTHERWISE = {
     "cpu": "here it is accelerator='cpu'",
     "profiler": "profile with torch.profiler: with torch.profiler.profile() as p: fit.run(...), or in a callback; Result.times has the seconds",
     "enable_model_summary": "print(module), or a callback with on_fit_start, shows the model",
-    "inference_mode": "evaluation runs under torch.no_grad(), so that what it gives may be trained on",
+    "inference_mode": "evaluation runs under torch.no_grad(), so that its outputs can be used in training",
     **dict.fromkeys(
         ("use_distributed_sampler", "replace_sampler_ddp"),
-        "samples are dealt to the ranks whatever the sampler; a loader or sampler with presharded = True is each rank's own",
+        "samples are divided among the ranks for any sampler; a loader or sampler with presharded = True is each rank's own",
     ),
-    **dict.fromkeys(("split_batches", "dispatch_batches", "even_batches"), "samples are dealt to the ranks exactly; see global_batch_size"),
+    **dict.fromkeys(("split_batches", "dispatch_batches", "even_batches"), "samples are divided exactly among the ranks; see global_batch_size"),
     "dataloader_config": "the DataLoader that you give keeps its own settings",
-    "plugins": "a precision is Fit(precision=...), a strategy Fit(strategy=...); processes are found in the environment (fit env)",
+    "plugins": "a precision is Fit(precision=...), a strategy Fit(strategy=...); processes are detected from the environment (fit env)",
     **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins", "deepspeed"), "here it is strategy={'name': 'deepspeed', 'stage': 2, ...}"),
     **dict.fromkeys(("fsdp_plugin", "fsdp", "fsdp_config"), "here it is strategy={'name': 'fsdp', ...}"),
     **dict.fromkeys(("megatron_lm_plugin", "parallelism_config"), "here it is strategy={'name': 'mesh', 'tp': 2, ...}"),
     "dynamo_plugin": "here it is compile: True, 'blocks', or a dict of torch.compile's options",
     "gradient_accumulation_plugin": "here it is accumulate_grad_batches",
     "kwargs_handlers": "arguments of DDP, FSDP and the scaler are fields of strategy={'name': 'ddp', ...} and precision={'name': ...}",
-    "reload_dataloaders_every_n_epochs": "a dataset may read other files from set_epoch or in each pass; a loader is made once a run",
-    "barebones": "there is nothing to leave out: without callbacks a run logs one line an interval",
+    "reload_dataloaders_every_n_epochs": "a dataset may read other files from set_epoch or in each pass; a loader is created once per run",
+    "barebones": "there is nothing to switch off: without callbacks a run logs one line per interval",
     "enable_autolog_hparams": "hyperparameters are logged by the logger callbacks that are given",
-    "model_registry": "a registry is the business of a callback with on_save_checkpoint",
-    "rng_types": "random numbers of every rank are in checkpoints, and the data's order comes from seed",
-    "step_scheduler_with_optimizer": "schedulers step once a step that happened; in Fit, 'interval' in configure_optimizers says when",
-    "device_placement": "everything that is prepared is on its device; give accelerator and devices to choose it",
+    "model_registry": "use a callback with on_save_checkpoint",
+    "rng_types": "random numbers of every rank are in checkpoints, and seed determines the data's order",
+    "step_scheduler_with_optimizer": "schedulers step once per step that happened; in Fit, 'interval' in configure_optimizers sets when",
+    "device_placement": "everything prepared is on its device; choose it with accelerator and devices",
     "project_config": "here it is root_dir",
     **dict.fromkeys(("logger", "loggers", "log_with", "report_to"), "loggers are callbacks, for example callbacks=[CSVLogger()]"),
     "enable_progress_bar": "a progress bar is a callback: callbacks=[RichProgressBar()]",
-    **dict.fromkeys(("enable_checkpointing", "checkpoint_callback"), "checkpoints are written by a callback: callbacks=[ModelCheckpoint()]"),
+    **dict.fromkeys(("enable_checkpointing", "checkpoint_callback"), "a callback writes checkpoints: callbacks=[ModelCheckpoint()]"),
     **dict.fromkeys(("ckpt_path", "resume_from_checkpoint", "resume"), "resuming is an argument of run: fit.run(module, loader, resume='auto')"),
 }
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """What an error about the unknown setting ``name`` adds: its name here, how it is done here, or the nearest of ``known``."""
+    """The hint for the unknown setting ``name``: its name here, its replacement, or the nearest of ``known``."""
     if name in _NAMES:
         return f"; here it is called {_NAMES[name]!r}"
     if name in _OTHERWISE:
@@ -82,7 +82,7 @@ def _called(name: str) -> str:
     return f"here it is called {name!r}"
 
 
-_NO_PICKLE = "nothing in a checkpoint is unpickled, so this is always so: leave it out"
+_NO_PICKLE = "nothing in a checkpoint is unpickled, so this is always true: leave it out"
 _SAFETENSORS = "weights are always written as safetensors: leave it out"
 _EVALUATION = {
     "model": _called("module"),
@@ -97,7 +97,7 @@ _HYPERPARAMETERS = {
 }
 _LAUNCHER = "the launcher starts the processes: fit launch, torchrun, or engine.launch"
 _ALWAYS_REDUCED = "an epoch's value is always reduced over all ranks: leave it out"
-_DEVICE = "what is prepared is on its device"
+_DEVICE = "prepared objects are on their device"
 
 ARGUMENTS: dict[str, dict[str, str]] = {
     "Fit.run": {
@@ -125,7 +125,7 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     "DataModule.save_hyperparameters": _HYPERPARAMETERS,
     "Engine.__init__": {
         **dict.fromkeys(("devices", "num_processes", "num_nodes", "num_machines", "gpus"), _LAUNCHER),
-        **dict.fromkeys(("callbacks", "log_with", "logger", "loggers"), "your loop calls and logs what it likes; engine.Fit has callbacks"),
+        **dict.fromkeys(("callbacks", "log_with", "logger", "loggers"), "your own loop calls and logs directly; engine.Fit has callbacks"),
         **dict.fromkeys(("project_dir", "project_config", "root_dir"), "give a path to save_state and load_state"),
         **dict.fromkeys(("gradient_clip_val", "max_grad_norm"), "call engine.clip_grad_norm_(model.parameters(), 1.0) before optimizer.step()"),
         "torch_tp_plugin": "here it is strategy={'name': 'mesh', 'tp': 2, ...}",
@@ -140,15 +140,15 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     "Engine.prepare_data_loader": {
         **dict.fromkeys(("data_loader", "dataloader"), _called("loader")),
         **dict.fromkeys(("device_placement", "move_to_device"), _called("place")),
-        "slice_fn_for_dispatch": "samples are dealt to the ranks by their indices: leave it out",
-        "use_distributed_sampler": "samples are dealt to the ranks whatever the sampler: leave it out",
+        "slice_fn_for_dispatch": "samples are divided among the ranks by index: leave it out",
+        "use_distributed_sampler": "samples are divided among the ranks for any sampler: leave it out",
     },
     "Engine.skip_first_batches": {"dataloader": _called("loader")},
     "Engine.save_state": {"safe_serialization": _SAFETENSORS},
     "Engine.load_state": {"weights_only": _NO_PICKLE},
     "Engine.save_model": {"safe_serialization": _SAFETENSORS},
     "Engine.unwrap_model": {
-        **dict.fromkeys(("keep_fp32_wrapper", "keep_torch_compile"), "what comes back is the module that you gave to prepare: leave it out")
+        **dict.fromkeys(("keep_fp32_wrapper", "keep_torch_compile"), "the result is the module that you gave to prepare: leave it out")
     },
     "Engine.gather": {"tensor": _called("tree")},
     "Engine.reduce": {"tensor": _called("tree"), "reduce_op": _called("reduction")},
@@ -159,8 +159,8 @@ ARGUMENTS: dict[str, dict[str, str]] = {
         "every_n_train_steps": "here it is every='500 steps'",
         "train_time_interval": "here it is every='10 min'",
         "save_on_train_epoch_end": "with monitor a checkpoint waits for the next validation, without it is saved when due",
-        "save_on_exception": "the last whole step is saved after an error: leave it out",
-        "save_weights_only": "checkpoints are whole; engine.Resume takes a part of one, and 'fit checkpoint' exports the weights",
+        "save_on_exception": "the last complete step is saved after an error: leave it out",
+        "save_weights_only": "checkpoints are complete; engine.Resume can load only the weights, and 'fit checkpoint' exports the weights",
         "auto_insert_metric_name": "write the names into filename: 'epoch={epoch}-loss={val_loss:.3f}'",
         "enable_version_counter": "a second checkpoint of one name gets '-step=N': leave it out",
         "verbose": "Result.last_checkpoint and 'fit checkpoint list' name what was saved: leave it out",
@@ -168,8 +168,8 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     },
     "EarlyStopping.__init__": {
         **dict.fromkeys(("verbose", "log_rank_zero_only"), "Result.stop_reason says why a run has stopped: leave it out"),
-        "strict": "a metric that is missing is always an error: leave it out",
-        "check_on_train_epoch_end": "checks are made after each validation, without validation after each epoch: leave it out",
+        "strict": "a missing metric is always an error: leave it out",
+        "check_on_train_epoch_end": "it checks after each validation, or without validation after each epoch: leave it out",
     },
     "RichProgressBar.__init__": {
         **dict.fromkeys(("theme", "console_kwargs"), "give a rich console: console=Console(...)"),
@@ -177,14 +177,14 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     },
     "CSVLogger.__init__": {
         "save_dir": _called("dir"),
-        "version": "each run has a folder of its own: leave it out",
-        "prefix": "the columns are called as the values: put it into the names that you log",
-        "flush_logs_every_n_steps": "rows are written when values are published; see Fit(log_every_n_steps=...)",
+        "version": "each run has its own folder: leave it out",
+        "prefix": "the columns have the names of the values: put it into the names that you log",
+        "flush_logs_every_n_steps": "rows are written when values are logged; see Fit(log_every_n_steps=...)",
     },
 }
-"""Arguments of other trainers' calls, by the call that is meant here: what to do instead."""
+"""Arguments of other trainers, by our call: what to do instead."""
 UNWRAPPED = ("TrainModule", "DataModule")
-"""Classes whose methods a step calls, or that look at their caller: the run that they are in explains their errors."""
+"""Classes whose methods a step calls, or that inspect their caller: their run explains their errors."""
 
 _RESULT = "use the Result that run(...) returns, or the list that validate(...) and test(...) return"
 _REFERENCE = "keep a reference to the object that you gave"
@@ -211,7 +211,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("callback_metrics", "logged_metrics", "progress_bar_metrics"), _RESULT),
         **dict.fromkeys(("current_epoch", "global_step", "interrupted"), _RESULT),
         "log_dir": "use Result.folder",
-        **dict.fromkeys(("model", "lightning_module"), "the module that you gave to run holds the trained weights"),
+        **dict.fromkeys(("model", "lightning_module"), "the module that you gave to run has the trained weights"),
         **dict.fromkeys(("optimizers", "lr_scheduler_configs"), "in a callback use run.optimizers and run.schedulers"),
         **dict.fromkeys(("global_rank", "local_rank", "world_size"), _IN_A_RUN),
         **dict.fromkeys(("state", "training", "validating", "testing", "predicting", "sanity_checking"), "in a callback use run.stage"),
@@ -246,7 +246,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("setup", "setup_module", "setup_optimizers", "setup_dataloaders"), "use prepare(model, optimizer, loader)"),
         "launch": _LAUNCHER,
         "accelerator": "use device",
-        "call": "your loop calls what it likes; engine.Fit has callbacks",
+        "call": "call it in your own loop; engine.Fit has callbacks",
         "run": "write your own loop, or use engine.Fit",
         **dict.fromkeys(("all_gather", "gather_object"), "use gather(tree), or gather_for_metrics for objects"),
         "all_reduce": "use reduce(tree, 'mean')",
@@ -266,7 +266,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("init_module", "init_tensor", "sharded_model"), "build it in a block: with engine.device"),
         **dict.fromkeys(("log", "log_dict", "logger", "loggers"), "an Engine has no loggers: call your own"),
         **dict.fromkeys(("trackers", "init_trackers", "get_tracker"), "an Engine has no trackers: call your own"),
-        "end_training": "nothing has to be closed: leave it out",
+        "end_training": "nothing needs to be closed: leave it out",
         "clear": "use free_memory()",
         "gradient_accumulation_steps": "use accumulate_grad_batches",
         "mixed_precision": "use precision",
@@ -283,7 +283,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("deepspeed_plugin", "parallelism_config", "torch_device_mesh"), "use strategy"),
     },
 }
-"""Attributes of other trainers' objects, by the class that is meant here: what to use instead."""
+"""Attributes of other trainers' objects, by our class: what to use instead."""
 
 _UNEXPECTED = re.compile(r"(\w+\.\w+)\(\) got an unexpected keyword argument '(\w+)'")
 _CALLS: dict[str, Callable[..., object]] = {}
@@ -296,7 +296,7 @@ def missing(owner: object, names: Mapping[str, str], name: str) -> AttributeErro
 
 
 def explain(error: TypeError) -> None:
-    """Add to Python's error about an argument that one of these calls does not have what to write instead."""
+    """Add a hint to Python's error about an argument that one of these calls does not have."""
     found = _UNEXPECTED.match(str(error))
     if found is None or found[1] not in _CALLS:
         return
@@ -315,14 +315,14 @@ def explain(error: TypeError) -> None:
 
 
 def refused(call: str, unknown: Iterable[str]) -> TypeError:
-    """Python's error about the first of these arguments, which a call does not have, explained."""
+    """Python's error about the first of these unknown arguments, with a hint."""
     error = TypeError(f"{call}() got an unexpected keyword argument {next(iter(unknown))!r}")
     explain(error)
     return error
 
 
 def knows_other_trainers(cls: type[T]) -> type[T]:
-    """Decorator: errors about names of other trainers say what the name is in this class."""
+    """Decorator: errors about names of other trainers give the name in this class."""
     for call in ARGUMENTS:
         owner, _, method = call.partition(".")
         if owner == cls.__name__:
@@ -349,7 +349,7 @@ def _explaining(call: Callable[P, T]) -> Callable[P, T]:
 
 
 class _Elsewhere:
-    """An attribute that is not there. Setting it is an error as well: nothing would read it."""
+    """An attribute that does not exist. Setting it is also an error: nothing would read it."""
 
     def __init__(self, name: str, said: str) -> None:
         self.name, self.said = name, said

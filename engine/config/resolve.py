@@ -18,10 +18,10 @@ from engine.config.yaml_values import KINDS, read_value
 
 PREFIX = "FIT_"
 RESERVED = ("FIT_CONFIG", "FIT_PARENT_PID")
-"""Variables with our prefix that are no settings: the file's path, and the mark of a rank that ``Fit`` started."""
+"""Variables with our prefix that are not settings: the file's path, and the mark of a rank that ``Fit`` started."""
 DEFAULT_FILE = "fit.yaml"
 SECTIONS = ("model", "data", "callbacks")
-"""Parts of a file that describe a training to ``fit run``, and are no settings."""
+"""Parts of a file that describe a training to ``fit run``, and are not settings."""
 
 
 class _Unset:
@@ -31,11 +31,11 @@ class _Unset:
         return "<default>"
 
     def __reduce__(self) -> str:
-        return "UNSET"  # copies and pickles stay the one object
+        return "UNSET"  # copies and pickles are the same object
 
 
 UNSET: Any = _Unset()
-"""An argument that was not given. ``None`` is a value and means what it says."""
+"""Marks an argument that was not given; ``None`` is a normal value."""
 F = TypeVar("F", bound=Callable[..., None])
 
 
@@ -60,9 +60,9 @@ class Resolved:
     origins: dict[str, str]
     """For each setting: ``"command line seed=1"``, ``"code"``, ``"environment FIT_PRECISION"``, ``"file fit.yaml:3"``, ``"fast_dev_run"``,
     ``"overfit_batches"``
-    or ``"default"``. The options of a strategy or a precision have their own in :attr:`engine.config.name_and_options.Named.origins`."""
+    or ``"default"``. Options of a strategy or a precision have their origins in :attr:`engine.config.name_and_options.Named.origins`."""
     sections: dict[str, Any] = field(default_factory=dict)
-    """What the file has in the sections that were asked for, as plain values."""
+    """The requested sections of the file, as plain values."""
     file: Path | None = None
     """The file that was read."""
 
@@ -74,14 +74,14 @@ def resolve(
     overrides: Sequence[str] = (),
     sections: Sequence[str] = (),
 ) -> Resolved:
-    """Put the settings together: command line > code > environment > file > default.
+    """Resolve the settings: command line > code > environment > file > default.
 
     Args:
-        given: the arguments given in code; those that are :data:`UNSET` were not.
-        environ: ``os.environ``. ``FIT_<NAME>`` gives a setting as YAML; ``FIT_CONFIG`` names the file.
+        given: the arguments given in code; :data:`UNSET` marks those not given.
+        environ: ``os.environ``. ``FIT_<NAME>`` is a setting as YAML; ``FIT_CONFIG`` names the file.
         file: the YAML file. ``None``: the one that ``FIT_CONFIG`` names, else ``./fit.yaml`` if there is one.
-        overrides: ``name=value`` texts of the command line, values as YAML; the last of a name holds. ``strategy.stage=3`` changes one
-            key of a mapping, whoever gave that; a plain strategy becomes one. Those of ``sections`` are left to the caller.
+        overrides: ``name=value`` texts of the command line, values as YAML; the last one of a name wins. ``strategy.stage=3`` changes one
+            key of a mapping from any source; a plain strategy becomes one. Those of ``sections`` are left to the caller.
         sections: top-level keys of the file that are the caller's (:data:`SECTIONS`); elsewhere they are an error.
 
     Raises:
@@ -105,7 +105,7 @@ def resolve(
         values[name], origins[name] = read_value(name, node, origin), origin
     for name, value in given.items():
         if name not in KINDS:
-            raise TypeError(f"{name!r} is no argument of Fit{hint(name, KINDS)}; possible: {', '.join(KINDS)}")
+            raise TypeError(f"{name!r} is not an argument of Fit{hint(name, KINDS)}; possible: {', '.join(KINDS)}")
         if value is not UNSET:
             values[name], origins[name] = value, "code"
     command_line.apply(overrides, values, origins, sections)
@@ -128,7 +128,7 @@ def _from_environment(environ: Mapping[str, str]) -> _Entries:
         if name not in KINDS or variable != variable.upper():
             known = ", ".join(PREFIX + kind.upper() for kind in KINDS)
             meant = f"; did you mean {variable.upper()}?" if name in KINDS else hint(name, KINDS)
-            raise ValueError(f"environment {variable}: {name!r} is no setting of Fit{meant}; unset it, or choose from {known}")
+            raise ValueError(f"environment {variable}: {name!r} is not a Fit setting{meant}; unset it, or choose from {known}")
         yield name, yaml_reader.compose(text, f"environment {variable}"), f"environment {variable}"
 
 
@@ -138,8 +138,8 @@ def _path(environ: Mapping[str, str], file: Path | None) -> Path | None:
     if path.exists():
         return path
     if named:
-        by = "the file asked for" if file is not None else "FIT_CONFIG"
-        raise FileNotFoundError(f"{by} names {str(path)!r}, which is no file (current directory: {Path.cwd()})")
+        by = "the requested file" if file is not None else "FIT_CONFIG"
+        raise FileNotFoundError(f"{by} names {str(path)!r}, which is not a file (current directory: {Path.cwd()})")
     return None
 
 
@@ -149,7 +149,7 @@ def _from_file(path: Path) -> list[tuple[str, Node, str]]:
     if root is None:
         return []
     if root.id != "mapping":
-        raise ValueError(f"{origin}: holds a {root.id}; write one 'name: value' a line")
+        raise ValueError(f"{origin}: has a {root.id} at its top; write one 'name: value' per line")
     return list(yaml_reader.entries(root, origin, lines=True))
 
 
@@ -158,4 +158,4 @@ def _check_name(name: str, origin: str) -> None:
         also = "; Fit(callbacks=[...]) takes callbacks in code only" if name == "callbacks" else ""
         raise ValueError(f"{origin}: {name!r} is a section that 'fit run' reads; a script with Fit(...) builds its own{also}")
     if name not in KINDS:
-        raise ValueError(f"{origin}: {name!r} is no setting of Fit{hint(name, KINDS)}; possible: {', '.join(KINDS)}")
+        raise ValueError(f"{origin}: {name!r} is not a Fit setting{hint(name, KINDS)}; possible: {', '.join(KINDS)}")

@@ -1,4 +1,4 @@
-"""Every argument of ``Fit``: its default, what it means, and what may be given."""
+"""Every argument of ``Fit``: its default, meaning, and possible values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.utils.errors import nearest
 __all__ = ["OVERFIT", "PRECISIONS", "Settings", "check", "fast_dev_run_overrides", "precision_name"]
 
 OVERFIT = ("limit_train_batches", "limit_val_batches")
-"""What ``overfit_batches`` sets."""
+"""The settings that ``overfit_batches`` sets."""
 _ONE_EPOCH = Duration("epochs", 1)
 _TEN_MINUTES, _HALF_HOUR = Duration("seconds", 600), Duration("seconds", 1800)
 
@@ -28,7 +28,7 @@ _TEN_MINUTES, _HALF_HOUR = Duration("seconds", 600), Duration("seconds", 1800)
 class Settings:
     """All arguments of ``Fit``, checked and in one form each.
 
-    Values are normalised when it is made: durations become :class:`Duration`, precision names the library's own,
+    Values are normalised: durations become :class:`Duration`, precision names the library's own,
     ``callbacks`` a tuple, ``root_dir`` a ``Path``.
 
     Raises:
@@ -36,7 +36,7 @@ class Settings:
     """
 
     strategy: Any = "auto"
-    """How the model is spread over the ranks: a registered name, ``{name: deepspeed, stage: 3}`` with settings of its own, or a strategy object."""
+    """How the model is distributed over the ranks: a registered name, ``{name: deepspeed, stage: 3}`` with its settings, or a strategy object."""
     accelerator: str = "auto"
     """``"cpu"``, ``"cuda"`` (``"gpu"`` means the same), or ``"auto"``: CUDA when there is one."""
     devices: int | str | tuple[int, ...] = "auto"
@@ -44,34 +44,34 @@ class Settings:
     num_nodes: int = 1
     """Nodes of the job."""
     precision: Any = "32-true"
-    """Numbers of the model and of its compute: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"fp8-mixed"``, ``"bf16-true"``, ``"16-true"``,
-    ``"64-true"``, ``{name: fp8-mixed, recipe: rowwise}``, or an ``FP8`` or ``Precision`` object."""
+    """Number formats of the model and of its computations: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"fp8-mixed"``,
+    ``"bf16-true"``, ``"16-true"``, ``"64-true"``, ``{name: fp8-mixed, recipe: rowwise}``, or an ``FP8`` or ``Precision`` object."""
     max_epochs: int | None = None
-    """Stop after so many epochs. 1 when neither this nor ``max_steps`` nor ``max_time`` is given."""
+    """Stop after this many epochs. 1 when neither this nor ``max_steps`` nor ``max_time`` is given."""
     min_epochs: int | None = None
-    """Callbacks (early stopping), ``run.stop()`` and ``max_time`` do not end the training before so many epochs; they end it then."""
+    """Callbacks (early stopping), ``run.stop()`` and ``max_time`` do not end the training before this many epochs, but then."""
     max_steps: int | None = None
-    """Stop after so many optimizer steps."""
+    """Stop after this many optimizer steps."""
     min_steps: int | None = None
-    """The same in optimizer steps; where both are given, both must be reached. Ctrl-C and SIGTERM end the training at any time."""
+    """The same in optimizer steps; if both are given, both must be reached. Ctrl-C and SIGTERM end the training at any time."""
     max_time: Duration | None = None
-    """Stop after so much time: ``"10 min"``, ``"1.5 h"``, ``"DD:HH:MM:SS"`` or a ``timedelta``."""
+    """Stop after this time: ``"10 min"``, ``"1.5 h"``, ``"DD:HH:MM:SS"`` or a ``timedelta``."""
     accumulate_grad_batches: int | dict[int, int] = 1
     """Micro-batches of one optimizer step, or a schedule ``{first epoch: micro-batches}`` (1 before its first epoch)."""
     global_batch_size: int | None = None
     """Samples of one optimizer step over all ranks; the window is derived from it, at any world size."""
     gradient_clip_val: float | None = None
-    """Largest gradient norm, or absolute value, left after clipping; ``None`` or 0 does not clip."""
+    """Maximum gradient norm, or absolute value, after clipping; ``None`` or 0: no clipping."""
     gradient_clip_algorithm: str = "norm"
     """``"norm"``: the global norm over all parameters and ranks. ``"value"``: each element on its own."""
     val_every: Duration | None = _ONE_EPOCH
-    """Validate every so often: ``"1 epochs"``, ``"500 steps"``, ``"10 min"``; ``None`` never does."""
+    """How often to validate: ``"1 epochs"``, ``"500 steps"``, ``"10 min"``; ``None``: never."""
     num_sanity_val_steps: int = 2
-    """Validation batches tried before training starts; 0 tries none, -1 all of them."""
+    """Validation batches to try before training starts; 0: none, -1: all."""
     limit_train_batches: int | float | None = None
     """Micro-batches of an epoch on each rank: an int is a number (0: none), a float in (0, 1] a fraction, ``None`` all."""
     limit_val_batches: int | float | None = None
-    """The same for each loader of a validation, in a training and in ``Fit.validate``; 0 switches validation off."""
+    """The same for each validation loader, during training and in ``Fit.validate``; 0 switches validation off."""
     limit_test_batches: int | float | None = None
     """The same for each loader of ``Fit.test``; 0 tests nothing."""
     limit_predict_batches: int | float | None = None
@@ -82,38 +82,38 @@ class Settings:
     fast_dev_run: bool | int = False
     """Try everything on n batches (``True``: 1): one epoch, n batches of training and of validation, no sanity check."""
     log_every_n_steps: int = 50
-    """Optimizer steps between two log boundaries, where metrics leave the device; the first and the last step are logged as well.
-    0 never logs within an epoch."""
+    """Optimizer steps between two log boundaries, at which metrics leave the device; the first and the last step are logged as well.
+    0: never within an epoch."""
     callbacks: tuple[Any, ...] = ()
     """Callback objects, called in this order. Given in code only."""
     activation_checkpointing: str | int | None = None
-    """Compute the model's repeated blocks again in the backward pass instead of keeping their results: ``"full"``, ``"selective"`` (results
+    """Recompute the model's repeated blocks in the backward pass instead of storing their results: ``"full"``, ``"selective"`` (results
     of matrix products and attention are kept), an int n (every n-th block only), or ``None``."""
     compile: bool | str | dict[str, Any] = False
     """``torch.compile``: ``True`` for the whole model, ``"blocks"`` for each repeated block, or a dict of its options (with ``"blocks": True``)."""
     sync_batchnorm: bool = False
     """Batch norms compute their statistics over the samples of all ranks, as one process would over the whole micro-batch."""
     deterministic: bool | str = False
-    """``True``: only deterministic algorithms, others raise; ``"warn"``: they warn."""
+    """``True``: only deterministic algorithms, others raise an error; ``"warn"``: others warn."""
     benchmark: bool | None = None
-    """Whether cuDNN tries its algorithms for each new input shape and takes the fastest. ``None``: as torch is set; not if ``deterministic``."""
+    """Whether cuDNN measures its algorithms for each new input shape and uses the fastest. ``None``: torch's setting; off if ``deterministic``."""
     detect_anomaly: bool = False
-    """Autograd looks for NaN in every backward pass and shows the forward operation that it comes from. Slow; for the search of errors."""
+    """Autograd checks every backward pass for NaN and shows the forward operation it comes from. Slow; for debugging."""
     seed: int | None = None
     """Seed of python, numpy and torch, and of the data order; 0 to 2**32 - 1. ``None`` seeds nothing."""
     on_nonfinite: str | None = None
     """A step whose gradient norm is not finite: ``"raise"`` an error, ``"skip"`` the step, or ``None``: no check."""
     timeout: Duration | None = _TEN_MINUTES
-    """Longest time without a finished batch, and of a collective, after the first step: several ranks then end with an error that names those
-    that lag; one alone logs where it stands. ``None``: ``start_timeout`` holds throughout, and nothing is watched."""
+    """Maximum time without a finished batch, and for a collective, after the first step: several ranks then end with an error that names
+    those that lag; a single process logs its position. ``None``: ``start_timeout`` applies throughout, without monitoring."""
     start_timeout: Duration = _HALF_HOUR
-    """The same up to the first step: the processes meet, data are prepared, the model is compiled."""
+    """The same up to the first step: processes connect, data are prepared, the model is compiled."""
     check: bool = False
-    """Compare the ranks before the first step: parameters, lengths of loaders, form of the first batch, and that batches travel unharmed."""
+    """Compare the ranks before the first step: parameters, lengths of loaders, structure of the first batch, and that batches arrive unchanged."""
     debug: bool = False
-    """Compare operation, shapes and dtypes over the ranks before each collective: an error instead of a hang. Slow; for the search of errors."""
+    """Compare operation, shapes and dtypes over the ranks before each collective: an error instead of a hang. Slow; for debugging."""
     gc_every_n_steps: int = 50
-    """Python's garbage collector runs at every n-th optimizer step, on all ranks at once, and not in between; 0 leaves it to Python."""
+    """Python's garbage collector runs at every n-th optimizer step, on all ranks at once, and not in between; 0: automatic, as Python does."""
     root_dir: Path = Path("runs")
     """Where checkpoints and logs are written."""
 
@@ -140,13 +140,13 @@ class Settings:
                 raise ValueError(f"min_{unit}={least} and max_{unit}={most}: the training would end before its minimum; give a larger max_{unit}")
 
     def _check_together(self) -> None:
-        """Settings that contradict each other as they were given."""
+        """Check for settings that contradict each other."""
         for name in OVERFIT:
             given = getattr(self, name)
             if self.overfit_batches and not self.fast_dev_run and given not in (None, self.overfit_batches):
                 raise ValueError(f"overfit_batches={self.overfit_batches} and {name}={given}: the first sets the second; give one of them")
         if self.benchmark and self.deterministic is True:
-            raise ValueError("benchmark=True and deterministic=True: the fastest algorithm is another one from run to run; give one of them")
+            raise ValueError("benchmark=True and deterministic=True: the fastest algorithm differs between runs; give one of them")
 
     def accumulate_at(self, epoch: int) -> int:
         """Micro-batches of one optimizer step in ``epoch`` (the first is 0)."""
@@ -181,7 +181,7 @@ def check(name: str, value: object) -> Any:
         ValueError, TypeError: as :class:`Settings`. An unknown ``name`` is a ValueError with the nearest one.
     """
     if name not in _CHECKS:
-        raise ValueError(f"{name!r} is no setting{nearest(name, _CHECKS)}; possible: {', '.join(_CHECKS)}")
+        raise ValueError(f"{name!r} is not a setting{nearest(name, _CHECKS)}; possible: {', '.join(_CHECKS)}")
     return _CHECKS[name](name, value)
 
 

@@ -1,4 +1,4 @@
-"""What the settings ``activation_checkpointing`` and ``compile`` may be."""
+"""Checks of the settings ``activation_checkpointing`` and ``compile``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.utils.errors import nearest
 
 RECOMPUTED = ("full", "selective")
 OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options")
-"""Of ``torch.compile``."""
+"""Options of ``torch.compile``."""
 
 Recompute = str | int | None
 Compile = bool | str | dict[str, Any]
@@ -38,7 +38,7 @@ def recompute_setting(name: str, given: Any) -> Recompute:
 
 
 def compile_setting(name: str, given: Any) -> Compile:
-    """``False``, ``True`` (the whole model), ``"blocks"``, or a dict of ``torch.compile``'s options, with ``"blocks": True`` among them.
+    """``False``, ``True`` (the whole model), ``"blocks"``, or a dict of ``torch.compile``'s options, possibly with ``"blocks": True``.
 
     Raises:
         ValueError, TypeError: anything else.

@@ -1,4 +1,4 @@
-"""Reading YAML that may be anybody's: plain values only, with the line of each key. Nothing in it is ever called."""
+"""Reads untrusted YAML: plain values only, with the line of each key. Nothing in it is ever called."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     import yaml
 
 MAX_BYTES = 1_000_000
-"""No settings are longer than that."""
+"""The maximum size of a file of settings."""
 MAX_NODES = 20_000
-"""Nor do they have more values, each alias counted as what it stands for."""
+"""The maximum number of values, with aliases expanded."""
 
 Node = Any  # a yaml.Node, whose stub leaves out its fields, or None for an empty document
 Entry = tuple[str, Node, str]
@@ -32,15 +32,15 @@ PLAIN_FORMS = tuple(
         ("float", r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|[-+]?\.inf|\.nan"),
     )
 )
-"""What a word without quotes is, other than text: tag and pattern."""
+"""Patterns of unquoted words that are not text, with their tags."""
 _PLAIN = frozenset(_CORE + kind for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge"))
 
 
 def read_file(path: Path) -> str:
-    """The text of a file of settings; the null device is an empty one.
+    """The text of a file of settings; the null device is empty.
 
     Raises:
-        ValueError: it is no regular file, larger than :data:`MAX_BYTES`, or not UTF-8.
+        ValueError: it is not a regular file, is larger than :data:`MAX_BYTES`, or not UTF-8.
         OSError: it cannot be read.
     """
     if str(path) == os.devnull:
@@ -48,11 +48,11 @@ def read_file(path: Path) -> str:
     if path.is_dir():
         raise ValueError(f"file {path}: is a directory; name a YAML file in it")
     if path.exists() and not path.is_file():
-        raise ValueError(f"file {path}: is no regular file, but a device or a pipe")
+        raise ValueError(f"file {path}: is not a regular file, but a device or a pipe")
     with path.open("rb") as file:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-        raise ValueError(f"file {path}: has more than {MAX_BYTES:,} bytes, which no settings have; is it the right file?")
+        raise ValueError(f"file {path}: has more than {MAX_BYTES:,} bytes, too many for settings; is it the right file?")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -61,14 +61,14 @@ def read_file(path: Path) -> str:
 
 
 def compose(text: str, origin: str, *, lines: bool = False) -> Node:
-    """The document in ``text``, as nodes that hold plain values only.
+    """The document in ``text``, as nodes with plain values only.
 
     Args:
         origin: where the text is from, for errors.
         lines: whether errors name the line, as ``origin:line``.
 
     Raises:
-        ValueError: no YAML; a tag that asks for objects; a key that is there twice; aliases that go in circles or multiply.
+        ValueError: not valid YAML; a tag for objects; a duplicate key; aliases that are circular or multiply.
     """
     import yaml
 
@@ -79,14 +79,14 @@ def compose(text: str, origin: str, *, lines: bool = False) -> Node:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{origin}:{mark.line + 1}" if lines and mark is not None else origin
-        raise ValueError(f"{where}: is no YAML: {one_line(error)}") from None
+        raise ValueError(f"{where}: is not valid YAML: {one_line(error)}") from None
     if node is not None:
         _check(node, origin, lines)
     return node
 
 
 def entries(node: Node, origin: str, *, lines: bool = False) -> Iterator[Entry]:
-    """Key, value and place of each entry of a mapping, those that it merges in included (its own come first and win)."""
+    """Key, value and line of each entry of a mapping, including merged ones (its own come first and win)."""
     own = ((str(key.value), value, _where(origin, key, lines)) for key, value in node.value if not _is_merge(key))
     seen = set()
     for name, value, where in (*own, *(entry for base in _bases(node) for entry in entries(base, origin, lines=lines))):
@@ -99,11 +99,11 @@ def construct(node: Node) -> Any:
     """The plain value of a node.
 
     Raises:
-        ValueError: a value that is none of its kind, such as ``!!int abc``.
+        ValueError: a value that does not fit its tag, such as ``!!int abc``.
     """
     loader = _loader()("")
     try:
-        return loader.construct_document(copy.deepcopy(node))  # it puts what is merged into the nodes
+        return loader.construct_document(copy.deepcopy(node))  # it changes the nodes of merges
     except Exception as error:
         raise ValueError(f"cannot be read: {one_line(error)}") from None
     finally:
@@ -111,7 +111,7 @@ def construct(node: Node) -> Any:
 
 
 def places(node: Node, origin: str, *, lines: bool = False) -> dict[str, str]:
-    """The place of each key in a mapping, by its dotted path."""
+    """The line of each key in a mapping, by its dotted path."""
     found: dict[str, str] = {}
     if node is not None and node.id == "mapping":
         for name, value, where in entries(node, origin, lines=lines):
@@ -135,10 +135,10 @@ def _check(root: Node, origin: str, lines: bool) -> None:
 
     def size(node: Node, above: tuple[int, ...]) -> int:
         if id(node) in above:
-            raise ValueError(f"{_where(origin, node, lines)}: an alias stands within what it stands for")
+            raise ValueError(f"{_where(origin, node, lines)}: an alias is inside the value that it refers to")
         if node.tag not in _PLAIN:
             tag = str(node.tag).replace(_CORE, "!!")
-            raise ValueError(f"{_where(origin, node, lines)}: the tag {tag!r} is refused: settings are plain values, and nothing is called")
+            raise ValueError(f"{_where(origin, node, lines)}: the tag {tag!r} is refused: settings are plain values")
         if id(node) not in sizes:
             inner: list[Node] = []
             if node.id == "mapping":
@@ -148,7 +148,7 @@ def _check(root: Node, origin: str, lines: bool) -> None:
                 inner = node.value
             sizes[id(node)] = 1 + sum(size(each, (*above, id(node))) for each in inner)
         if sizes[id(node)] > MAX_NODES:
-            raise ValueError(f"{_where(origin, node, lines)}: holds more than {MAX_NODES:,} values, aliases written out, which no settings do")
+            raise ValueError(f"{_where(origin, node, lines)}: has more than {MAX_NODES:,} values with aliases expanded, too many for settings")
         return sizes[id(node)]
 
     try:

@@ -1,4 +1,4 @@
-"""A setting's value out of YAML, read by the type of the setting."""
+"""A setting's value from YAML, by the type of the setting."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ NAMED = ("strategy", "precision")
 
 
 def read_value(name: str, node: Node, origin: str, *, lines: bool = False) -> Any:
-    """The checked value of the setting ``name``; ``origin`` begins each error, with the line of the key where ``lines``.
+    """The checked value of the setting ``name``; ``origin`` starts each error, with the line of the key if ``lines``.
 
     Raises:
         ValueError, TypeError: it is not possible.
     """
     if name == "callbacks":
-        raise ValueError(f"{origin}: callbacks are objects and can be given in code only: Fit(callbacks=[...])")
+        raise ValueError(f"{origin}: callbacks are objects and can only be given in code: Fit(callbacks=[...])")
     file = origin.rpartition(":")[0] if lines else origin
     places = {} if node is None else yaml_reader.places(node, file, lines=lines)
     try:
@@ -44,7 +44,7 @@ def _value(name: str, node: Node) -> Any:
         raise ValueError(f"{name} is empty: give a value, or null for None")
     kind = KINDS[name]
     if yaml_reader.is_text(node) and (kind in ("str", "Path", "Any") or "Duration" in kind):
-        return node.value  # "no" is a precision and 2024 may be a directory, whatever YAML makes of them
+        return node.value  # "no" is a precision and 2024 may be a directory, though YAML reads them otherwise
     try:
         value = yaml_reader.construct(node)
     except ValueError as error:
@@ -54,5 +54,5 @@ def _value(name: str, node: Node) -> Any:
         if "name" in written and yaml_reader.is_text(written["name"]):
             value["name"] = written["name"].value
         return value
-    # Flags are set to 1 and 0 in environments.
+    # Environment variables use 1 and 0 for flags.
     return bool(value) if kind.startswith("bool") and "int" not in kind and type(value) is int and value in (0, 1) else value

@@ -25,9 +25,9 @@ def flow(value: Any) -> str:
 
 
 def as_yaml(config: Mapping[str, Mapping[str, Any]]) -> str:
-    """What :func:`engine.config.masked.readable` gave as a file of settings: ``name: value  # origin``.
+    """The result of :func:`engine.config.masked.readable` as a file of settings: ``name: value  # origin``.
 
-    Callbacks that code has made stand in a comment.
+    Callbacks created in code are in a comment.
     """
     lines = []
     for name, entry in config.items():
@@ -38,7 +38,7 @@ def as_yaml(config: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a crash leaves the old one or the whole new one; a new file's rights are those that any new file has.
+    """Write a file atomically: a crash leaves the old one or the whole new one; a new file gets the usual permissions.
 
     Raises:
         OSError: it cannot be written.
@@ -64,13 +64,13 @@ def _umask() -> int:
 
 
 def _text(dumper: Any, text: str) -> Any:
-    # In one line, and never empty: other styles fold, and nothing at all is no value.
+    # On one line, and never empty: other styles fold, and an empty text is not a value.
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, '"' if "\n" in text or not text else None)
 
 
 @functools.cache
 def _dumper() -> type[yaml.SafeDumper]:
-    """PyYAML's safe dumper, which puts into quotes what our reader would take for something else than text."""
+    """PyYAML's safe dumper, which quotes text that our reader would not read as text."""
     import yaml
 
     class Dumper(yaml.SafeDumper):

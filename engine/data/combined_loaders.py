@@ -1,4 +1,4 @@
-"""Several loaders as one: which batches of which loader stand side by side, and how they are dealt to the ranks."""
+"""Several loaders as one: which batches are combined, and how they are distributed to the ranks."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class CombinedLoader:
         def training_step(self, batch, batch_idx):
             x, y = batch["labelled"]
 
-    The order is exact: a member gives the batches that it would give alone (each member shuffles in an order of its own), batch ``i`` of
-    the combination is the same at any world size, and the ranks are dealt whole combined batches in turn. A scalar loss weighs as many
-    samples as the combined batch has in all. When every member has indices (a ``DataLoader`` over a map-style dataset, a list of batches),
-    each rank reads only its own batches, and resuming costs nothing. When one is a stream, every rank reads everything, and a resume takes
+    The order is exact: a member yields the same batches as alone (each member shuffles in its own order), batch ``i`` of
+    the combination is the same at any world size, and the ranks get whole combined batches in turn. The weight of a scalar loss is the
+    number of samples in the combined batch. When every member has indices (a ``DataLoader`` over a map-style dataset, a list of batches),
+    each rank reads only its own batches, and resuming costs nothing. When one is a stream, every rank reads everything, and a resume uses
     the streams' own states.
 
     Args:
         loaders: a dict, list or tuple of ``DataLoader``s, lists of batches, or iterables.
-        mode: ``"min_size"`` ends with the shortest; ``"max_size_cycle"`` with the longest, the others begin again (in another order when
-            they shuffle); ``"max_size"`` with the longest, the others give ``None`` when they have run out; ``"sequential"`` reads one
+        mode: ``"min_size"`` ends with the shortest; ``"max_size_cycle"`` with the longest, the others start again (in another order when
+            they shuffle); ``"max_size"`` with the longest, the others yield ``None`` when they are exhausted; ``"sequential"`` reads one
             after the other, and ``training_step`` gets the member's batch alone, without its name.
 
     Raises:
         ValueError: an unknown mode, or no loaders.
-        TypeError: something that cannot be iterated.
+        TypeError: a member cannot be iterated.
     """
 
     def __init__(self, loaders: Any, mode: str = "min_size") -> None:
@@ -58,7 +58,7 @@ class CombinedLoader:
 
     @property
     def batch_size(self) -> int | None:
-        """Samples in a full combined batch; ``None`` when the members do not say, or have different ones one after the other."""
+        """Samples in a full combined batch; ``None`` when the members do not know, or differ in sequential mode."""
         sizes = [size for size in (getattr(member, "batch_size", None) for member in self.members) if isinstance(size, int)]
         if len(sizes) < len(self.members) or (self.mode == "sequential" and len(set(sizes)) > 1):
             return None
@@ -66,7 +66,7 @@ class CombinedLoader:
 
     @property
     def presharded(self) -> bool:
-        """Whether each rank has its own part of every member already."""
+        """Whether each rank has its own share of every member already."""
         return all(map(presharded, self.members))
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class CombinedLoader:
         return total(self.mode, [len(member) for member in self.members])
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches without an engine: one process, the members' own orders."""
+        """Iterate without an engine: one process, the members' own orders."""
         return rows(self.mode, self.packed, [Reader(member) for member in self.members])
 
     def packed(self, batches: list[Any]) -> Any:
@@ -95,19 +95,19 @@ def combined(loader: CombinedLoader, group: Group, seed: int, feistel: bool = Tr
     """The feed of a combination.
 
     Raises:
-        ValueError: some members are divided among the ranks already.
+        ValueError: only some members are divided among the ranks already.
     """
     # A seed for each: two members of one length would be shuffled alike.
     feeds = [indexed(member, group, mixed(seed, place + 1), feistel) for place, member in enumerate(loader.members)]
     known = [feed for feed in feeds if feed is not None]
     divided = [presharded(member) for member in loader.members]
     if any(divided) and not all(divided):
-        raise ValueError("CombinedLoader: some of the loaders are presharded, others are not; make all of them so, or none")
+        raise ValueError("CombinedLoader: some of the loaders are presharded, others are not; make all or none of them presharded")
     for feed in known:
         if not divided[0] and feed.order is not None and feed.order.sharded:
             raise ValueError(
-                f"CombinedLoader: {type(feed.order.sampler).__name__} gives each rank its part already, but whole combined batches are dealt to the "
-                "ranks here: give this member a plain sampler"
+                f"CombinedLoader: {type(feed.order.sampler).__name__} divides the data among the ranks already, but here whole combined "
+                "batches are distributed: give this member a plain sampler"
             )
     if len(known) == len(feeds) and not divided[0]:
         return Indexed(loader, known, group)
@@ -122,11 +122,11 @@ def _samples(loader: CombinedLoader, batch: Any) -> int:
     return sum(batch_size(part) or 1 for part in parts if part is not None)
 
 
-# -- members with indices: any place of the combination is entered directly --------------------------------------------------------------
+# -- members with indices: any position of the combination is entered directly --------------------------------------------------------------
 
 
 class _Passes:
-    """A member's batches, numbered on through its passes in one epoch of the combination."""
+    """A member's batches, numbered consecutively over its passes in one epoch of the combination."""
 
     def __init__(self, feed: SampleIndices | BatchIndices | Batches) -> None:
         self.feed = feed
@@ -134,7 +134,7 @@ class _Passes:
         self.cuts: dict[int, Cut] = {}
         self.together = feed.order is not None and feed.order.together
         self.opening: Any = None
-        """What drawing this epoch's first pass again needs."""
+        """The state needed to draw this epoch's first pass again."""
 
     def begin(self, epoch: int, state: Any) -> int:
         """Batches in one pass."""
@@ -146,15 +146,15 @@ class _Passes:
         return self.count
 
     def draw(self, last: int) -> None:
-        """Get passes ready that the ranks have to draw together: later, each rank's workers are at another place."""
+        """Prepare passes that the ranks must draw together: later, each rank's workers are at another position."""
         if self.together:
-            for number in range(last):  # those before a resume's place too: a sampler may count its passes
+            for number in range(last):  # also those before a resume's position: a sampler may count its passes
                 self.cut(number)
 
     def cut(self, number: int) -> Cut:
         if number not in self.cuts:
             if len(self.cuts) > 2 and not self.together:
-                del self.cuts[min(self.cuts)]  # the workers' reading is ahead of the weights' by one pass at most
+                del self.cuts[min(self.cuts)]  # the workers read at most one pass ahead of the weights
             self.cuts[number] = self.feed.cut(repeated(self.epoch, number))
         return self.cuts[number]
 
@@ -168,7 +168,7 @@ class _Passes:
     def _items(self, numbers: Iterator[int]) -> Iterator[Any]:
         for number in numbers:
             cut = self.cut(number // self.count)
-            yield cut.items(number % self.count % cut.batches)  # a sampler of the user's own may draw fewer in a later pass
+            yield cut.items(number % self.count % cut.batches)  # a user's sampler may draw fewer in a later pass
 
 
 class Indexed:
@@ -222,7 +222,7 @@ class Indexed:
         if mode == "max_size_cycle" and deal.used:
             if not all(counts):
                 empty = self.loader.members[counts.index(0)]
-                raise ValueError(f"CombinedLoader: a {type(empty).__name__} is empty and cannot be read again; leave it out, or take mode='max_size'")
+                raise ValueError(f"CombinedLoader: a {type(empty).__name__} is empty and cannot be read again; leave it out, or use mode='max_size'")
             for member in self.members:
                 member.draw(-(-deal.used // member.count))
         batches = self._one_by_one(deal, start) if mode == "sequential" else self._side_by_side(deal, start)
@@ -255,7 +255,7 @@ class Indexed:
         numbers = _own(deal, start, 0, deal.used)
         first = next(_own(deal, start, 0, deal.used), None)
         parts: dict[int, Iterator[Any]] = {}
-        if first is not None:  # now, as any loader's iterator is made when a pass begins
+        if first is not None:  # now, as any loader's iterator is created when a pass starts
             parts[self._place(first)] = opened(self._place(first))
         return read()
 
@@ -284,11 +284,11 @@ def _orders(states: list[Any]) -> dict[str, Any] | None:
 
 
 def _own(deal: Deal, start: int, low: int, high: int) -> Iterator[int]:
-    """This rank's numbers from ``start`` on, those in [low, high) only; what lies apart from these is not walked through."""
+    """This rank's numbers from ``start`` on, only those in [low, high), without iterating over the rest."""
     full = deal.round * deal.window
     first = start + max(0, low - start) // full * full
     short = start + max(0, deal.used - start) // full * full
-    # Of the last, short window any number may be a rank's, which repeats one when it has none of its own.
+    # In the last, short window any number may be a rank's, which repeats one when it has none.
     stop = min(high, short)
     for _, (own, _) in zip(range(first, stop, full), deal.windows(first), strict=False):
         yield from (part.start for part in own if low <= part.start < high)

@@ -1,4 +1,4 @@
-"""Combined batches read in turn, for members without indices: each member is read pass after pass, and says where it is."""
+"""Combined batches read in turn, for members without indices: each member is read pass after pass, and reports its position."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Reader:
         self.iterator, self.passes, self.given = None, self.passes + 1, 0
         batch = self.next()
         if batch is _END:
-            raise ValueError(f"CombinedLoader: a {type(self.data).__name__} was begun again and gave no batch: it is empty, or can be read only once")
+            kind = type(self.data).__name__
+            raise ValueError(f"CombinedLoader: a {kind} yielded no batch when it was read again: it is empty, or can be read only once")
         return batch
 
     def open(self) -> Iterator[Any]:
@@ -53,7 +54,7 @@ def rows(mode: str, packed: Callable[[list[Any]], Any], readers: Sequence[Reader
         yield from _one_by_one(readers) if mode == "sequential" else _side_by_side(mode, packed, readers)
     finally:
         for reader in readers:
-            reader.iterator = None  # the place stays known, worker processes end
+            reader.iterator = None  # the position stays known, worker processes end
 
 
 def _one_by_one(readers: Sequence[Reader]) -> Iterator[Any]:
@@ -80,7 +81,7 @@ def _side_by_side(mode: str, packed: Callable[[list[Any]], Any], readers: Sequen
 
 
 class _IndexedReader(Reader):
-    """A member with indices: begun anywhere."""
+    """A member with indices: can start anywhere."""
 
     def __init__(self, data: Any, feed: Feed, epoch: int) -> None:
         super().__init__(data)
@@ -92,7 +93,7 @@ class _IndexedReader(Reader):
 
 
 class _StreamReader(Reader):
-    """A member that is a stream: begun where its state says."""
+    """A member that is a stream: starts from its state."""
 
     def __init__(self, data: Any, source: Source) -> None:
         super().__init__(data)
@@ -112,7 +113,7 @@ class _StreamReader(Reader):
 
 
 class Rows(Source):
-    """Combined batches read in turn; the state is made of the members' places."""
+    """Combined batches read in turn; the state consists of the members' positions."""
 
     def __init__(self, data: Any, members: Sequence[Any], feeds: Sequence[Feed | None], mode: str, packed: Callable[[list[Any]], Any]) -> None:
         super().__init__(data)
@@ -126,7 +127,7 @@ class Rows(Source):
         self.readers = [self._reader(place) for place in range(len(self.feeds))]
         for reader, saved in zip(self.readers, state["members"] if state else (), strict=False):
             reader.passes, reader.given, reader.over, reader.start = saved["pass"], saved["given"], saved["over"], saved["state"]
-        # Now, when random numbers that this takes are put back after a resume; later members of a sequence when their turn comes.
+        # Start now, because a resume restores the random numbers that this draws; later members of a sequence start at their turn.
         for reader in [r for r in self.readers if not r.over or self.mode == "max_size_cycle"][: 1 if self.mode == "sequential" else None]:
             reader.iterator = reader.open()
         return None, rows(self.mode, self.packed, self.readers)

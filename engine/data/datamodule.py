@@ -1,4 +1,4 @@
-"""``DataModule``: data that knows how to get ready, apart from any model."""
+"""``DataModule``: data preparation and loaders, separate from any model."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ class DataModule:
         """Download or convert data on disk; must not set state, since only one process of a machine runs it."""
 
     def setup(self, stage: str) -> None:
-        """Make the datasets; ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+        """Create the datasets; ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
 
     def teardown(self, stage: str) -> None:
         """After the run, also after an error."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Anything was raised during the run; it is raised on afterwards. Other ranks may be gone: no collectives here."""
+        """An exception was raised during the run; it propagates afterwards. Other ranks may be gone: no collectives here."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Return the batch, changed or not, before it goes to the device. This and the next two win over the module's."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Return the batch on the device, for batches of one's own types."""
+        """Return the batch on the device, for your own batch types."""
         return move(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -60,11 +60,11 @@ class DataModule:
     def predict_dataloader(self) -> Any: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """State to keep in checkpoints: a tree of tensors and JSON values."""
+        """The state to save in checkpoints: a tree of tensors and JSON values."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put back what :meth:`state_dict` gave."""
+        """Restore the state that :meth:`state_dict` returned."""
 
     def save_hyperparameters(self, ignore: str | Iterable[str] = (), **unknown: Never) -> None:
         """Keep the arguments of ``__init__`` in :attr:`hparams`. Call it inside ``__init__``."""
@@ -77,7 +77,7 @@ class DataModule:
 
     @property
     def hparams(self) -> HParams:
-        """What :meth:`save_hyperparameters` kept."""
+        """The arguments that :meth:`save_hyperparameters` kept."""
         if "_hparams" not in self.__dict__:  # a subclass whose __init__ does not call ours
             self._hparams = HParams()
         return self._hparams

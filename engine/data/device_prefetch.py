@@ -1,4 +1,4 @@
-"""Copies to the device beside the computation."""
+"""Copies to the device that overlap with the computation."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from engine.utils.tree import map_tensors
 
 
 class Side(Protocol):
-    """Where copies are made while the device computes."""
+    """A stream for copies while the device computes."""
 
     def copy(self, batch: Any) -> Any:
         """Start copying; the result may be used after :meth:`join`."""
 
     def join(self) -> None:
-        """Let what is computed from now on wait for the copies that were started."""
+        """Make later computations wait for the copies that were started."""
 
 
 class SideStream:
-    """A CUDA stream beside the one that computes.
+    """A CUDA stream next to the one that computes.
 
-    A copy waits for what was queued for computation before it. That is what makes it safe: memory that a used batch has given back may be
-    the new copy's, and no ``record_stream`` is needed, which would not see the tensors inside a batch of a class of its own. As the copy
-    is started before its batch's forerunner is computed, it still runs beside that one's computation.
+    A copy waits for computations that were queued before it. This makes it safe to reuse the memory of a freed batch for the copy
+    without ``record_stream``, which would not see the tensors inside custom batch classes. As the copy starts before the
+    previous batch is computed, the two still overlap.
     """
 
     def __init__(self, device: torch.device, move: Callable[[Any], Any]) -> None:
@@ -44,7 +44,7 @@ class SideStream:
 
 
 def pinned(batch: Any) -> Any:
-    """``batch`` with its CPU tensors in pinned memory: a copy from other memory holds up the host until it is done."""
+    """``batch`` with its CPU tensors in pinned memory: a copy from other memory blocks the host until it is done."""
 
     def pin(tensor: Tensor) -> Tensor:
         return tensor.pin_memory() if tensor.device.type == "cpu" and not tensor.is_pinned() else tensor
@@ -55,10 +55,10 @@ def pinned(batch: Any) -> Any:
 
 
 def ahead(micros: Iterator[Micro], side: Side, across: bool) -> Iterator[Micro]:
-    """``micros`` on the device: while one is computed, the next is copied, and no more than that one.
+    """``micros`` on the device: while one is computed, only the next is copied.
 
     Args:
-        across: whether a window's last micro-batch lets the next window's first be read already.
+        across: whether the next window's first micro-batch may be read during a window's last one.
     """
     waiting: Micro | None = None
     for batch, share in micros:

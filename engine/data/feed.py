@@ -1,4 +1,4 @@
-"""Feeds: where the micro-batches of an epoch come from, one class for each kind of data that users pass."""
+"""Feeds: sources of an epoch's micro-batches, one class for each kind of user data."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ class Feed(Protocol):
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether reading beyond a window's end changes nothing that a checkpoint there has to hold."""
+        """Whether reading beyond a window's end does not change what a checkpoint there must save."""
 
     @property
     def feistel(self) -> bool:
-        """Whether a shuffle is computed rather than stored; a resume has to do the same."""
+        """Whether a shuffle is computed rather than stored; a resume must do the same."""
 
     def length(self, limit: int | None) -> int | None:
-        """Micro-batches of this rank in an epoch; ``None`` when that is not known beforehand."""
+        """Micro-batches of this rank in an epoch; ``None`` when unknown in advance."""
 
     def micros(self, epoch: int, start: int, window: int, limit: int | None, state: Any = None) -> Iterator[Micro]:
-        """The micro-batches of an epoch from position ``start`` on; ``state`` is what :meth:`state` gave there."""
+        """The micro-batches of an epoch from position ``start`` on; ``state`` is the result of :meth:`state` there."""
 
     def advance(self, window: int) -> int:
-        """What a full window adds to the position."""
+        """The increase of the position by a full window."""
 
     def state(self, closed: bool) -> Any:
-        """What a resume needs besides the position, after the window that is given out (``closed``) or before it; ``None``: nothing."""
+        """The state that a resume needs besides the position, after the current window (``closed``) or before it; ``None``: nothing."""
 
     def opening(self) -> Any:
-        """What beginning this pass again needs; ``None``: nothing."""
+        """The state needed to start this pass again; ``None``: nothing."""
 
     def carry(self) -> Any:
-        """What the next pass begins from, at the end of one: the state of data that counts on from pass to pass; else ``None``."""
+        """At the end of a pass, the start of the next one: the state of data that continues across passes; else ``None``."""
 
     def leave(self) -> None:
-        """Let go of a pass that is left early: worker processes are not to wait for the next one."""
+        """Release a pass that ends early: worker processes must not wait for the next one."""
 
     def close(self) -> None:
         """End the data's worker processes."""
 
 
 def feed_for(data: Any, group: Group, seed: int, feistel: bool = True) -> Feed:
-    """The feed for what the user passed. A collective.
+    """The feed for the user's data. A collective.
 
     Args:
         feistel: whether large shuffles are computed rather than stored (see :mod:`engine.data.permutation`).
 
     Raises:
-        TypeError: when it cannot be iterated, or is a dataset that has not got a loader.
+        TypeError: it cannot be iterated, or is a dataset without a loader.
     """
     if isinstance(data, CombinedLoader):
         return combined(data, group, seed, feistel)

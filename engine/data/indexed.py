@@ -1,4 +1,4 @@
-"""Data with indices: loaders over map-style datasets and lists of batches. Their place in an epoch is one number, entered at no cost."""
+"""Data with indices: loaders over map-style datasets and lists of batches. Their position in an epoch is one number, and skipping to it is free."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from engine.utils.tree import batch_size
 
 Micro = tuple[Any, Share]
 _WHOLE = Share(size=-1, divisor=1.0, alone=1.0, last=True)
-"""A batch that is its own window on one process: its size matters to nobody but metrics, which look themselves."""
+"""A batch that is its own window on one process: only metrics need its size, and determine it themselves."""
 
 
 class _Indices(Sampler[Any]):
-    """The index stream that is put under a user's loader; it yields what its owner set."""
+    """The index stream placed under a user's loader; it yields what its owner set."""
 
     def __init__(self) -> None:
         self.stream: Iterable[Any] = ()
@@ -37,7 +37,7 @@ class _Indices(Sampler[Any]):
 
 
 class _Positioned:
-    """Data whose position says everything."""
+    """Data that is fully described by its position."""
 
     iterator: Iterator[Any] | None = None
     order: Order | None = None
@@ -51,7 +51,7 @@ class _Positioned:
 
     @property
     def units(self) -> int | None:
-        """Samples (or batches, where these are ready) of every epoch; ``None`` when a sampler of the user's own, or the ranks, say how many."""
+        """Samples (or batches, where these are ready) of every epoch; ``None`` when a user's sampler, or the ranks, determine it."""
         return None if self.order is None or self.order.sharded or self.order.together else self.order.length()
 
     def state(self, closed: bool) -> Any:
@@ -79,7 +79,7 @@ class Cut(NamedTuple):
     """The batches of one pass over a loader, as a loop on one process would get them."""
 
     items: Callable[[int], Any]
-    """What of the loader's index stream (or which batch itself) is a batch, by its number."""
+    """The items of the loader's index stream (or the batch itself) for a batch number."""
     size: Callable[[int], int]
     """Samples in it."""
     batches: int
@@ -89,20 +89,20 @@ def indexed(data: Any, group: Group, seed: int, feistel: bool = True) -> SampleI
     """The feed for data with indices; ``None`` for other data.
 
     Raises:
-        ValueError: a torchdata loader over a map-style dataset was told to go on from a state of its own.
+        ValueError: a torchdata loader over a map-style dataset has loaded its own state.
     """
     if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
         if getattr(data, "next_iter_state", None) is not None:
             raise ValueError(
-                f"{type(data).__name__}.load_state_dict() was called before the loader was prepared, and is lost: its order is the engine's now; "
-                "take and load the state of what prepare() gives back"
+                f"{type(data).__name__}.load_state_dict() was called before the loader was prepared, and is lost: the engine "
+                "now sets its order; save and load the state of the prepared loader"
             )
         return (SampleIndices if is_a(data.batch_sampler, BatchSampler) else BatchIndices)(data, group, seed, feistel)
     return Batches(data, group) if isinstance(data, (list, tuple)) and not presharded(data) else None
 
 
 class SampleIndices(_Positioned):
-    """A ``DataLoader`` over a map-style dataset: samples are dealt to ranks and micro-batches.
+    """A ``DataLoader`` over a map-style dataset: samples are distributed to ranks and micro-batches.
 
     The loader is copied shallowly and only the copy's index stream is replaced: class, workers and collate function stay the user's.
     """
@@ -110,7 +110,7 @@ class SampleIndices(_Positioned):
     order: Order
 
     def __init__(self, loader: DataLoader[Any], group: Group, seed: int, feistel: bool = True) -> None:
-        batches = loader.batch_sampler  # the loader's own attributes say nothing when the user made it
+        batches = loader.batch_sampler  # the loader's own attributes are unset when the user passed one
         assert isinstance(batches, BatchSampler)
         sampler: Any = batches.sampler
         self.order = order_for(sampler, loader, group, seed, feistel)
@@ -119,7 +119,7 @@ class SampleIndices(_Positioned):
         self.drop_last = batches.drop_last or (type(sampler) is DistributedSampler and sampler.drop_last)
         self.indices = _Indices()
         self.loader = altered(loader, batch_sampler=self.indices)
-        self.reads_ahead = loader.num_workers > 0  # in this process, the dataset takes random numbers that a checkpoint holds
+        self.reads_ahead = loader.num_workers > 0  # in this process, the dataset draws random numbers that a checkpoint saves
 
     def deal(self, units: int, window: int, limit: int | None) -> Deal:
         return Deal(units, self.batch, window, self.group.world_size, self.group.rank, self.drop_last, limit)
@@ -157,14 +157,14 @@ class SampleIndices(_Positioned):
         return Cut(items, lambda number: min(batch, units - number * batch), units // batch if self.drop_last else -(-units // batch))
 
     def fetch(self, items: Iterator[Any]) -> Iterator[Any]:
-        """The batches for what :attr:`Cut.items` gave."""
+        """The batches for the result of :attr:`Cut.items`."""
         self.indices.stream = items
         self.iterator = iter(self.loader)
         return self.iterator
 
 
 def given_out(order: Order, units: int, batch: int, window: int, drop_last: bool, limit: int | None) -> Deal | Shards:
-    """Who gets which of an epoch's ``units``: they are dealt to the ranks, or each rank has its own. A collective in the second case."""
+    """Which rank gets which of an epoch's ``units``: they are distributed, or each rank has its own. A collective in the second case."""
     group = order.group
     if order.sharded:
         return Shards(order.everywhere(units), batch, window, group.rank, drop_last, limit)
@@ -180,7 +180,7 @@ def _shares(deal: Deal | Shards, start: int) -> Iterator[Share]:
 def weighed(
     batches: Iterator[Any], deal: Deal | Shards, start: int, group: Group, size: Callable[[Any], int | None] = batch_size
 ) -> Iterator[Micro]:
-    """Batches whose sizes are known only once they are read: a window is read ahead, and the ranks tell each other the sizes in it."""
+    """Batches whose sizes are known only once they are read: a window is read ahead, and the ranks exchange its sizes."""
     if deal.world_size * deal.window == 1:
         yield from zip(batches, itertools.repeat(_WHOLE))
         return
@@ -194,7 +194,7 @@ def weighed(
 
 
 class Batches(_Positioned):
-    """A list of ready batches: they are dealt to the ranks one by one."""
+    """A list of ready batches: they are distributed to the ranks one by one."""
 
     reads_ahead = True
 
@@ -242,13 +242,13 @@ class Batches(_Positioned):
 
 
 class BatchIndices(_Positioned):
-    """A ``DataLoader`` with a batch sampler of the user's own, or with ``batch_size=None``: its batches stay whole and are dealt to the ranks."""
+    """A ``DataLoader`` with a user's batch sampler, or with ``batch_size=None``: its batches stay whole and are distributed to the ranks."""
 
     order: Order
 
     def __init__(self, loader: DataLoader[Any], group: Group, seed: int, feistel: bool = True) -> None:
         self.group = group
-        self.sized = loader.batch_sampler is not None  # an index tells; a batch that the dataset gives has to be read
+        self.sized = loader.batch_sampler is not None  # from the indices; a batch of the dataset must be read
         sampler = loader.batch_sampler if self.sized else loader.sampler
         self.order = order_for(sampler, loader, group, seed, feistel)
         self.indices = _Indices()

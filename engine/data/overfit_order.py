@@ -1,4 +1,4 @@
-"""Loaders that give the same batches in every epoch: ``overfit_batches`` trains on the first ones of them."""
+"""Loaders that yield the same batches in every epoch: ``overfit_batches`` trains on the first ones of them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from engine.utils.log import warn_once
 
 
 def in_order(loader: Any) -> Any:
-    """The loader itself where nothing draws its samples, else a copy that reads the dataset from its beginning to its end, with a warning.
+    """The loader itself if its order is fixed, else a copy that reads the dataset in order, with a warning.
 
     Raises:
-        ValueError: it makes its batches by a class of the user's own.
+        ValueError: a user's class makes its batches.
     """
     if isinstance(loader, PreparedLoader):
         loader = loader.loader

@@ -1,4 +1,4 @@
-"""Permutations of any size that are never stored: where each index goes is computed when it is asked for."""
+"""Permutations of any size that are never stored: each index is computed on demand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.data.sampler import Window, mixed
 
 LARGE = 2**24
-"""Samples from which on an epoch's order is a :class:`Permutation`: a list of so many takes 128 MiB and half a second a rank and epoch."""
+"""Samples from which on an epoch's order is a :class:`Permutation`: a list of this size takes 128 MiB and half a second per rank and epoch."""
 
 _WORD = 0xFFFFFFFF
 _BLOCK = 8192
@@ -20,7 +20,7 @@ _BLOCK = 8192
 class Permutation:
     """A permutation of ``range(size)`` that is a function of (seed, epoch), of which ``count`` entries are used.
 
-    An alternating Feistel network permutes the numbers of as many bits as ``size - 1`` has; a number that it takes beyond ``size`` goes
+    An alternating Feistel network permutes the numbers with as many bits as ``size - 1``; a result beyond ``size`` goes
     through it again until it is below (cycle walking: less than twice on average). See Black and Rogaway, "Ciphers with Arbitrary Finite
     Domains", CT-RSA 2002. All products stay below 2**62, so that int64 gives the same on every platform.
 
@@ -31,7 +31,7 @@ class Permutation:
     def __init__(self, size: int, seed: int, epoch: int, count: int | None = None) -> None:
         self.size, self.count = size, size if count is None else count
         if not 0 <= self.count <= size <= 2**62:
-            raise ValueError(f"a permutation of {size} numbers, {self.count} of them used: possible are 0 to 2**62, and no more than there are")
+            raise ValueError(f"a permutation of {size} numbers with {self.count} used: size must be 0 to 2**62, and count at most size")
         bits = max(2, (size - 1).bit_length())
         self._low_bits = bits // 2
         self._masks = (1 << (bits - bits // 2)) - 1, (1 << (bits // 2)) - 1
@@ -60,7 +60,7 @@ class Permutation:
         return found
 
     def pieces(self, windows: Iterable[Window]) -> Iterator[list[int]]:
-        """The entries of each micro-batch; those of several are computed at once, which costs as much as those of one."""
+        """The entries of each micro-batch; several are computed at once, which costs as much as one."""
         parts: list[range] = []
         waiting = 0
         for own, _ in windows:
@@ -85,7 +85,7 @@ class Permutation:
 
 
 def _scrambled(half: Tensor, key: int) -> Tensor:
-    """A hash of numbers below 2**32 under a key; its low 32 bits are good."""
+    """A hash of numbers below 2**32 under a key; use its low 32 bits."""
     x = half ^ key
     x.bitwise_xor_(x >> 15).mul_(0x2C1B3C6D).bitwise_and_(_WORD)
     x.bitwise_xor_(x >> 12).mul_(0x297A2D39)

@@ -1,4 +1,4 @@
-"""The loader that the engine hands back: the user's own, on the device, in the engine's order, telling the engine what each batch weighs."""
+"""The loader that the engine returns: the user's batches on the device, in the engine's order, with each batch's weight."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PreparedLoader:
     def __init__(self, loader: Any, *, group: Group, window: Window, seed: int, dtype: torch.dtype | None = None, place: bool = True) -> None:
         self.loader = loader
         self.limit: int | None = None
-        """At most so many micro-batches of each rank in an epoch."""
+        """The maximum number of micro-batches per rank in an epoch."""
         self._group, self._window, self._seed, self._dtype, self._place = group, window, seed, dtype, place
         self._feed = feed_for(loader, group, seed)
         self._feistel = True
@@ -31,18 +31,18 @@ class PreparedLoader:
         self._start, self._stream = 0, None
         self._origin, self._given, self._share, self._size = 0, 0, ALONE, 1
         self.transfer: Callable[[Any, torch.device, torch.dtype | None], Any] | None = None
-        """What moves a batch in the place of :func:`engine.utils.tree.move`: a run's, where hooks of the module or the data have a say in it."""
+        """Replaces :func:`engine.utils.tree.move`: a run's transfer with hooks of the module or the data."""
         self.window_size: int | None = None
         """Micro-batches in a window; by default the engine's. Evaluation sets 1."""
 
     def __getattr__(self, name: str) -> Any:
-        # What a wrapper cannot know: subclasses of DataLoader carry attributes that users read (``loader.tokenizer``).
+        # A wrapper cannot list these: subclasses of DataLoader have attributes that users read (``loader.tokenizer``).
         if name.startswith("__") or name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self.loader,)  # a copy is the plain loader: handles of this job's processes cannot travel
+        return _itself, (self.loader,)  # a copy is the plain loader: handles of this job's processes cannot be copied
 
     def __len__(self) -> int:
         """Micro-batches of this rank in an epoch."""
@@ -53,22 +53,22 @@ class PreparedLoader:
 
     @property
     def length(self) -> int | None:
-        """Like ``len``, but ``None`` when it is not known."""
+        """Like ``len``, but ``None`` when unknown."""
         return self._feed.length(self.limit)
 
     @property
     def samples(self) -> int | None:
-        """What :attr:`position` counts, in an epoch; ``None`` where that is not the same number for every epoch and world size."""
+        """The units that :attr:`position` counts, per epoch; ``None`` if their number depends on the epoch or world size."""
         found: int | None = getattr(self._feed, "units", None)
         return found
 
     @property
     def epoch(self) -> int:
-        """Which epoch's order is given out; each pass begins the next one unless ``set_epoch`` is called."""
+        """The epoch whose order is used; each pass starts the next one unless ``set_epoch`` is called."""
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Give out the order of that epoch in the next pass."""
+        """Use the order of this epoch in the next pass."""
         if epoch != self._epoch:
             self._epoch, self._start, self._stream = epoch, 0, None
         self._begun = self._over = False
@@ -83,10 +83,10 @@ class PreparedLoader:
         moves = moves or self.transfer is not None
         start, stream, self._start, self._stream = self._start, self._stream, 0, None
         self._origin, self._given, self._share, self._size = start, 0, ALONE, self.window_size or window.size
-        # Making a DataLoader's iterator takes a random number. In the middle of an epoch that has happened before.
+        # Creating a DataLoader's iterator draws a random number. In the middle of an epoch that has happened before.
         with torch.random.fork_rng(devices=()) if start else contextlib.nullcontext():
             micros = self._feed.micros(self._epoch, start, self._size, self.limit, stream)
-        if moves and device.type == "cuda" and not self.transfer:  # hooks may look at the model: they are called when their batch's turn comes
+        if moves and device.type == "cuda" and not self.transfer:  # hooks may read the model: they are called at their batch's turn
             micros, moves = ahead(micros, SideStream(device, self._move), self._feed.reads_ahead), False
         outer = window.share
         try:
@@ -95,43 +95,43 @@ class PreparedLoader:
                 self._given += 1
                 yield place(batch) if moves else batch
             self._over = True
-        except GeneratorExit:  # left early: worker processes are not to wait for the next pass
+        except GeneratorExit:  # ended early: worker processes must not wait for the next pass
             self._feed.leave()
             raise
         finally:
             window.share = outer
         if not self._given and not start:
             raise ValueError(
-                f"{type(self.loader).__name__} gave no batch in epoch {self._epoch}: "
-                "it is empty, or a generator, which can be read only once (pass a list, a DataLoader or an object whose __iter__ starts anew)"
+                f"{type(self.loader).__name__} yielded no batch in epoch {self._epoch}: "
+                "it is empty, or a generator, which can be read only once (pass a list, a DataLoader or an object whose __iter__ starts again)"
             )
 
     def close(self) -> None:
-        """End the loader's worker processes now: the traceback of an error would keep them as long as it is looked at."""
+        """End the loader's worker processes now: otherwise an error's traceback would keep them alive."""
         self._feed.close()
 
     def resume(self, epoch: int, position: int, state: Any = None) -> None:
-        """Begin the next pass at ``position`` of ``epoch``.
+        """Start the next pass at ``position`` of ``epoch``.
 
         Args:
-            state: what :meth:`state` gave there. Data that needs one is read from the epoch's start without it, with a warning.
+            state: the result of :meth:`state` there. Without it, data that needs one is read from the epoch's start, with a warning.
         """
         self._epoch, self._start, self._stream, self._begun, self._over = epoch, position, state, False, False
 
     @property
     def position(self) -> int:
-        """How far the epoch's data is used up, at the end of the newest window that was given out whole: in samples, or in batches of all
-        ranks where the data gives ready batches."""
+        """How much of the epoch's data is consumed, at the end of the latest complete window: in samples, or for data of ready batches
+        in batches of all ranks."""
         return self._place_in_epoch()[0]
 
     def state(self, position: int | None = None) -> Any:
-        """What a resume at the newest window's end needs besides the position: a tree of plain values and tensors, or ``None``.
+        """The state that a resume at the latest window's end needs besides the position: a tree of plain values and tensors, or ``None``.
 
         Args:
-            position: the place meant, when the window that was given out may not be trained on yet: its start or its end.
+            position: the start or the end of the current window, which may not be trained on yet.
 
         Raises:
-            ValueError: neither.
+            ValueError: it is neither.
         """
         if not self._begun:
             return self._stream if self._start or self._stream is not None else self.carried()
@@ -140,7 +140,7 @@ class PreparedLoader:
         here, closed = self._place_in_epoch()
         if position is not None and position != here:
             if not closed or position != here - self._feed.advance(self._size):
-                raise ValueError(f"state(position={position}): {type(self.loader).__name__} is at {here}; only the newest window's ends are known")
+                raise ValueError(f"state(position={position}): {type(self.loader).__name__} is at {here}; only the latest window's ends are known")
             closed = False
         return self._feed.state(closed)
 
@@ -149,20 +149,20 @@ class PreparedLoader:
         return self._feed.carry()
 
     def state_dict(self) -> dict[str, Any]:
-        """The place at the end of the newest window that was given out whole, good for any number of processes (``presharded`` data: for as
-        many as now, each with its own): ``epoch``, ``position``, ``stream`` (:meth:`state`) and, if it has one, ``order``."""
+        """The position at the end of the latest complete window, valid for any number of processes (``presharded`` data: for the same
+        number, each with its own): ``epoch``, ``position``, ``stream`` (:meth:`state`) and, if it has one, ``order``."""
         order = {} if self.order is None else {"order": self.order}
         if self._begun and self._over:
             return {"epoch": self._epoch + 1, "position": 0, "stream": self.carried(), **order}
         return {"epoch": self._epoch, "position": self.position, "stream": self.state(), **order}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next pass go on from where :meth:`state_dict` was taken. A collective."""
+        """Let the next pass continue where :meth:`state_dict` was taken. A collective."""
         self.reseed(self._seed, state_dict.get("order"))
         self.resume(state_dict["epoch"], state_dict["position"], state_dict["stream"])
 
     def skipping(self, num_batches: int) -> PreparedLoader:
-        """A loader whose first pass is this one's next without its first ``num_batches`` micro-batches of each rank; later passes are whole.
+        """A loader whose first pass is this one's next, without its first ``num_batches`` micro-batches per rank; later passes are complete.
 
         Raises:
             ValueError: ``num_batches`` is negative.
@@ -176,11 +176,11 @@ class PreparedLoader:
         if self._begun:
             self._epoch, self._start = self._epoch + 1, 0
         other.resume(self._epoch, self._start + num_batches * self._feed.advance(1))
-        self._begun = self._over = True  # the other's first pass is this loader's too
+        self._begun = self._over = True  # the other's first pass also counts as this loader's
         return other
 
     def _place_in_epoch(self) -> tuple[int, bool]:
-        """The position at the newest window's end, and whether that is the end of what was given out."""
+        """The position at the latest window's end, and whether all of it was yielded."""
         if not self._begun:
             return self._start, True
         windows, more = divmod(self._given, self._size)
@@ -196,20 +196,20 @@ class PreparedLoader:
 
     @property
     def order(self) -> str | None:
-        """The kind of order that a resume has to continue: ``"feistel"`` for a shuffle that is computed index by index; ``None``: a list."""
+        """The kind of order that a resume must continue: ``"feistel"`` for a shuffle that is computed index by index; ``None``: a list."""
         return "feistel" if self._feed.feistel else None
 
     def reseed(self, seed: int, order: str | None = "feistel") -> None:
-        """Give out another seed's order. A collective.
+        """Use another seed's order. A collective.
 
         Args:
-            order: what :attr:`order` was where a resume goes on; ``None`` keeps large shuffles as lists.
+            order: the value of :attr:`order` at the saved position; ``None`` keeps large shuffles as lists.
 
         Raises:
             ValueError: an unknown kind.
         """
         if order not in (None, "feistel"):
-            raise ValueError(f"the data's order is of a kind that is unknown here: {order!r}; a newer version has saved it")
+            raise ValueError(f"the data's order has the unknown kind {order!r}: a newer version saved it")
         computed = order is not None
         if seed != self._seed or (computed != self._feed.feistel and computed != self._feistel):
             self._seed, self._feistel = seed, computed
@@ -217,7 +217,7 @@ class PreparedLoader:
 
     @property
     def stride(self) -> int:
-        """What a full window adds to the position."""
+        """The increase of the position by a full window."""
         return self._feed.advance(self.window_size or self._window.size)
 
 

@@ -1,8 +1,8 @@
-"""Who trains on which sample when: pure arithmetic over (seed, epoch, position, world).
+"""Which rank trains on which sample when: pure arithmetic over (seed, epoch, position, world).
 
-Global batch ``i`` of an epoch is ``order[i*G:(i+1)*G]`` with ``G = batch_size * world_size * window``. Each rank takes its part of it in at
-most ``window`` micro-batches. A short last global batch is dealt out as evenly as it goes; a rank that is left without samples repeats
-some at weight 0, so that all ranks take part in the same collectives.
+Global batch ``i`` of an epoch is ``order[i*G:(i+1)*G]`` with ``G = batch_size * world_size * window``. Each rank takes its share of it in at
+most ``window`` micro-batches. A short last global batch is divided as evenly as possible; a rank without samples repeats
+some at weight 0, so that all ranks run the same collectives.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Window = tuple[list[range], list[list[range]]]
 
 @dataclass(frozen=True)
 class Deal:
-    """How an epoch's units are dealt to the ranks; a unit is a sample, or a whole batch where the user's batches are kept."""
+    """How an epoch's units are distributed to the ranks; a unit is a sample, or a whole batch if the user's batches are kept."""
 
     units: int
     batch: int
@@ -27,9 +27,9 @@ class Deal:
     world_size: int = 1
     rank: int = 0
     drop_last: bool = False
-    """Leave out the units that do not fill a micro-batch on every rank."""
+    """Drop the units that do not fill a micro-batch on every rank."""
     limit: int | None = None
-    """At most so many micro-batches on each rank."""
+    """The maximum number of micro-batches per rank."""
 
     @property
     def round(self) -> int:
@@ -54,7 +54,7 @@ class Deal:
     def windows(self, start: int = 0) -> Iterator[Window]:
         """From position ``start`` (in units) on, each window: this rank's micro-batches as ranges of positions, and ``[micro-batch][rank]`` of all.
 
-        Of a full window only the own part is spelled out (the second list is empty): all its micro-batches are full.
+        For a full window only this rank's ranges are listed (the second list is empty): all its micro-batches are full.
         """
         full, offset, round_ = self.round * self.window, self.rank * self.batch, self.round
         used, batch = self.used, self.batch
@@ -67,9 +67,9 @@ class Deal:
                 yield [micro[self.rank] or spare for micro in dealt], dealt
 
     def _short(self, base: int, count: int) -> list[list[range]]:
-        """A short window: full rounds first, as in any window; what is left is split evenly, so that parts differ by one unit at most.
+        """A short window: full rounds first, as in any window; the rest is split evenly, so that shares differ by at most one unit.
 
-        Each round is a stretch of the order, shared out from rank 0 on: what the ranks compute, joined round by round, is in the data's order.
+        Each round is a slice of the order, divided from rank 0 on: the ranks' outputs, joined round by round, are in the data's order.
         """
         rounds, left = divmod(count, self.round)
         part, larger = divmod(left, self.world_size)
@@ -82,15 +82,15 @@ class Deal:
 
 @dataclass(frozen=True)
 class Shards:
-    """How an epoch's units are given out when each rank has its own already. Positions count the units of all ranks, as many of each."""
+    """How an epoch's units are used when each rank has its own already. Positions count the units of all ranks, equally many of each."""
 
     units: tuple[int, ...]
-    """On each rank."""
+    """The number of units on each rank."""
     batch: int
     window: int
     rank: int
     drop_last: bool = False
-    """Leave out units that do not fill a micro-batch of their rank."""
+    """Drop units that do not fill a micro-batch of their rank."""
     limit: int | None = None
 
     @property
@@ -107,12 +107,12 @@ class Shards:
         return len(self) * self.round
 
     def __len__(self) -> int:
-        """Micro-batches of each rank in an epoch: those of the rank with most, while others repeat some."""
+        """Micro-batches per rank in an epoch: those of the rank with the most, while others repeat some."""
         most = -(-max(self._held()) // self.batch)
         return most if self.limit is None else min(most, self.limit)
 
     def windows(self, start: int = 0) -> Iterator[Window]:
-        """As :meth:`Deal.windows`, with ranges of each rank's own units; of all ranks in every window.
+        """As :meth:`Deal.windows`, with ranges of each rank's own units; it lists all ranks in every window.
 
         Raises:
             ValueError: this rank has no units while others do.
@@ -121,7 +121,7 @@ class Shards:
         spare = range(min(self.batch, held[self.rank]))
         lows = range(start // self.world_size, len(self) * self.batch, self.batch)
         if lows and not spare:
-            raise ValueError(f"rank {self.rank} has no batch in its part of the data while other ranks do: give every rank some data")
+            raise ValueError(f"rank {self.rank} has no batch in its share of the data while other ranks do: give every rank some data")
         for first in range(0, len(lows), self.window):
             dealt = [[range(min(low, units), min(low + self.batch, units)) for units in held] for low in lows[first : first + self.window]]
             yield [micro[self.rank] or spare for micro in dealt], dealt
@@ -137,12 +137,12 @@ def permutation(units: int, seed: int, epoch: int) -> torch.Tensor:
 
 
 def repeated(epoch: int, number: int) -> int:
-    """Whose order the repetition ``number`` of data within an epoch has: first the epoch's own, then such as no near epoch has (< 2**31)."""
+    """The epoch whose order repetition ``number`` within an epoch uses: first the epoch's own, then none of a near epoch (< 2**31)."""
     return (epoch + number * 1_000_003) % 2**31
 
 
 def mixed(seed: int, epoch: int) -> int:
-    """One 63-bit seed out of two numbers (splitmix64's finalizer), so that seeds 0, 1, 2 and epochs 0, 1, 2 never share an order."""
+    """A 63-bit seed from two numbers (splitmix64's finalizer), so that seeds 0, 1, 2 and epochs 0, 1, 2 never share an order."""
     z = (seed * 0x9E3779B97F4A7C15 + epoch * 0xD1342543DE82EF95 + 0x2545F4914F6CDD1D) & 0xFFFFFFFFFFFFFFFF
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF

@@ -1,4 +1,4 @@
-"""Generators of random numbers that samplers keep for themselves."""
+"""Random number generators that samplers keep as attributes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.data.sampler import mixed
 
 
 def nested(sampler: Any) -> list[Any]:
-    """The sampler, and those that it keeps as attributes."""
+    """The sampler, and the samplers that it has as attributes."""
     found = [sampler]
     for each in found:
         for value in getattr(each, "__dict__", {}).values():
@@ -26,18 +26,18 @@ def nested(sampler: Any) -> list[Any]:
 
 
 def randoms(sampler: Any) -> list[Any]:
-    """The generators of random numbers that a sampler, or one inside of it, keeps for itself."""
+    """The random number generators of a sampler, and of those inside it."""
     kinds = _kinds()
     return [value for each in nested(sampler) for value in getattr(each, "__dict__", {}).values() if isinstance(value, kinds)]
 
 
 def _kinds() -> tuple[type, ...]:
-    numpy = sys.modules.get("numpy")  # without it nobody has one of its generators
+    numpy = sys.modules.get("numpy")  # without it there are none of its generators
     return torch.Generator, random.Random, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ())
 
 
 def seed_of(own: Any) -> int:
-    """A number that tells this generator, as the user made it, from others."""
+    """A number that identifies this generator, as the user created it."""
     if isinstance(own, torch.Generator):
         return own.initial_seed()
     fresh = copy.deepcopy(own)
@@ -48,7 +48,7 @@ def seed_of(own: Any) -> int:
 
 @contextlib.contextmanager
 def reseeded(generators: list[tuple[Any, int]], epoch: int) -> Iterator[None]:
-    """Inside, generators have a seed of their user's and the epoch; afterwards they are as the user left them."""
+    """Inside the block, generators have a seed from the user's and the epoch; afterwards they are restored."""
     with contextlib.ExitStack() as stack:
         for own, seed in generators:
             new = mixed(seed, epoch)

@@ -27,7 +27,7 @@ _SHARDS = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world
 
 
 class Listed(Sequence[Any]):
-    """An order that is held in memory: a list, a range or a tensor of indices."""
+    """An order that is stored in memory: a list, a range or a tensor of indices."""
 
     def __init__(self, items: Any) -> None:
         self.items = items
@@ -55,21 +55,21 @@ class Order:
 
     Args:
         sampler: the user's.
-        sharded: each rank has an order of its own, because its sampler or its dataset is a part of the whole already.
-        seed: of what is random.
+        sharded: each rank has its own order, because its sampler or its dataset is a shard already.
+        seed: of random orders.
     """
 
     together = False
     """Whether :meth:`draw` is a collective."""
     feistel = False
-    """Whether it is computed, index by index, by a :class:`Permutation`."""
+    """Whether a :class:`Permutation` computes it index by index."""
 
     def __init__(self, sampler: Any, group: Group, seed: int, sharded: bool) -> None:
         self.sampler, self.group, self.seed, self.sharded = sampler, group, seed, sharded
         self.lengths: list[int | None] = []
 
     def agree(self, problem: str) -> None:
-        """Let all ranks have one seed, and know each other's lengths. A collective.
+        """Agree on one seed, and exchange lengths over the ranks. A collective.
 
         Raises:
             ValueError: ``problem`` on some rank, or ranks whose data should be the same differ in length; on all ranks.
@@ -84,12 +84,12 @@ class Order:
         self.seed = everyone[0]["seed"]
         if not self.together and len(set(self.lengths)) > 1:
             raise ValueError(
-                f"the ranks' datasets have {', '.join(map(str, self.lengths))} samples: every rank must have the whole data, which is dealt out here "
-                "(if each rank has a part of its own, set presharded = True on the dataset)"
+                f"the ranks' datasets have {', '.join(map(str, self.lengths))} samples: every rank must have the whole data, which is divided here "
+                "(if each rank has its own shard, set presharded = True on the dataset)"
             )
 
     def length(self) -> int | None:
-        """Units in an epoch, on the rank with most when they are sharded; ``None`` when a sampler of the user's own does not say."""
+        """Units in an epoch, on the rank with most when they are sharded; ``None`` when a user's sampler does not say."""
         if not self.sharded:
             return self._units()
         return None if None in self.lengths else max(length for length in self.lengths if length is not None)
@@ -98,7 +98,7 @@ class Order:
         return len(self.sampler)
 
     def draw(self, epoch: int, most: int | None = None) -> Listed | Permutation:
-        """The order of the epoch; of an endless sampler the first ``most`` units."""
+        """The order of the epoch; for an endless sampler the first ``most`` units."""
         raise NotImplementedError
 
     def everywhere(self, length: int) -> tuple[int, ...]:
@@ -106,11 +106,11 @@ class Order:
         return tuple(gather_json(self.group, length))
 
     def state(self, over: bool) -> dict[str, Any] | None:
-        """What drawing the newest order again needs besides its epoch; ``over``: what drawing the order after it needs."""
+        """The state needed besides the epoch to draw the latest order again; ``over``: to draw the one after it."""
         return None
 
     def enter(self, state: dict[str, Any] | None) -> None:
-        """Let the next :meth:`draw` go on from :meth:`state`."""
+        """Let the next :meth:`draw` continue from :meth:`state`."""
 
 
 class Sequential(Order):
@@ -145,11 +145,11 @@ class Shuffled(Order):
 
 
 class Drawn(Order):
-    """What a sampler of the user's own gives, as it is.
+    """The unchanged order of a user's sampler.
 
-    It is drawn as a whole when an epoch begins, under a seed of this epoch: global random numbers and generators that the sampler keeps
-    are seeded for that and put back. Every rank draws, and rank 0's order holds where they differ. Resuming draws the same again: by the
-    sampler's ``state_dict`` when it has one, by ``set_epoch`` when it has that, else by drawing all passes before it, too.
+    It is drawn as a whole when an epoch starts, under a seed of this epoch: global random numbers and the sampler's generators
+    are seeded for that and restored. Every rank draws, and rank 0's order is used if they differ. Resuming draws the same order: by the
+    sampler's ``state_dict`` if it has one, by ``set_epoch`` if it has that, else by also drawing all earlier passes.
     """
 
     together = True
@@ -208,18 +208,18 @@ class Drawn(Order):
         return self._own
 
     def _some(self, most: int | None) -> list[Any]:
-        """All that a sampler without a length gives, which may be without an end."""
+        """All indices of a sampler without a length, which may be endless."""
         bound = most if most is not None else max(_ENDLESS, 10 * len(self.dataset))
         found = list(itertools.islice(self.sampler, bound + (most is None)))
         if most is None and len(found) > bound:
             raise ValueError(
-                f"{type(self.sampler).__name__} has no length, and gave more than {bound} indices for {len(self.dataset)} samples: a sampler without "
-                "an end needs an epoch's length, by limit_train_batches=... of Fit, or .limit = ... (micro-batches of a rank) of a prepared loader"
+                f"{type(self.sampler).__name__} has no length, and yielded more than {bound} indices for {len(self.dataset)} samples: an "
+                "endless sampler needs an epoch's length: Fit(limit_train_batches=...), or .limit = ... (micro-batches per rank) of a prepared loader"
             )
         return found
 
     def _again(self, state: dict[str, Any], epoch: int, most: int | None) -> list[Any]:
-        """The order that ``state`` was taken in, or the one after it."""
+        """The order at which ``state`` was saved, or the one after it."""
         kept = state["epoch"]
         if self.replayed:
             for number in range(self.passes, state["passes"]):
@@ -236,21 +236,21 @@ class Drawn(Order):
         moved = self.sharded and state["world_size"] != self.group.world_size
         if self._fingerprint() != state["print"] and not moved:
             warn_once(
-                f"{type(self.sampler).__name__} gives another order after the resume than it gave in epoch {kept} before: samples may be repeated or "
+                f"{type(self.sampler).__name__} yields another order after the resume than before in epoch {kept}: samples may be repeated or "
                 "left out. Let its order follow from its arguments, set_epoch(epoch) and seeded generators, or give it state_dict and load_state_dict"
             )
         elif moved and not state["over"]:
             warn_once(
-                f"{type(self.sampler).__name__} gives each rank its part, and is resumed on {self.group.world_size} rank(s) where there were "
+                f"{type(self.sampler).__name__} divides the data itself, and is resumed on {self.group.world_size} rank(s) where there were "
                 f"{state['world_size']}: in this epoch samples may be repeated or left out unless each rank takes every n-th index"
             )
         return self._pass(epoch, most) if state["over"] else found
 
     def _shared(self, found: list[Any]) -> list[Any]:
-        """Rank 0's order, where the ranks have drawn different ones.
+        """Rank 0's order, if the ranks have drawn different ones.
 
         Raises:
-            ValueError: they have nothing in common: they look like parts, of which only rank 0's would be used; on all ranks.
+            ValueError: they have nothing in common: they look like shards, of which only rank 0's would be used; on all ranks.
         """
         if len(set(map(tuple, gather_json(self.group, [self._fingerprint(), len(found)])))) == 1:
             return found
@@ -258,7 +258,7 @@ class Drawn(Order):
         common = self.group.is_main or not _apart(first, found)
         if not any(gather_json(self.group, common)[1:]):
             raise ValueError(
-                f"{type(self.sampler).__name__} gives each rank other samples, and nothing says that it divides the data among them. If it does, set "
+                f"{type(self.sampler).__name__} yields different samples on each rank, without declaring that it divides the data. If it does, set "
                 "presharded = True on it (or have it keep num_replicas and rank); else seed it alike on all ranks"
             )
         return first
@@ -268,7 +268,7 @@ class Drawn(Order):
             assert self._own is not None
             try:
                 data = torch.tensor(self._own, dtype=torch.int64).numpy().tobytes()
-            except (TypeError, ValueError, RuntimeError):  # batches of a batch sampler, or keys that are no numbers
+            except (TypeError, ValueError, RuntimeError):  # batches of a batch sampler, or keys that are not numbers
                 data = repr(self._own).encode()
             self._print = zlib.crc32(data)
         return self._print
@@ -278,14 +278,14 @@ def order_for(sampler: Any, loader: DataLoader[Any], group: Group, seed: int, fe
     """The order of a loader's sampler. A collective.
 
     torch's own sequential, random and distributed samplers (the very classes) have orders that are functions of (seed, epoch); any other is
-    read as it is.
+    used unchanged.
 
     Args:
-        sampler: yields what the dataset takes, or whole batches of that.
+        sampler: yields indices of the dataset, or whole batches of them.
         feistel: whether shuffles of :data:`engine.data.permutation.LARGE` samples and more are computed rather than stored.
 
     Raises:
-        ValueError: the sampler divides the data for other processes than these.
+        ValueError: the sampler divides the data for another number of processes.
     """
     order, problem = _found(sampler, loader, group, seed, feistel)
     order.agree(problem)
@@ -301,7 +301,7 @@ def _found(sampler: Any, loader: DataLoader[Any], group: Group, seed: int, feist
         if sampler.shuffle:
             return Shuffled(sampler.dataset, sampler, group, sampler.seed, False, feistel), problem
         return Sequential(sampler.dataset, sampler, group, seed, False), problem
-    # torchdata's makes itself a generator of a random seed when the user gave none.
+    # torchdata's creates a generator with a random seed when the user gave none.
     made = type(sampler) is not RandomSampler and is_a(sampler, RandomSampler) and sampler.generator is not loader.generator
     if is_a(sampler, RandomSampler) and not sampler.replacement:
         units, count = len(sampler.data_source), sampler.num_samples
@@ -315,13 +315,13 @@ def _found(sampler: Any, loader: DataLoader[Any], group: Group, seed: int, feist
 
 
 def is_a(item: Any, kind: type) -> bool:
-    """Whether its class is just this one of torch's, or torchdata's rewriting of it (which nothing here imports)."""
+    """Whether its class is exactly this one of torch, or torchdata's version of it (which is not imported here)."""
     own = type(item)
     return own is kind or (own.__name__ == kind.__name__ and own.__module__.startswith("torchdata."))
 
 
 def _shard(sampler: Any) -> tuple[int, int]:
-    """Which part of the data a sampler, or one inside of it, says that it gives: (parts, number)."""
+    """The shard of the data that a sampler, or one inside it, declares: (number of shards, index)."""
     for each in nested(sampler):
         for names in _SHARDS:
             found = tuple(getattr(each, name, None) for name in names)
@@ -332,8 +332,8 @@ def _shard(sampler: Any) -> tuple[int, int]:
 
 def _misfit(sampler: Any, replicas: int, rank: int, group: Group) -> str:
     return (
-        f"{type(sampler).__name__} gives part {rank} of {replicas}, and this is rank {group.rank} of {group.world_size} that see different data: "
-        f"make it with {group.world_size} parts (engine.data_group.world_size) and this rank's number, or pass a plain sampler; that is shared out"
+        f"{type(sampler).__name__} yields shard {rank} of {replicas}, but this is rank {group.rank} of {group.world_size} that see different data: "
+        f"create it with {group.world_size} shards (engine.data_group.world_size) and this rank's index, or pass a plain sampler, which is divided"
     )
 
 

@@ -1,4 +1,4 @@
-"""Data without indices, dealt to the ranks as it is read."""
+"""Data without indices, distributed to the ranks as it is read."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Stream:
     """Data without indices: an ``IterableDataset``'s loader, a generator, any iterable.
 
     Every rank reads the stream, which must be the same on all, and keeps each ``world_size``-th batch: after a round of ``world_size``
-    batches all stand at the same place, so that a state taken on one rank is every rank's, at any world size. The position counts the
-    batches of all ranks. Data that is divided already says so (``presharded = True`` on it or on its dataset): then each rank has its own
-    state, good for the same world size, and the position counts one rank's batches.
+    batches all are at the same position, so that one rank's state is every rank's, at any world size. The position counts the
+    batches of all ranks. Data that is divided already has ``presharded = True`` on it or on its dataset: then each rank has its own
+    state, valid for the same world size, and the position counts one rank's batches.
 
-    A window is read ahead, so that its weights are known before its first backward; the ranks tell each other their sizes once a window,
-    and a rank that runs out goes on at weight 0 until all have.
+    A window is read ahead, so that its weights are known before its first backward; the ranks exchange their sizes once per window,
+    and a rank without more data continues at weight 0 until all are at the end.
     """
 
     iterator: Iterator[Any] | None = None
@@ -45,11 +45,11 @@ class Stream:
         self.shuffle = self.source.shuffle()
         if self.shuffle is not None and not self.presharded and len(set(gather_json(group, self.shuffle))) > 1:
             raise ValueError(
-                "the ranks shuffle this stream differently, and each would keep its turn's batches of another order: give .shuffle() the same seed "
+                "the ranks shuffle this stream differently, and each would keep its batches of another order: give .shuffle() the same seed "
                 "on every rank"
             )
         self._begun = self._ended = False
-        self._opened: Any = None  # the mark before the window that is given out
+        self._opened: Any = None  # the mark before the current window
 
     def length(self, limit: int | None) -> int | None:
         try:
@@ -85,18 +85,18 @@ class Stream:
         if start and source is None:
             warn_once(
                 f"this data cannot be entered in the middle ({self._reason()}): "
-                f"{start} batches are read and thrown away to get back to where the run was"
+                f"{start} batches are read and discarded to get back to the position"
             )
             next(itertools.islice(batches, start - 1, start), None)
         return batches
 
     def _reason(self) -> str:
         if self.shuffle is not None:
-            return "its state does not hold what is in its shuffle buffer"
+            return "its state does not include its shuffle buffer"
         return "it has no state_dict, or its state was saved with other numbers of workers or ranks"
 
     def state(self, closed: bool) -> Any:
-        """Where the data stands after the window that was given out last (``closed``), or before it; ``None`` when it cannot say."""
+        """The data's state after the latest window (``closed``), or before it; ``None`` if it has none."""
         if not self._begun:
             return None
         ended = closed and self._ended
@@ -112,7 +112,7 @@ class Stream:
         return None
 
     def carry(self) -> Any:
-        """What the next pass begins from where the data counts on from pass to pass; ``None``: it begins anew."""
+        """The start of the next pass for data that continues across passes; ``None``: it starts again."""
         source = self.source.carry() if self._begun else None
         rank, world_size = self._whose()
         return None if source is None else {"source": source, "ended": False, "rank": rank, "world_size": world_size, "carried": True}
@@ -126,17 +126,17 @@ class Stream:
         self.source.close()
 
     def _whose(self) -> tuple[int | None, int | None]:
-        """The only rank that a state is good for; ``None`` for all."""
+        """The only rank that a state is valid for; ``None`` for all."""
         return (self.group.rank, self.group.world_size) if self.presharded else (None, None)
 
     @contextlib.contextmanager
     def _apart(self, epoch: int, start: int) -> Iterator[None]:
-        """Beginning to read may take random numbers: in the middle of an epoch that has happened before."""
+        """Starting to read may draw random numbers: in the middle of an epoch that has happened before."""
         if self.round == 1 and not start:
             yield
             return
         with isolated():
-            if self.round > 1:  # worker processes are seeded from here, where ranks differ, but what they read must not
+            if self.round > 1:  # worker processes are seeded here, where ranks differ, but must read the same
                 torch.manual_seed(mixed(self.seed, epoch))
             yield
 
@@ -147,7 +147,7 @@ class Stream:
             self._opened = None if self._ended else self.source.mark()
             own = []
             for _ in range(window):
-                # A position counts whole windows: it is beyond the end when the last one was cut short.
+                # A position counts full windows: it is beyond the end when the last one was short.
                 count = self.round if end is None else min(self.round, max(0, end - position))
                 read = 0
                 for batch in itertools.islice(batches, count):
@@ -163,17 +163,17 @@ class Stream:
             sizes = self._agree([self.size(b) or 1 for b in own], window)
             if not sizes:
                 return
-            if spare is _NOTHING and resumed:  # this rank's part was over before: any batch of it serves at weight 0
+            if spare is _NOTHING and resumed:  # this rank's data was exhausted before: any batch of it works at weight 0
                 spare = next(self.source.begin()[1], _NOTHING)
             if spare is _NOTHING:
                 raise ValueError(
-                    f"rank {self.group.rank} got no batch at all from {type(self.data).__name__} while other ranks did: give every rank some data"
+                    f"rank {self.group.rank} got no batch from {type(self.data).__name__} while other ranks did: give every rank some data"
                 )
             for j, share in enumerate(shares(sizes, self.group.rank)):
                 yield (own[j] if j < len(own) else spare), share
 
     def _agree(self, sizes: list[int], window: int) -> tuple[tuple[int, ...], ...]:
-        """``[micro-batch][rank]`` sizes of the coming window; empty when every rank has run out."""
+        """``[micro-batch][rank]`` sizes of the next window; empty when every rank is at its end."""
         if self.group.world_size == 1:
             return tuple((size,) for size in sizes)
         mine = torch.tensor(sizes + [0] * (window - len(sizes)), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Reading data that has no indices, batch by batch, with its place in it: the state after each batch, and going on from one.
+"""Reads data without indices batch by batch, with its position: the state after each batch, and resuming from one.
 
 A mark is a copy of the state, which later reading cannot change.
 """
@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_work
 
 
 def source_for(data: Any) -> Source:
-    """What reads ``data``, an iterable or a ``DataLoader`` over an ``IterableDataset``."""
-    # A loader that iterates in a way of its own may read ahead or change batches: what its dataset says is not its place.
+    """The reader of ``data``, an iterable or a ``DataLoader`` over an ``IterableDataset``."""
+    # A loader with its own iteration may read ahead or change batches: its dataset's state is not its position.
     plain = isinstance(data, DataLoader) and not stateful(data) and type(data).__iter__ is DataLoader.__iter__
     if not plain or isinstance(data.dataset, IterDataPipe) or (data.num_workers and not data.in_order):
         return Source(data)
@@ -23,18 +23,18 @@ def source_for(data: Any) -> Source:
 
 
 def stateful(item: Any) -> bool:
-    """Whether it keeps torch's protocol for resuming (torchdata's ``StatefulDataLoader`` does)."""
+    """Whether it implements torch's protocol for resuming (torchdata's ``StatefulDataLoader`` does)."""
     return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
 
 
 def presharded(data: Any) -> bool:
-    """Whether each rank has its own part of ``data`` already: it says so, or Hugging Face's ``split_dataset_by_node`` has divided it."""
+    """Whether each rank has its own shard of ``data`` already: it is declared, or Hugging Face's ``split_dataset_by_node`` has divided it."""
     owners = (data, getattr(data, "dataset", None))
     return any(getattr(owner, "presharded", False) is True or getattr(owner, "_distributed", None) is not None for owner in owners)
 
 
 def shuffle_buffers(data: Any) -> list[Any]:
-    """The shuffle buffers of a Hugging Face stream (``.shuffle(buffer_size=...)``), anywhere in it: its state leaves out what they hold."""
+    """The shuffle buffers of a Hugging Face stream (``.shuffle(buffer_size=...)``), anywhere in it: its state does not include their contents."""
     found = []
     parts = [getattr(owner, "_ex_iterable", None) for owner in (data, getattr(data, "dataset", None))]
     for part in parts:
@@ -54,7 +54,7 @@ _OVER = {"over": True}
 
 
 class Source:
-    """Data that is read as it is; its state is its own, or else its iterator's."""
+    """Data that is read unchanged; its state is its own, or else its iterator's."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -73,17 +73,17 @@ class Source:
         return iterator, iterator
 
     def mark(self) -> Any:
-        """Where the data stands, after the last batch read; ``None`` when it cannot say."""
+        """The data's state after the last batch read; ``None`` if it has none."""
         if self.buffers:
             return None
         return mark_of(data=self.data) if self._iterator is None else mark_of(iterator=self._iterator)
 
     def carry(self) -> dict[str, Any] | None:
-        """What the next pass begins from, as it would in this process: a dataset that counts on from pass to pass; ``None``: nothing."""
+        """The start of the next pass, as it would be in this process: for a dataset that continues across passes; ``None``: nothing."""
         return self.state(self.mark()) if stateful(self.data) and not self.buffers else None
 
     def shuffle(self) -> str | None:
-        """What the order of a stream with shuffle buffers follows from; ``None``: it has none."""
+        """The values that determine the order of a stream with shuffle buffers; ``None``: it has none."""
         return repr([buffer.generator.bit_generator.state["state"] for buffer in self.buffers]) if self.buffers else None
 
     def state(self, mark: Any) -> dict[str, Any] | None:
@@ -91,27 +91,27 @@ class Source:
         return None if mark is None else {"workers": self.workers, **mark}
 
     def fits(self, state: Any) -> bool:
-        """Whether :meth:`begin` can go on from ``state``: it was taken with as many worker processes, from data of this kind."""
+        """Whether :meth:`begin` can continue from ``state``: it was saved with as many worker processes, from data of this kind."""
         kind = "data" if stateful(self.data) else "iterator"
         return bool(state["workers"] == self.workers and kind in state)
 
     def close(self) -> None:
-        """End the worker processes of an iterator that the data keeps for itself."""
+        """End the worker processes of an iterator that the data keeps."""
         if isinstance(self.data, DataLoader) and stateful(self.data):
             end_workers(self.data._iterator)
             self.data._iterator = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell whoever wants to know."""
+        """Notify the listeners."""
         for owner in (self.data, getattr(self.data, "dataset", None)):
             if owner is not None and callable(getattr(owner, "set_epoch", None)):
                 owner.set_epoch(epoch)
 
 
 class Traced(IterableDataset[Any]):
-    """A dataset whose place can be asked for, and that can be begun in another place, in this process or in a worker.
+    """A dataset whose position can be read, and that can start at another position, in this process or in a worker.
 
-    ``states`` are of the workers (or of this process alone), and worker ``i`` goes on as worker ``first + i`` did: that one's batch is next.
+    ``states`` are of the workers (or of this process alone), and worker ``i`` continues as worker ``first + i``: that one's batch is next.
     """
 
     def __init__(self, dataset: Any, first: int = 0, states: list[Any] | None = None, epoch: torch.Tensor | None = None) -> None:
@@ -141,14 +141,14 @@ class Traced(IterableDataset[Any]):
         self.over = True
 
     def mark(self) -> dict[str, Any] | None:
-        """Where the dataset stands. At the end of a pass it may have begun anew already: what is told then is that the pass is over."""
+        """The dataset's state. At the end of a pass it may have started again already: then the state says that the pass is over."""
         if self.forgets:
             return None
         return _OVER if self.over else mark_of(dataset=self.dataset, **({} if self.iterator is self.dataset else {"iterator": self.iterator}))
 
 
 class _Tagging:
-    """The user's collate function in a worker; each batch travels with the worker's number and its dataset's state after it."""
+    """The user's collate function in a worker; each batch is sent with the worker's number and its dataset's state after it."""
 
     def __init__(self, collate: Callable[[Any], Any], dataset: Traced) -> None:
         self.collate, self.dataset = collate, dataset
@@ -160,7 +160,7 @@ class _Tagging:
 
 
 class _Role:
-    """What a worker calls first: it takes its number and the user's dataset, then the user's own function is called."""
+    """The worker's first call: it sets its number and the user's dataset, then calls the user's own function."""
 
     def __init__(self, user: Callable[[int], Any] | None, dataset: Traced) -> None:
         self.user, self.dataset = user, dataset
@@ -169,14 +169,14 @@ class _Role:
         info = get_worker_info()
         assert info is not None
         role = (self.dataset.first + worker_id) % info.num_workers
-        object.__setattr__(info, "id", role)  # it refuses a plain assignment
+        object.__setattr__(info, "id", role)  # it forbids a plain assignment
         object.__setattr__(info, "dataset", self.dataset.dataset)
         if self.user is not None:
             self.user(role)
 
 
 class InProcess(Source):
-    """A loader without workers: the dataset stands where the last batch left it."""
+    """A loader without workers: the dataset is at the end of the last batch."""
 
     def begin(self, state: Any = None) -> tuple[Any, Iterator[Any]]:
         self.dataset = Traced(self.data.dataset, states=state and state["states"])
@@ -199,7 +199,7 @@ class InProcess(Source):
 
 
 class FromWorkers(Source):
-    """A loader with workers, which have read ahead: what counts is each worker's state after its last batch that arrived here."""
+    """A loader with workers, which have read ahead: its state is each worker's state after its last batch that arrived here."""
 
     def __init__(self, data: Any) -> None:
         super().__init__(data)
@@ -219,7 +219,7 @@ class FromWorkers(Source):
         )
 
     def begin(self, state: Any = None) -> tuple[Any, Iterator[Any]]:
-        # Workers that go on in other workers' places are good for one pass, even persistent ones.
+        # Workers that continue other workers' positions are used for one pass, even persistent ones.
         loader = self.whole if state is None else self._loader(state["next"], state["states"])
         self.next = state["next"] if state else 0
         self.marks = list(state["states"]) if state else [None] * self.workers
@@ -264,7 +264,7 @@ def end_workers(iterator: Any) -> None:
 
 
 def altered(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
-    """A shallow copy of a user's loader, of its own class, with some attributes replaced and no iterator yet."""
+    """A shallow copy of a user's loader, of the same class, with some attributes replaced and no iterator yet."""
     copied = copy.copy(loader)
     copied._iterator = None
     for name, value in attributes.items():

@@ -1,1 +1,1 @@
-"""The processes of one job: who they are, how they talk, how they agree, and how one that dies ends the others."""
+"""The processes of one job: their ranks, collectives and agreements, and what happens when one fails."""

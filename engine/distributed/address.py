@@ -15,7 +15,7 @@ def resolve_host(host: str, port: int) -> Iterator[tuple[socket.AddressFamily, t
     """The addresses of ``host``, for sockets.
 
     Raises:
-        OSError: the name is not known here.
+        OSError: the name cannot be resolved here.
     """
     for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
         if family in (socket.AF_INET, socket.AF_INET6):
@@ -23,10 +23,10 @@ def resolve_host(host: str, port: int) -> Iterator[tuple[socket.AddressFamily, t
 
 
 def towards(host: str, port: int) -> str:
-    """The address of this machine from which packets to ``host`` leave. Nothing is sent.
+    """The address of this machine used to reach ``host``. Nothing is sent.
 
     Raises:
-        OSError: the name is not known, or no route leads there.
+        OSError: the name cannot be resolved, or there is no route.
     """
     problem: OSError = OSError(f"{host!r} has no address")
     for family, address in resolve_host(host, port):
@@ -63,19 +63,19 @@ def is_free(port: int) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine itself can be reached by ``address`` (or by a name that is written like it)."""
+    """Whether ``address`` (or a name of this form) means only this machine itself."""
     return address == "localhost" or address == "::1" or address.startswith("127.")
 
 
 def outward() -> str | None:
-    """An address by which other machines may know this one: that of the default route, else of any interface; ``None`` without a network."""
+    """An address of this machine for other machines: that of the default route, else of any interface; ``None`` without a network."""
     with contextlib.suppress(OSError):
-        return towards("192.0.2.1", 9)  # reserved for documentation: nobody has it, so the default route leads there
+        return towards("192.0.2.1", 9)  # reserved for documentation: no machine has it, so the default route applies
     return next((address for _, address in interfaces() if not is_loopback(address)), None)
 
 
 def interfaces() -> Iterator[tuple[str, str]]:
-    """Name and IPv4 address of each network interface that has one. Empty where it cannot be told."""
+    """Name and IPv4 address of each network interface that has one. Empty where it is unknown."""
     if sys.platform != "linux":
         return
     import fcntl
@@ -88,5 +88,5 @@ def interfaces() -> Iterator[tuple[str, str]]:
 
 
 def interface(address: str) -> str | None:
-    """The name of the network interface with this IPv4 address (``"eth0"``); ``None`` where it cannot be told."""
+    """The name of the network interface with this IPv4 address (``"eth0"``); ``None`` where it is unknown."""
     return next((name for name, found in interfaces() if found == address), None)

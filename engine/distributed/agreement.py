@@ -10,16 +10,16 @@ import torch.distributed as dist
 from engine.distributed.group import Group
 
 PERIOD_S = 0.5
-"""A request to stop is seen by all ranks after about this long, or one step when steps are slower. A check costs 2 ms on busy cores."""
+"""All ranks see a request to stop after about this long (s), or one step when steps are slower. A check costs 2 ms on busy cores."""
 MAX_INTERVAL = 256
-"""Steps between two checks at most: bounds the delay when steps suddenly become slow."""
+"""Maximum steps between two checks: bounds the delay when steps suddenly become slow."""
 
 STOP, HURRY, TERMINATE = 1, 2, 3
-"""Wishes: to stop when it suits; at the next batch (Ctrl-C); at the next batch and end the process (SIGTERM)."""
+"""Requests: stop when the minimum is reached; at the next batch (Ctrl-C); at the next batch and end the process (SIGTERM)."""
 
 
 class Agreement:
-    """One flag, true on every rank at the same call as soon as any rank has raised it, and how urgent it was.
+    """A flag that becomes true on every rank at the same call after any rank has set it, and its urgency.
 
     All ranks make the same calls in the same order. The interval between two checks follows the slowest rank's steps, from
     values that the check itself has reduced, so that all ranks compute the same one.
@@ -32,9 +32,9 @@ class Agreement:
         self.clock: Callable[[], float] = lambda: 0.0
         """This rank's seconds of training."""
         self.elapsed_s = 0.0
-        """The largest of the ranks' clocks at the last check: a time that is the same on all of them."""
+        """The maximum of the ranks' clocks at the last check: a time that is the same on all ranks."""
         self.level = 0
-        """The highest wish at the last check: :data:`STOP`, :data:`HURRY`, :data:`TERMINATE`, or 0."""
+        """The highest request at the last check: :data:`STOP`, :data:`HURRY`, :data:`TERMINATE`, or 0."""
         self._interval = self._left = 1
         self._stop = 0
         self._slowest_s = 0.0
@@ -45,9 +45,9 @@ class Agreement:
         return self._interval
 
     def poll(self, stop: int, elapsed_step_s: float) -> bool:
-        """Call once a step with this rank's wish and the step's duration (s): whether all ranks stop now.
+        """Call once per step with this rank's request and the step's duration (s); returns whether all ranks stop now.
 
-        A wish is kept until the next check, so it may be given for one step only. Alone, the answer is at once.
+        A request is kept until the next check, so it may be passed in one step only. One process gets the answer at once.
 
         Args:
             stop: 0, or :data:`STOP`, :data:`HURRY`, :data:`TERMINATE`.
@@ -63,23 +63,23 @@ class Agreement:
         return self._check() if self._left <= 0 else False
 
     def restart(self) -> None:
-        """What is polled from now on takes another time than before: check at the next call, and find the interval anew."""
+        """Steps may take another time from now on: check at the next call, and recompute the interval."""
         self._interval = self._left = 1
 
     def now(self, stop: int) -> bool:
-        """Agree at once (blocks for all ranks): whether any rank wishes to stop. For ends of epochs and of validation."""
+        """Agree now (blocks for all ranks) whether any rank requests a stop. For ends of epochs and of validation."""
         if self._cpu is None:
             return self.poll(stop, 0.0)
         self._stop = max(self._stop, stop)
         return self._check()
 
     def _check(self) -> bool:
-        # An infinite duration would make the interval's division meaningless; NaN never gets past poll's comparison.
+        # An infinite duration would make the interval's division meaningless; NaN never passes poll's comparison.
         flags = torch.tensor([float(self._stop), min(self._slowest_s, 1e6), self.clock()], dtype=torch.float64)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._cpu)
         stop, slowest_s, self.elapsed_s = flags.tolist()
         if slowest_s > 0.0:  # no step since the last check: the interval stays
-            # At most four times the last one: the first durations after a change may not be typical.
+            # At most four times the last interval: the first durations after a change may not be typical.
             self._interval = max(1, min(MAX_INTERVAL, 4 * self._interval, round(PERIOD_S / slowest_s)))
         self._left = self._interval
         self._stop, self._slowest_s = 0, 0.0

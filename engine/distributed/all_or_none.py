@@ -11,7 +11,7 @@ from engine.utils.errors import RankError
 
 
 def together(group: Group, work: Callable[[], Any]) -> list[Any]:
-    """Do a part of a job that may fail on some rank; if it did on one, raise on all. What it gave (JSON) on each rank."""
+    """Run a part of a job that may fail on some rank; if one failed, raise on all. Returns each rank's result (JSON)."""
     mine: Exception | None = None
     row: dict[str, Any] = {}
     try:

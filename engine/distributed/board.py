@@ -1,4 +1,4 @@
-"""Notes that ranks leave for each other where no collective can be made any more: when some of them hang or are lost."""
+"""Notes between ranks when collectives are no longer possible, because some ranks hang or are lost."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch.distributed as dist
 from engine.distributed.group import Group
 
 ANSWER_S = 3.0
-"""How long a store that is alive may take for an answer (s)."""
+"""How long a live store may take to answer (s)."""
 
 
 class Board:
-    """JSON values by name in the job's store, over a connection of this object's own: other threads may be waiting on the others.
+    """JSON values by name in the job's store, over a separate connection: other threads may be blocked on the others.
 
-    A store that does not answer is no error here: nothing is found then, and :attr:`answers` is False.
+    A store that does not answer is not an error here: then nothing is found, and :attr:`answers` is False.
     """
 
     def __init__(self, group: Group, topic: str) -> None:
@@ -37,19 +37,19 @@ class Board:
 
         def write() -> bool:
             store.set(name, json.dumps(value))
-            return store.check([name])  # a set has no answer: over a connection that is cut it would seem to succeed
+            return store.check([name])  # a set has no answer: over a broken connection it would seem to succeed
 
         self._within(ANSWER_S, write)
 
     def get(self, name: str, wait_s: float) -> Any:
-        """The note of that name, which may take ``wait_s`` to come; ``None``: it did not."""
+        """The note of this name, after at most ``wait_s``; ``None``: there is none."""
         store = self._store
         if store is None or not self.answers:
             return None
 
         def read() -> Any:
             deadline = time.monotonic() + wait_s
-            while not store.check([name]):  # store.wait would print warnings of its own
+            while not store.check([name]):  # store.wait would print warnings
                 if time.monotonic() > deadline:
                     return None
                 time.sleep(0.05)
@@ -58,7 +58,7 @@ class Board:
         return self._within(wait_s + ANSWER_S, read)
 
     def _within(self, seconds: float, call: Callable[[], Any]) -> Any:
-        """What ``call`` gives; ``None`` when it fails or takes longer: a connection that was cut blocks for minutes."""
+        """The result of ``call``; ``None`` when it fails or takes longer: a broken connection blocks for minutes."""
         found: list[Any] = []
 
         def run() -> None:

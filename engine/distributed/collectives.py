@@ -1,8 +1,8 @@
 """Collectives over nested containers of tensors, and over objects.
 
 All ranks make the same calls in the same order, with trees of the same structure (dicts with their keys in the same order). Inputs are
-never changed in place, and what comes from other ranks carries no gradient. CPU tensors travel over the group's gloo side, others over
-torch's default group. Alone, nothing is sent or copied.
+never changed in place, and tensors from other ranks carry no gradient. CPU tensors use the group's gloo backend, others
+torch's default group. With one process nothing is sent or copied.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _Spec = tuple[torch.dtype, tuple[int, ...]]
 def all_reduce(group: Group, tree: Any, op: str = "sum", scale: float = 1.0) -> Any:
     """``tree`` with each tensor replaced by its sum, mean, min or max over all ranks, elementwise, times ``scale``; shapes are kept.
 
-    Dtypes are kept, but for these (on one process too): the ``"mean"`` of integers and booleans is float32, the ``"sum"`` of booleans
-    is int64. Sums of float16 and bfloat16 are made in float32. Tensors of one dtype and device share one collective.
+    Dtypes are kept, with these exceptions (also on one process): the ``"mean"`` of integers and booleans is float32, the ``"sum"`` of booleans
+    is int64. float16 and bfloat16 are summed in float32. Tensors of one dtype and device share one collective.
 
     Raises:
-        ValueError: ``op`` is none of sum, mean, min, max.
+        ValueError: ``op`` is not sum, mean, min or max.
     """
     if op not in _OPS:
         raise ValueError(f"unknown reduction {op!r}{nearest(op, _OPS)}. Possible: {', '.join(_OPS)}")
@@ -48,7 +48,7 @@ def all_reduce(group: Group, tree: Any, op: str = "sum", scale: float = 1.0) -> 
         packs.setdefault((_sent_dtype(tensor.dtype, op), tensor.device), []).append(index)
     results = list(tensors)
     for (dtype, device), members in packs.items():
-        flat = torch.cat([tensors[index].detach().reshape(-1).to(dtype) for index in members])  # a copy, of a single member too
+        flat = torch.cat([tensors[index].detach().reshape(-1).to(dtype) for index in members])  # a copy, also of a single member
         dist.all_reduce(flat, _OPS[op], group=_channel(group, device))
         if op == "mean":
             flat = (flat if dtype.is_floating_point or dtype.is_complex else flat.double()) / group.world_size
@@ -58,7 +58,7 @@ def all_reduce(group: Group, tree: Any, op: str = "sum", scale: float = 1.0) -> 
 
 
 def largest(group: Group, values: Sequence[float]) -> list[float]:
-    """The largest of each number over all ranks. Waits for them."""
+    """The maximum of each number over all ranks. Waits for them."""
     found: list[float] = all_reduce(group, torch.tensor(values, dtype=torch.float64), "max").tolist()
     return found
 
@@ -66,11 +66,11 @@ def largest(group: Group, values: Sequence[float]) -> list[float]:
 def gather(group: Group, tree: Any) -> Any:
     """``tree`` with each tensor replaced by those of all ranks, concatenated along dim 0 in the order of ranks.
 
-    ``[n_r, ...]`` on rank r becomes ``[n_0 + n_1 + ..., ...]`` on every rank; the lengths may differ, and be 0. Scalars ``[]`` become
+    ``[n_r, ...]`` on rank r becomes ``[n_0 + n_1 + ..., ...]`` on every rank; the lengths may differ, or be 0. Scalars ``[]`` become
     ``[world_size]`` (``[1]`` on one process).
 
     Raises:
-        ValueError: the ranks hold different numbers of tensors, dtypes, numbers of dims, or sizes of dims other than 0 (on all ranks).
+        ValueError: the ranks have different numbers of tensors, dtypes, numbers of dims, or sizes of dims other than 0 (on all ranks).
     """
     if group.cpu is None:
         return map_tensors(lambda tensor: tensor if tensor.ndim else tensor.detach().reshape(1), tree)
@@ -86,8 +86,8 @@ def gather(group: Group, tree: Any) -> Any:
 
 
 def gather_row(group: Group, row: Tensor) -> Tensor:
-    """A CPU tensor ``[n]`` of every rank as ``[world size, n]``. One collective: that ``n`` and dtype are the same everywhere is the caller's
-    word, nothing checks it (:func:`gather` does, at three times the price)."""
+    """A CPU tensor ``[n]`` of every rank as ``[world size, n]``, in one collective. The caller guarantees equal ``n`` and dtype: nothing
+    checks them here (:func:`gather` does, at three times the cost)."""
     if group.cpu is None:
         return row.unsqueeze(0)
     rows = [torch.empty_like(row) for _ in range(group.world_size)]
@@ -118,10 +118,10 @@ def broadcast(group: Group, tree: Any, src: int = 0) -> Any:
 
 
 def gather_samples(group: Group, data: Any, own: bool, as_objects: bool = False) -> Any:
-    """:func:`gather` of samples, or :func:`gather_object` of what has no tensors (a list from each rank, joined).
+    """:func:`gather` of samples, or :func:`gather_object` of values without tensors (a list from each rank, joined).
 
     Args:
-        own: whether this rank's count; ``False``: they are repeated ones.
+        own: whether this rank's samples count; ``False``: they are repeated ones.
         as_objects: pickle tensors, too.
     """
     has_tensors = False
@@ -144,7 +144,7 @@ def pad_across_processes(group: Group, tree: Any, dim: int = 0, pad_index: float
     ``pad_index`` is the value put in, at the end or (``pad_first``) at the start. Tensors without such a dim are returned as they are.
 
     Raises:
-        ValueError: the ranks hold different numbers of tensors, dtypes or numbers of dims (on all ranks).
+        ValueError: the ranks have different numbers of tensors, dtypes or numbers of dims (on all ranks).
     """
     if group.cpu is None:
         return tree
@@ -165,10 +165,10 @@ def pad_across_processes(group: Group, tree: Any, dim: int = 0, pad_index: float
 
 def gather_object(group: Group, obj: Any) -> list[Any]:
     """Every rank's ``obj``, in the order of ranks, on every rank. Objects are pickled: the ranks of one job trust each other.
-    They travel over gloo's own connections, on the interface that ``GLOO_SOCKET_IFNAME`` names.
+    They are sent over gloo's connections, on the interface that ``GLOO_SOCKET_IFNAME`` names.
 
     Raises:
-        TypeError: some rank's object cannot be pickled (on all ranks, naming it).
+        TypeError: some rank's object cannot be pickled (on all ranks; the message names the rank).
     """
     if group.cpu is None:
         return [obj]
@@ -188,7 +188,7 @@ def gather_json(group: Group, value: Any) -> list[Any]:
 
 
 def broadcast_object(group: Group, obj: Any, src: int = 0) -> Any:
-    """Rank ``src``'s ``obj``, on every rank; pickled on the way.
+    """Rank ``src``'s ``obj``, on every rank; it is pickled.
 
     Raises:
         ValueError: no such rank.
@@ -206,7 +206,7 @@ def _sent_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
     if dtype is torch.bool:
         return torch.int64 if op in ("sum", "mean") else torch.uint8
     if dtype.is_floating_point:
-        # Halves lose digits in every addition (and overflow in fp16), and gloo adds no float8.
+        # Half formats lose digits in every addition (and fp16 overflows), and gloo cannot add float8.
         return dtype if dtype.itemsize >= 4 else torch.float32
     if dtype.is_complex:
         return dtype
@@ -220,7 +220,7 @@ def _result_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
 
 
 def _gather_rows(group: Group, tensor: Tensor, lengths: list[int]) -> Tensor:
-    """``[n_r, ...]`` of each rank r to ``[sum(n_r), ...]``. Gathered as bytes, padded to the longest: gloo knows not every dtype."""
+    """``[n_r, ...]`` of each rank r to ``[sum(n_r), ...]``. Gathered as bytes, padded to the longest: gloo does not support every dtype."""
     longest, row = max(lengths), tensor.shape[1:]
     if not longest * row.numel():
         return tensor.new_empty((sum(lengths), *row))
@@ -261,7 +261,7 @@ def _differ(verb: str, index: int, specs: list[list[_Spec]], what: str) -> str:
 
 def _check_src(group: Group, src: int) -> None:
     if not 0 <= src < group.world_size:
-        raise ValueError(f"src={src} is no rank of this job: possible are 0 to {group.world_size - 1}")
+        raise ValueError(f"src={src} is not a rank of this job: possible are 0 to {group.world_size - 1}")
 
 
 def _channel(group: Group, device: torch.device) -> dist.ProcessGroup | None:
@@ -273,7 +273,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _packed(obj: Any) -> bytes | str:
-    # An object that cannot be sent must reach the others as an error: they are waiting for it.
+    # If an object cannot be sent, send the error: the others are waiting.
     try:
         return pickle.dumps(obj)
     except Exception as error:

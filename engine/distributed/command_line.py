@@ -1,4 +1,4 @@
-"""The command line of this process, as other ranks repeat it."""
+"""The command line of this process, for the other ranks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ TOOLS = (
     "scalene",
     "viztracer",
 )
-"""Programs that run another one, and are meant for rank 0 alone: they need a terminal, serve a port or write one file."""
+"""Programs that run another one, for rank 0 only: they need a terminal, serve a port or write one file."""
 _WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
 
 
 def repeatable(world_size: int) -> list[str]:
-    """The command that starts this program once more: its interpreter with its options, its script or module, its arguments.
+    """The command that starts this program again: its interpreter with its options, its script or module, its arguments.
 
     A debugger or profiler that runs the program (one of ``TOOLS``) is left out.
 
@@ -49,11 +49,11 @@ def repeatable(world_size: int) -> list[str]:
     elif not sys.executable or getattr(sys, "frozen", False):
         reason = "it is an embedded or frozen interpreter"
     elif (found := without_tool(sys.orig_argv[1:], sys.argv)) is None:
-        reason = f"it does not say which of {sys.orig_argv} are the script and its arguments"
+        reason = f"it is unclear which of {sys.orig_argv} are the script and its arguments"
     else:
         return [sys.executable, *found]
     raise RuntimeError(
-        f"{world_size} processes asked for, but the other ranks are started by repeating the command line of this one, and {reason}. "
+        f"{world_size} processes were requested, but the other ranks are started by repeating the command line of this one, and {reason}. "
         f"Write a script and start it with: torchrun --nproc-per-node {world_size} script.py"
     )
 
@@ -66,7 +66,7 @@ def without_tool(given: Sequence[str], script: Sequence[str]) -> list[str] | Non
         script: ``sys.argv`` as the tool leaves it to the script: its file and its arguments.
 
     Returns:
-        ``["train.py", "--lr", "1"]``; ``None`` when a tool's own arguments cannot be told from the script's.
+        ``["train.py", "--lr", "1"]``; ``None`` when a tool's arguments cannot be distinguished from the script's.
     """
     first = 0
     while first < len(given) and given[first].startswith("-") and not given[first].startswith(("-m", "-c")):
@@ -92,7 +92,7 @@ def _program(rest: Sequence[str]) -> str:
 
 
 def first_directory() -> str | None:
-    """Where the command line was given, if it names the script by a relative path: the script may have changed directory since."""
+    """The directory of the command line, if it names the script by a relative path: the script may have changed directory since."""
     file = str(getattr(sys.modules.get("__main__"), "__file__", None) or "")
     for argument in sys.orig_argv[1:]:
         if argument and not os.path.isabs(argument) and file.endswith(os.sep + argument):

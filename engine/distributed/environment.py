@@ -1,4 +1,4 @@
-"""Which process of which job this is, read from the variables that a launcher leaves in the environment."""
+"""Detects this process's rank and job from a launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ STARTERS: tuple[Detector, ...] = (OPEN_MPI, MVAPICH, MPICH, Slurm())
 """They start processes that may start others: ``mpirun`` uses ``srun`` inside an allocation, so the nearest one to the process comes first."""
 
 DETECTORS: tuple[Detector, ...] = (Torchrun(), *STARTERS, Kubernetes(), Manual())
-"""Asked in this order; the first that knows the environment describes it."""
+"""Tried in this order; the first that recognizes the environment describes it."""
 
 
 def detect(environ: Mapping[str, str]) -> Environment:
-    """This process's place in its job, from ``environ`` (usually ``os.environ``, which is only read).
+    """This process's rank and job, from ``environ`` (usually ``os.environ``, which is only read).
 
-    torchrun's whole set wins over MPI's and SLURM's variables, because somebody ran it there; then Open MPI, MVAPICH, MPICH and Intel MPI, SLURM,
+    torchrun's complete set wins over MPI's and SLURM's variables, because someone ran it inside; then Open MPI, MVAPICH, MPICH and Intel MPI, SLURM,
     Kubernetes, and ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` set by hand. Without any of these it is
     ``Environment("single")``: world size 1. An empty variable counts as unset.
 
@@ -40,7 +40,7 @@ def detect(environ: Mapping[str, str]) -> Environment:
 
 
 def _compare(found: Environment, environ: Mapping[str, str]) -> None:
-    """Two launchers that say different things about one process."""
+    """Check for two launchers that contradict each other about one process."""
     if found.name in ("single", "kubernetes", "manual"):
         return
     set_besides = {name: environ[name] for name in TELLING if environ.get(name)}
@@ -56,14 +56,14 @@ def _compare(found: Environment, environ: Mapping[str, str]) -> None:
         other = _quietly(starter, environ)
         if other is None:
             continue
-        # More ranks than mpirun's or srun's processes: each of those has started some of its own.
+        # More ranks than mpirun's or srun's processes: each of these has started some itself.
         if found.world_size < other.world_size or (found.world_size == other.world_size and found.rank != other.rank):
             raise _contradiction(other, set_besides, f"RANK is {found.rank} and WORLD_SIZE is {found.world_size}")
         return
 
 
 def _quietly(starter: Detector, environ: Mapping[str, str]) -> Environment | None:
-    """What it finds, when its variables make sense; they need not where another's are complete."""
+    """Its environment, if its variables are consistent; they need not be if another launcher's are complete."""
     try:
         return starter.detect(environ)
     except RuntimeError:
@@ -79,7 +79,7 @@ def _contradiction(found: Environment, others: Mapping[str, str], reason: str) -
 
 
 def hints(environ: Mapping[str, str], found: Environment) -> list[str]:
-    """What a reader of ``fit env`` should know about how ``found`` came about."""
+    """Notes for ``fit env`` about how ``found`` was detected."""
     lines = []
     why = why_no_task(environ)
     if found.name == "single" and why:
@@ -90,7 +90,7 @@ def hints(environ: Mapping[str, str], found: Environment) -> list[str]:
     if found.name == "single" and any(environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")):
         lines.append("MASTER_ADDR or MASTER_PORT is set, but no rank: they are not used")
     if found.name == "single" and environ.get("PET_NODE_RANK"):
-        lines.append("a pod of a job with one pod: a single process, which may start others by itself")
+        lines.append("the only pod of its job: a single process, which may start others by itself")
     over = STARTERS if found.name in _OF_TORCHRUN else ()
     others = [starter for starter in over if _quietly(starter, environ)]
     lines += [f"{found.name}'s variables win over {_shown_names(starter, environ)}" for starter in others]

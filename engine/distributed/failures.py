@@ -1,4 +1,4 @@
-"""What a rank does about failures: leave its traceback where the launcher finds it, and not outlive rank 0."""
+"""Failures of a rank: write its traceback where the launcher finds it, and do not outlive rank 0."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import torch.distributed as dist
 from engine.distributed.environment import Environment
 from engine.utils.errors import HangError, RankError
 
-# What gloo, NCCL and the store say when it is the other side that has gone.
+# Messages of gloo, NCCL and the store when the other side is gone.
 _PEER_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "gloo", "nccl")
 
 _attached: set[str] = set()
 
 
 def blames_peer(error: BaseException) -> bool:
-    """Whether ``error`` only says that another rank has gone or lags: a collective's error, a :class:`RankError`, another's hang."""
+    """Whether ``error`` only says that another rank is gone or lags: a collective's error, a :class:`RankError`, another's hang."""
     if isinstance(error, HangError):
         return error.waiting
     if isinstance(error, (RankError, dist.DistError)):
@@ -34,13 +34,13 @@ def blames_peer(error: BaseException) -> bool:
 
 
 def attach(environment: Environment) -> None:
-    """Make this process a well-behaved rank: call it as early as the environment is known; repeated calls do nothing.
+    """Set up this process as a rank: call it as soon as the environment is known; repeated calls do nothing.
 
     With ``error_file`` an uncaught exception is written there (in Torch Elastic's form, which torchrun prints too) before it
-    is shown. With ``parent_pid`` the process ends within a second of that parent, however it died.
+    is shown. With ``parent_pid`` the process ends within a second after that parent, however it ended.
 
     Raises:
-        RuntimeError: the variables of a relaunched rank were inherited by a process that is none.
+        RuntimeError: the variables of a relaunched rank were inherited by a process that is not one.
     """
     if environment.error_file and environment.error_file not in _attached:
         _attached.add(environment.error_file)
@@ -62,7 +62,7 @@ def _record_uncaught(path: Path) -> None:
 
 
 def record(error: BaseException, path: Path) -> None:
-    """Write ``error`` with its traceback to ``path`` in Torch Elastic's JSON form; the first error written stays."""
+    """Write ``error`` with its traceback to ``path`` in Torch Elastic's JSON form; only the first error is written."""
     now = time.time()
     text = "".join(traceback.format_exception(error))
     content = {
@@ -78,7 +78,7 @@ def record(error: BaseException, path: Path) -> None:
 
 
 def read(path: Path) -> tuple[str, float | None, bool]:
-    """What :func:`record` (or Torch Elastic's ``@record``) wrote: traceback, time (s since 1970), ``blames_peer``.
+    """Read what :func:`record` (or Torch Elastic's ``@record``) wrote: traceback, time (s since 1970), ``blames_peer``.
 
     An absent or damaged file gives ``("", None, False)``.
     """
@@ -105,13 +105,13 @@ def _live_with(parent: int, rank: int) -> None:
     def watch() -> None:
         while not done.wait(0.5):
             if os.getppid() != parent:
-                with contextlib.suppress(OSError):  # standard error may have gone with the parent
+                with contextlib.suppress(OSError):  # standard error may be closed with the parent
                     os.write(2, f"rank {rank}: rank 0 (process {parent}) is gone; ending\n".encode())
-                # The main thread may hang in a collective for ever, and there is nobody left to report to.
+                # The main thread may hang in a collective forever, and no one is left to report to.
                 os._exit(1)
 
     def stop() -> None:
-        # A Python thread that wakes up while the interpreter is taken down aborts the process (seen in 20 % of exits).
+        # A Python thread that wakes up while the interpreter shuts down aborts the process (seen in 20 % of exits).
         done.set()
         thread.join(1.0)
 

@@ -1,4 +1,4 @@
-"""The processes of one job: joining them, waiting for them, leaving without an abort."""
+"""The processes of one job: joining, barriers, and leaving without an abort."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from engine.utils import accelerator as accelerators
 from engine.utils.log import logger
 
 LEAVE_S = 5.0
-"""How long a process that ends normally waits for the others (s): without it about 15 % of FSDP2 runs abort at exit."""
+"""How long a process that ends normally waits for the others (s); otherwise about 15 % of FSDP2 runs abort at exit."""
 
 
 @dataclass(eq=False)
 class _Shared:
-    """torch's default group in this process, and what we hang on it: the same for every ``Group`` of the process."""
+    """torch's default group in this process, and our state for it: shared by every ``Group`` of the process."""
 
     world: dist.ProcessGroup
     cpu: dist.ProcessGroup
-    store: dist.Store  # where the ranks met
+    store: dist.Store  # of the rendezvous
     ours: bool  # False: the user initialised the default group, and destroys it
     pid: int
     debug: bool  # its groups compare each collective's shapes
@@ -41,15 +41,15 @@ class _Shared:
 
 Made = TypeVar("Made")
 _shared: _Shared | None = None
-_stores: dict[tuple[str, int], dist.Store] = {}  # the port that rank 0 serves stays bound for the life of the process
+_stores: dict[tuple[str, int], dist.Store] = {}  # rank 0's port stays bound until the process ends
 
 
 class Group:
-    """The processes of one job. Made by :func:`join`.
+    """The processes of one job. Created by :func:`join`.
 
-    ``rank``, ``world_size``, ``local_rank``, ``is_main`` (rank 0) and ``device`` (the one this process computes on) are plain
-    attributes. ``cpu`` is a gloo process group beside the default one, for flags, sizes, objects and CPU tensors, so that these never
-    mix with the gradients' collectives; ``None`` when the process is alone, and then every collective is a no-op. ``wide`` is the
+    ``rank``, ``world_size``, ``local_rank``, ``is_main`` (rank 0) and ``device`` (of this process) are plain
+    attributes. ``cpu`` is a gloo process group besides the default one, for flags, sizes, objects and CPU tensors, so that these never
+    mix with the gradients' collectives; ``None`` with one process, and then every collective is a no-op. ``wide`` is the
     process group for the device's tensors; ``None`` is torch's default one.
     """
 
@@ -66,7 +66,7 @@ class Group:
 
     @property
     def failed(self) -> bool:
-        """Set it to True after an error: the process then leaves without waiting for the others, who may never come. The next ``join`` clears it."""
+        """Set to True after an error: then the process leaves without waiting for the others. The next ``join`` clears it."""
         return self._shared is not None and self._shared.failed
 
     @failed.setter
@@ -76,22 +76,22 @@ class Group:
 
     @property
     def store(self) -> dist.Store | None:
-        """Where the processes met; ``None`` when this one is alone."""
+        """The store of the rendezvous; ``None`` with one process."""
         return self._shared.store if self._shared is not None else None
 
     def limit(self, timeout: timedelta) -> None:
-        """From now on a collective of any process group may wait so long. One that has begun keeps its time."""
+        """Set the timeout of later collectives in all process groups. Those that have started keep theirs."""
         if self.cpu is not None:
             for group in list(dist.distributed_c10d._world.pg_map):
                 for device in group._device_types:
                     backend = group._get_backend(device)
-                    # In debug mode torch wraps each back end; some third-party ones know no timeout.
+                    # In debug mode torch wraps each back end; some third-party ones have no timeout.
                     backend = getattr(backend, "wrapped_pg", backend)
                     if hasattr(backend, "_set_default_timeout"):
                         backend._set_default_timeout(timeout)
 
     def part(self, parts: Sequence[Sequence[int]]) -> Group:
-        """The one of ``parts`` that this rank is in, as a group whose ranks count from 0. A collective; every rank is in just one part."""
+        """The subgroup in ``parts`` that contains this rank, with ranks from 0. A collective; every rank is in exactly one."""
         cpu, wide = self.once(("part", *map(tuple, parts)), lambda: self._groups(parts))
         ranks = next(part for part in parts if self.rank in part)
         found = Group(self.environment, self.device, self._shared)
@@ -100,7 +100,7 @@ class Group:
         return found
 
     def _groups(self, parts: Sequence[Sequence[int]]) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-        """Of the part that this rank is in: the one for the CPU's tensors and the one for the device's."""
+        """The process groups of this rank's subgroup: for CPU tensors and for the device's."""
         found: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None)
         for ranks in parts:
             cpu = dist.new_group(ranks, backend="gloo") if len(ranks) > 1 else None
@@ -109,10 +109,10 @@ class Group:
         return found
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """What ``make`` gives at the first call with this key, for the life of the job: meshes and process groups.
+        """The result of ``make`` at the first call with this key, kept for the life of the job: meshes and process groups.
 
-        Each process group has threads and sockets of its own, and a module that was sharded uses its mesh after the run as well: so runs
-        share them, rather than leave theirs behind.
+        Each process group has its own threads and sockets, and a sharded module uses its mesh also after the run: so runs
+        share them, and do not leak them.
         """
         if self._shared is None:
             return make()
@@ -121,14 +121,14 @@ class Group:
         return self._shared.made[key]  # type: ignore[return-value]
 
     def barrier(self) -> None:
-        """Wait until every rank is here. On the CPU: it does not wait for work queued on a device."""
+        """Wait until every rank calls this. On the CPU: it does not wait for work queued on a device."""
         if self.cpu is not None:
             dist.barrier(group=self.cpu)
 
     def close(self) -> None:
-        """Leave the job now rather than at the interpreter's exit: for every ``Group`` of this process. Repeated calls do nothing.
+        """Leave the job now rather than at the interpreter's exit, for every ``Group`` of this process. Repeated calls do nothing.
 
-        A default group that the user initialised is left to the user.
+        A default group that the user initialised is kept.
         """
         if self._shared is not None and self._shared is _shared:
             _leave()
@@ -144,23 +144,23 @@ def join(
     check: Callable[[], None] | None = None,
     debug: bool = False,
 ) -> Group:
-    """Meet the other processes of the job; all of them call this.
+    """Join the other processes of the job; all of them call this.
 
-    World size 1 makes no process group. Otherwise torch's default group is initialised (gloo for CPU tensors, NCCL for CUDA ones), or
-    used as it is when that has been done already, by the user or by an earlier ``join``. Ours is left at the interpreter's exit.
+    World size 1 creates no process group. Otherwise torch's default group is initialised (gloo for CPU tensors, NCCL for CUDA ones), or
+    reused if the user or an earlier ``join`` has initialised it. Ours is destroyed at the interpreter's exit.
 
     Args:
-        environment: this process's place.
-        device: what this process computes on; ``torch.device("cuda", i)`` must be the current CUDA device already.
-        timeout: for the meeting, and later for each collective.
-        store: where the processes meet; by default served at the environment's master address and port.
-        check: called on rank 0 about ten times a second while others are awaited; it may raise.
+        environment: this process's rank, world size and addresses.
+        device: of this process; ``torch.device("cuda", i)`` must be the current CUDA device already.
+        timeout: for joining, and later for each collective.
+        store: for the rendezvous; by default served at the environment's master address and port.
+        check: called on rank 0 about ten times a second while it waits for others; it may raise.
         debug: from now on each collective first compares operation, shapes and dtypes over the ranks, and raises where they differ
-            (torch's ``DebugLevel.DETAIL``); for all groups of this process, at the price of a small collective for each.
+            (torch's ``DebugLevel.DETAIL``); for all groups of this process, at the cost of a small collective for each.
 
     Raises:
-        ValueError: ``debug`` with a default group that was made without it.
-        RuntimeError: the others did not come in time, the address cannot be served or reached, or the default group that exists has
+        ValueError: ``debug`` with a default group that was created without it.
+        RuntimeError: the others did not join in time, the address cannot be served or reached, or the default group that exists has
             another rank or size than the environment says.
     """
     global _shared
@@ -173,10 +173,10 @@ def join(
             _shared = _adopt(timeout, None, dist.get_debug_level() == dist.DebugLevel.DETAIL)
         if debug and not _shared.debug:
             raise ValueError(
-                "debug=True was asked for, but this process's collectives were set up without it: give it to the first Fit or Engine of the "
+                "debug=True was requested, but this process's collectives were set up without it: give it to the first Fit or Engine of the "
                 "process, or set TORCH_DISTRIBUTED_DEBUG=DETAIL before init_process_group"
             )
-        _shared.failed = False  # an earlier run's error was dealt with, or this one would not begin
+        _shared.failed = False  # an earlier run's error was handled, or this run would not start
         return Group(environment, device, _shared)
     if environment.world_size == 1:
         if environment.name == "single":
@@ -184,7 +184,7 @@ def join(
         return Group(environment, device)
     prefixed = _meet(environment, timeout, store, check)
     if debug:
-        dist.set_debug_level(dist.DebugLevel.DETAIL)  # for groups that are made later, too
+        dist.set_debug_level(dist.DebugLevel.DETAIL)  # also for groups that are created later
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=prefixed,
@@ -233,7 +233,7 @@ def _adopt(timeout: timedelta, store: dist.Store | None, debug: bool) -> _Shared
     assert world is not None
     cpu = dist.new_group(backend="gloo", timeout=timeout)
     assert cpu is not None
-    # Handlers run last in, first out: ours must come before those of whoever serves the store or waits for our exit.
+    # Handlers run last in, first out: ours must run before those that serve the store or wait for our exit.
     atexit.unregister(_leave)
     atexit.register(_leave)
     theirs = store or dist.distributed_c10d._get_default_store()
@@ -241,7 +241,7 @@ def _adopt(timeout: timedelta, store: dist.Store | None, debug: bool) -> _Shared
 
 
 def _meet(environment: Environment, timeout: timedelta, store: dist.Store | None, check: Callable[[], None] | None) -> dist.Store:
-    """The store where all ranks of this attempt have been seen by rank 0."""
+    """The store, after rank 0 has seen all ranks of this attempt."""
     where = f"{environment.master_addr}:{environment.master_port}"
     who = f"rank {environment.rank} of {environment.world_size}"
     if store is None:
@@ -251,7 +251,7 @@ def _meet(environment: Environment, timeout: timedelta, store: dist.Store | None
 
 def _open(environment: Environment, timeout: timedelta, where: str, who: str) -> dist.Store:
     if environment.master_addr is None or environment.master_port is None:
-        raise RuntimeError(f"{who} does not know where to meet the others: {environment!r} has no master_addr or no master_port")
+        raise RuntimeError(f"{who} does not know the address of the others: {environment!r} has no master_addr or no master_port")
     key = (environment.master_addr, environment.master_port)
     serves = environment.rank == 0 and not environment.agent_store
     if key not in _stores:
@@ -273,7 +273,7 @@ def _open(environment: Environment, timeout: timedelta, where: str, who: str) ->
 
 
 def _leave() -> None:
-    """Destroy the default group if it is ours: after all ranks have come here, unless this process is ending with an error."""
+    """Destroy the default group if it is ours: after all ranks have reached this point, unless this process ends with an error."""
     global _shared
     shared, _shared = _shared, None
     if shared is None or not shared.ours or shared.pid != os.getpid() or shared.world is not dist.group.WORLD:
@@ -288,21 +288,21 @@ def _leave() -> None:
         else:
             _abandon()
         dist.destroy_process_group()
-    except (RuntimeError, dist.DistError) as error:  # others that waited for longer than LEAVE_S have gone meanwhile
+    except (RuntimeError, dist.DistError) as error:  # others that waited longer than LEAVE_S are gone
         logger.debug("leaving alone: %s", error)
         _abandon()
 
 
 def _abandon() -> None:
-    """Keep torch's process groups alive for ever: their destructors wait (up to the timeout) for work that others will never join."""
+    """Keep torch's process groups alive forever: their destructors wait (up to the timeout) for work that others will never join."""
     for process_group in list(dist.distributed_c10d._world.pg_map):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))
 
 
 def _all_leave(store: dist.Store, world_size: int) -> bool:
-    """Whether all ranks came here within ``LEAVE_S`` of each other. By the store: a collective that some rank never joins would block the exit.
+    """Whether all ranks reached this point within ``LEAVE_S``. Through the store: a collective that a rank never joins would block the exit.
 
-    All ranks get one answer, the first that some rank has found: one that gives up may live on, and a later one must not wait for it.
+    All ranks get one answer, the first that any rank found: one that gives up may keep running, and a later one must not wait for it.
     """
     deadline = time.monotonic() + LEAVE_S
     try:

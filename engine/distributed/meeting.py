@@ -1,7 +1,7 @@
-"""The ranks of one attempt find each other in a store that earlier attempts may have used.
+"""The rendezvous of one attempt's ranks, in a store that earlier attempts may have used.
 
-A launcher's store outlives its ranks, and nothing in their environment tells attempts apart: each machine's agent counts only its own restarts,
-and machines come and go without one. So each rank draws a ticket, and rank 0 answers every ticket with the name of its own meeting.
+A launcher's store outlives its ranks, and nothing in their environment distinguishes attempts: each machine's agent counts only its own restarts,
+and machines come and go without one. So each rank draws a ticket, and rank 0 answers every ticket with the name of its own round.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _TICKETS, _DONE = "fit/tickets", "fit/done"
 def meet(
     store: dist.Store, rank: int, world_size: int, where: str, *, timeout: timedelta, check: Callable[[], None] | None = None
 ) -> dist.Store:
-    """The part of ``store`` that belongs to the ranks of this meeting alone; all of them call this. Rank 0 returns when all have come.
+    """The part of ``store`` for the ranks of this round only; all of them call this. Rank 0 returns when all have joined.
 
     Args:
         where: the store's address, for messages.
-        check: called on rank 0 about ten times a second while others are awaited; it may raise.
+        check: called on rank 0 about ten times a second while it waits for others; it may raise.
 
     Raises:
-        RuntimeError: the others, or rank 0, did not come in time.
+        RuntimeError: the others, or rank 0, did not join in time.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     ticket = store.add(_TICKETS, 1)
     if rank != 0:
-        name = _answer(store, ticket, deadline, f"rank 0 did not come to {where} within {timeout.total_seconds():g} s")
+        name = _answer(store, ticket, deadline, f"rank 0 did not connect to {where} within {timeout.total_seconds():g} s")
         part = _part(store, name, timeout)
         part.add("joined", 1)
         return part
@@ -48,8 +48,8 @@ def meet(
             check()
         if time.monotonic() > deadline:
             raise RuntimeError(
-                f"only {joined} of {world_size} ranks came to {where} within {timeout.total_seconds():g} s. Look for the "
-                "first error in the output of the others, and whether their machines reach this address."
+                f"only {joined} of {world_size} ranks connected to {where} within {timeout.total_seconds():g} s. Look for the "
+                "first error in the output of the others, and check whether their machines can reach this address."
             )
         time.sleep(pause)
         pause = min(pause * 2, 0.1)
@@ -59,10 +59,10 @@ def meet(
 
 def _answer(store: dist.Store, ticket: int, deadline: float, problem: str) -> str:
     key, pause = f"fit/answers/{ticket}", 0.005
-    # Asked for again and again: a blocking wait would not be interrupted by a signal.
+    # Polled: a signal would not interrupt a blocking wait.
     while not store.check([key]):
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{problem}. Look for the first error in its output, and whether its machine reaches this address.")
+            raise RuntimeError(f"{problem}. Look for the first error in its output, and check whether its machine can reach this address.")
         time.sleep(pause)
         pause = min(pause * 2, 0.2)
     return store.get(key).decode()

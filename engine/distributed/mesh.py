@@ -12,18 +12,18 @@ from engine.distributed.group import Group
 
 
 def degrees(given: Mapping[str, int], world_size: int, who: str) -> dict[str, int]:
-    """Sizes of the axes, in the order given; one may be -1 for what the others leave of ``world_size`` (0: not known yet).
+    """Sizes of the axes, in the order given; one may be -1 and is inferred from ``world_size`` (0: not known yet).
 
     Raises:
-        ValueError: a size below 1, several -1, or sizes that do not multiply to ``world_size``; the message begins with ``who``.
+        ValueError: a size below 1, several -1, or a product that is not ``world_size``; the message starts with ``who``.
     """
     shown = ", ".join(f"{name}={size!r}" for name, size in given.items())
     for name, size in given.items():
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
-            raise ValueError(f"{who}({name}={size!r}) must be an int of at least 1, or -1 for all ranks that are left")
+            raise ValueError(f"{who}({name}={size!r}) must be an int of at least 1, or -1 for all remaining ranks")
     rest = [name for name, size in given.items() if size == -1]
     if len(rest) > 1:
-        raise ValueError(f"{who}({shown}): only one axis can be -1, the ranks that the others leave; {' and '.join(rest)} are")
+        raise ValueError(f"{who}({shown}): only one axis can be -1 (inferred); {' and '.join(rest)} are")
     if not world_size:
         return dict(given)
     taken = prod(size for size in given.values() if size != -1)
@@ -31,13 +31,13 @@ def degrees(given: Mapping[str, int], world_size: int, who: str) -> dict[str, in
     if over or (not rest and left != 1):
         what = f"a multiple of {taken}" if rest else f"{taken}"
         raise ValueError(
-            f"{who}({shown}) needs {what} processes, this job has {world_size}: the sizes must multiply to it, -1 for one of them takes what is left"
+            f"{who}({shown}) needs {what} processes, this job has {world_size}: the product of the sizes must equal it; one may be -1 (inferred)"
         )
     return {name: left if size == -1 else size for name, size in given.items()}
 
 
 def make_mesh(group: Group, sizes: Mapping[str, int]) -> DeviceMesh:
-    """The grid of all ranks, rank 0 first, the last axis fastest. A collective; a job has one of these sizes."""
+    """The mesh of all ranks, in row-major order. A collective; a job has one mesh per tuple of sizes."""
     kind, names, shape = group.device.type, tuple(sizes), tuple(sizes.values())
     return group.once(("mesh", kind, names, shape), lambda: init_device_mesh(kind, shape, mesh_dim_names=names))
 

@@ -1,4 +1,4 @@
-"""Work that not all processes do: on one of them alone, on one before the others, or a part on each."""
+"""Work that differs between processes: on one only, on one before the others, or a slice on each."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def only(function: F | None, here: Callable[[], bool]) -> Any:
 
 @contextmanager
 def before_others(group: Group, first: bool) -> Iterator[None]:
-    """A block that the first processes run before the others do. All processes enter it."""
+    """A block that the first processes run before the others. All processes enter it."""
     if not first:
         group.barrier()
     try:
@@ -58,7 +58,7 @@ def before_others(group: Group, first: bool) -> Iterator[None]:
 
 
 def part(inputs: Any, rank: int, world_size: int, pad: bool) -> Any:
-    """One rank's contiguous part of a list, tuple, tensor, or dict of them; ``pad``: with the last item repeated, so that all are equally long.
+    """One rank's contiguous slice of a list, tuple, tensor, or dict of them; ``pad``: repeat the last item so that all have the same length.
 
     Raises:
         TypeError: another kind of object.

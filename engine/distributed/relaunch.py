@@ -1,7 +1,7 @@
-"""``Fit(devices=n)`` in a plain script: rank 0 starts the other ranks by repeating its own command line, and answers for them.
+"""``Fit(devices=n)`` in a plain script: rank 0 starts the other ranks by repeating its own command line, and supervises them.
 
-Ranks 1 to n-1 are the same program with torchrun's variables in their environment; they run the script from its first line and meet
-rank 0 where it joins the group. Rank 0's own environment is not touched. While rank 0 trains, a rank that ends, in whatever way, ends all:
+Ranks 1 to n-1 are the same program with torchrun's variables in their environment; they run the script from its first line and connect
+to rank 0 where it joins the group. Rank 0's own environment is not changed. While rank 0 trains, a rank that ends for any reason ends all:
 the others are terminated and rank 0 raises a ``RankError`` with the first traceback. When rank 0 ends, the others end.
 """
 
@@ -33,16 +33,16 @@ from engine.utils.errors import RankError
 from engine.utils.log import logger
 
 SETTLE_S = 0.3
-"""After a death: time for ranks that die of the same cause to leave their tracebacks, so that the first can be told (s)."""
+"""After a failure: time (s) for ranks that fail of the same cause to write their tracebacks, so that the first can be found."""
 KILL_S = 5.0
-"""Between SIGTERM and SIGKILL (s)."""
+"""Time between SIGTERM and SIGKILL (s)."""
 INTERRUPT_S = 2.5
-"""After a death rank 0's thread is interrupted by a ``RankError``, unless a collective's error has brought it back by then (s)."""
+"""After a failure a ``RankError`` interrupts rank 0's thread after this time (s), unless a collective has raised by then."""
 GIVE_UP_S = 5.0
-"""After a death rank 0's process is ended, if its thread has not reacted by then: it hangs in native code (s)."""
+"""After a failure rank 0's process is ended after this time (s), if its thread has not reacted: it hangs in native code."""
 
 _BESIDE = {"PYTHONBREAKPOINT": f"{__name__}.pass_breakpoint"}
-"""What other ranks find in their environment unless it is set."""
+"""Environment variables of the other ranks, unless they are set."""
 
 
 @dataclass(eq=False)
@@ -50,15 +50,15 @@ class _Child:
     rank: int
     process: subprocess.Popen[bytes]
     error_file: Path
-    ended: float = 0.0  # s since 1970; 0.0 while it lives
+    ended: float = 0.0  # s since 1970; 0.0 while it runs
 
     def blame(self) -> tuple[bool, float]:
-        """Sorts the cause first: a rank that only saw others go comes after one that went by itself, then the earlier one first."""
+        """Sorts the cause first: ranks that failed by themselves before those that only lost others, then by time."""
         _, moment, blames_peer = failures.read(self.error_file)
         return blames_peer, moment or self.ended
 
     def story(self) -> str:
-        """What is known of its end."""
+        """A description of its end."""
         code = self.process.returncode
         if code == 0:
             return f"rank {self.rank} ended early (exit code 0) while rank 0 still trains: all ranks must make the same calls"
@@ -71,9 +71,9 @@ class _Child:
 
 
 class Started:
-    """The ranks that this process, rank 0, has started. Made by :func:`start`.
+    """The ranks that this process, rank 0, has started. Created by :func:`start`.
 
-    ``environment`` is rank 0's place in the job and ``store`` where it meets the others:
+    ``environment`` describes rank 0 and ``store`` is the store of the rendezvous:
     ``join(started.environment, device, timeout=..., store=started.store, check=started.check)``.
     """
 
@@ -88,8 +88,8 @@ class Started:
         self._failed = threading.Event()  # _story is set, once and for all
         self._story = ""
         self._reported = False
-        self._interrupt = Interrupt(RankError)  # withdrawn: rank 0's thread needs the others no longer, or knows of the failure
-        self._broken = False  # the last training ended with an error: the others may wait for ever
+        self._interrupt = Interrupt(RankError)  # withdrawn: rank 0's thread no longer needs the others, or has seen the failure
+        self._broken = False  # the last training ended with an error: the others may wait forever
         self._terminated = self._preempted = False
         self._threads: list[threading.Thread] = []
         for child in children:
@@ -98,9 +98,9 @@ class Started:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Put it around everything that needs all ranks (joining them, ``Fit.run``): inside, any end of another rank is a failure.
+        """A context for everything that needs all ranks (joining, ``Fit.run``): inside, any exit of another rank is a failure.
 
-        From :func:`start` to the first use the ranks count as needed, too. Raises what :meth:`check` raises, at the start and in place of a
+        From :func:`start` to the first use the ranks also count as needed. Raises as :meth:`check`, at the start and instead of a
         collective's error.
         """
         self._interrupt.arm()
@@ -122,8 +122,8 @@ class Started:
         """Raise if another rank has failed.
 
         Args:
-            error: what rank 0's own work has raised, if anything. If it only says that others have gone (``failures.blames_peer``), the
-                cause is given up to ``wait_s`` seconds to show itself. Any other error is rank 0's own: nothing is raised.
+            error: rank 0's own exception, if any. If it only says that others are gone (``failures.blames_peer``), wait up to
+                ``wait_s`` seconds for the cause. Any other error is rank 0's own: nothing is raised.
 
         Raises:
             RankError: from ``error``; names the rank that failed first, its exit code or signal, and its traceback.
@@ -139,10 +139,10 @@ class Started:
             self._interrupt.withdraw()
 
     def demand(self, world_size: int) -> None:
-        """Raise ``RuntimeError`` if a run needs another number of ranks."""
+        """Raise ``RuntimeError`` if a run needs a different number of ranks."""
         if self.environment.world_size != world_size:
             raise RuntimeError(
-                f"{world_size} ranks asked for, but this process has started {self.environment.world_size} before and keeps them until "
+                f"{world_size} ranks were requested, but this process has started {self.environment.world_size} before and keeps them until "
                 "it ends. Use the same number of devices for every run of one script."
             )
 
@@ -168,10 +168,10 @@ class Started:
             self._end_all()
 
     def _judge(self) -> bool:
-        """Whether a rank has failed by now; its story is kept when it is the first time."""
+        """Whether a rank has failed; the first time, its report is stored."""
         with self._lock:
             if not self._failed.is_set() and not self._terminated:
-                fine = (0, 128 + signal.SIGTERM) if self._preempted else (0,)  # all ranks end so after a SIGTERM
+                fine = (0, 128 + signal.SIGTERM) if self._preempted else (0,)  # all ranks exit like this after a SIGTERM
                 needed = not self._interrupt.withdrawn.is_set()
                 dead = [child for child in self._children if child.ended and (needed or child.process.returncode not in fine)]
                 if dead:
@@ -183,14 +183,14 @@ class Started:
         self._run_beside(functools.partial(self._terminate, KILL_S), "fit-terminate")
         if self._interrupt.withdrawn.wait(INTERRUPT_S):
             return
-        self._interrupt.strike()  # for Python code that uses no collective just now; ``check`` puts the message in
+        self._interrupt.strike()  # for Python code outside collectives; ``check`` adds the message
         if self._interrupt.withdrawn.wait(GIVE_UP_S - INTERRUPT_S):
             return
         self._terminate(0.0)
-        self._die(f"{self._story}\n\nrank 0 did not react within {GIVE_UP_S:g} s and is ended.")
+        self._die(f"{self._story}\n\nrank 0 did not react within {GIVE_UP_S:g} s and is terminated.")
 
     def _terminate(self, limit_s: float) -> None:
-        """SIGTERM to all that live, SIGKILL to those that still live ``limit_s`` later."""
+        """Send SIGTERM to all running ranks, and SIGKILL to those still running ``limit_s`` later."""
         self._terminated = True
         for child in self._children:
             child.process.terminate()
@@ -218,7 +218,7 @@ class Started:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if isinstance(error, Exception):
             limit_s = SETTLE_S
-        elif self._broken or error is not None:  # Ctrl-C reached the others, too, and they may be saving
+        elif self._broken or error is not None:  # the others also got Ctrl-C, and may be saving
             limit_s = KILL_S
         else:
             limit_s = float("inf")
@@ -230,7 +230,7 @@ class Started:
             logging.shutdown()
             self._die(self._story)
         scratch.remove(self._directory)
-        for thread in self._threads:  # one that wakes up while the interpreter is taken down would abort the process
+        for thread in self._threads:  # one that wakes up while the interpreter shuts down would abort the process
             thread.join(1.0)
 
     def _die(self, text: str) -> None:
@@ -248,25 +248,25 @@ _alone = False
 
 
 def work_alone() -> None:
-    """A run of this process needs no other ranks: from now on none can be started, because they would come to this run first."""
+    """Note a run without other ranks: from now on none can be started, because they would reach this run first."""
     global _alone
     _alone = True
 
 
 def current() -> Started | None:
-    """What :func:`start` has started in this process; ``None`` before it, in the other ranks, and in forks."""
+    """The result of :func:`start` in this process; ``None`` before it, in the other ranks, and in forks."""
     return _started if _started is not None and _started._pid == os.getpid() else None
 
 
 def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Started:
     """Start ranks 1 to ``world_size`` - 1 by repeating this process's command line; this process is rank 0.
 
-    They stay for the life of this process, which waits for them when it ends: further calls return the same. Unless OMP_NUM_THREADS is
-    set, the CPU's threads are shared out among the ranks, this one included. ``timeout`` is the store's.
+    They run until this process ends, which waits for them: further calls return the same object. Unless OMP_NUM_THREADS is
+    set, the ranks, including this one, share the CPU's threads. ``timeout`` is the store's.
 
     Raises:
         RuntimeError: the command line cannot be repeated (interactive, notebook, pytest, script from standard input, a worker
-            process), another number of ranks was started before, or a run has needed none.
+            process), another number of ranks was started before, or an earlier run used one process.
         ValueError: ``world_size`` is less than 2.
     """
     global _started
@@ -279,16 +279,16 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Sta
     command = command_line.repeatable(world_size)
     if _alone:
         raise RuntimeError(
-            f"{world_size} processes asked for, but an earlier Fit or Engine of this script has run in one process. The other ranks repeat the "
-            f"script from its first line, and would come to that one first. Use the same number of devices for every run of one script (the first "
-            f"may ask for devices={world_size}, too), or write two scripts"
+            f"{world_size} processes were requested, but an earlier Fit or Engine of this script has run in one process. The other ranks repeat the "
+            f"script from its first line, and would reach that one first. Use the same number of devices for every run of one script (the first "
+            f"may also use devices={world_size}), or write two scripts"
         )
     store = stores.serve(stores.LOCAL, 0, timeout=timeout, world_size=world_size)
     threads = _share_threads(world_size)
     interface = stores.loopback_interface()
     for name, value in interface.items():
         if name not in os.environ:
-            os.putenv(name, value)  # for gloo in this process; os.environ is the script's own
+            os.putenv(name, value)  # for gloo in this process; os.environ belongs to the script
     directory = scratch.make("fit-ranks-")
     children: list[_Child] = []
     try:
@@ -333,7 +333,7 @@ def _variables(rank: int, world_size: int, port: int) -> Mapping[str, str]:
 
 
 def pass_breakpoint(*args: object, **kwargs: object) -> None:
-    """What ``breakpoint()`` does in the other ranks, which have no terminal: they go on, and say so."""
+    """Replaces ``breakpoint()`` in the other ranks, which have no terminal: they continue, with a message."""
     caller = sys._getframe(1)
     where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
     if where not in _passed:

@@ -14,7 +14,7 @@ _held: dict[Path, int] = {}
 
 
 def make(prefix: str) -> Path:
-    """A new directory, held by this process until its end; those that processes of the same user have left behind are removed first."""
+    """A new directory, locked by this process until its end; removes those that dead processes of the same user left behind."""
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             if (left / _HOLDER).stat().st_uid == os.getuid() and (descriptor := _hold(left / _HOLDER, os.O_RDWR)) is not None:
@@ -28,14 +28,14 @@ def make(prefix: str) -> Path:
 
 
 def remove(directory: Path) -> None:
-    """Remove it with all that is in it; repeated calls do nothing."""
+    """Remove it with its content; repeated calls do nothing."""
     shutil.rmtree(directory, ignore_errors=True)
     if (descriptor := _held.pop(directory, None)) is not None:
         os.close(descriptor)
 
 
 def _hold(path: Path, flags: int) -> int | None:
-    """A descriptor that locks the file until it is closed, at the latest by the process's end; ``None``: another process has it."""
+    """A descriptor that locks the file until it is closed or the process ends; ``None``: another process holds it."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

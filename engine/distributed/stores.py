@@ -1,4 +1,4 @@
-"""Stores that the ranks and the agent of one machine meet in, out of reach of other machines."""
+"""Stores for the ranks and the agent of one machine, unreachable from other machines."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ LOCAL = "127.0.0.1"
 
 
 def serve(host: str, port: int, *, timeout: timedelta, world_size: int | None = None) -> dist.TCPStore:
-    """A store for processes of this machine. At a loopback address (or ``localhost``) it listens there only, at any other on all interfaces.
+    """A store for processes of this machine. For a loopback address (or ``localhost``) it listens only there, for any other on all interfaces.
 
-    torch's store asks nobody who they are: whoever reaches the port may read and write. Not for several machines, where the first one's own
-    address may be ``localhost`` while the others call it by its name.
+    torch's store has no authentication: anyone who reaches the port may read and write. Not for several machines, where the first one's own
+    address may be ``localhost`` while the others use its name.
 
     Args:
-        port: 0 for any that is free; ``.port`` tells which.
+        port: 0 for any free port; ``.port`` has its number.
 
     Raises:
         torch.distributed.DistError: the port is taken.
@@ -42,12 +42,12 @@ def serve(host: str, port: int, *, timeout: timedelta, world_size: int | None = 
             listener.close()
         raise
     if listener:
-        listener.detach()  # the store's now
+        listener.detach()  # now owned by the store
     return found
 
 
 def _listener(host: str, port: int) -> socket.socket | None:
-    """A socket that listens at a loopback address alone; ``None``: torch is to make one."""
+    """A socket that listens only at a loopback address; ``None``: torch creates one."""
     literal = LOCAL if host == "localhost" else host
     if not address.is_loopback(literal):
         return None
@@ -59,13 +59,13 @@ def _listener(host: str, port: int) -> socket.socket | None:
         listener.listen(2048)
     except OSError as error:
         listener.close()
-        if error.errno == errno.EADDRINUSE:  # torch shares a port within a process; it decides, and tells
+        if error.errno == errno.EADDRINUSE:  # torch shares a port within a process, or raises
             return None
         raise dist.DistNetworkError(f"cannot listen at {host}:{port}: {error}") from error
     return listener
 
 
 def loopback_interface() -> dict[str, str]:
-    """The variable that makes gloo listen on this machine's loopback interface; otherwise it takes the one of the host's name."""
+    """The variable that makes gloo listen on this machine's loopback interface; by default it uses that of the host's name."""
     found = address.interface(LOCAL)
     return {"GLOO_SOCKET_IFNAME": found} if found else {}

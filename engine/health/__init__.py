@@ -1,1 +1,1 @@
-"""What is watched while a run computes: hangs, ranks that differ, garbage."""
+"""Monitoring of a run: hangs, ranks that differ, garbage collection."""

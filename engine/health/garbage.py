@@ -1,4 +1,4 @@
-"""Python's garbage collector, called between steps instead of whenever it likes: at the same steps on all ranks, so that none waits for another's."""
+"""Python's garbage collector, called between steps instead of at any time: at the same steps on all ranks, so that none waits for another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 FULL = 10
-"""Every so many collections also look at objects that have survived earlier ones."""
+"""Every this many collections also traverse objects that have survived earlier ones."""
 
 _off = False  # by a Collector of this process
 
@@ -16,8 +16,8 @@ _off = False  # by a Collector of this process
 class Collector:
     """Collects when :meth:`collect` is called, and never by itself between :meth:`begin` and :meth:`end`.
 
-    The first collection looks at everything (0.1 s after ``import torch``) and sets aside what survives it, so that the later ones look only at
-    what was made since: some microseconds. When the caller has switched the collector off, it stays his.
+    The first collection traverses everything (0.1 s after ``import torch``) and freezes what survives, so that later ones traverse only
+    new objects: some microseconds. If the caller has switched the collector off, it stays off.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Collector:
         self._count += 1
         if self._count == 1:
             gc.collect()
-            self._frozen = not gc.get_freeze_count()  # unfreezing would set the caller's free, too
+            self._frozen = not gc.get_freeze_count()  # unfreezing would also unfreeze the caller's
             if self._frozen:
                 gc.freeze()
         else:
@@ -47,7 +47,7 @@ class Collector:
 
     @contextmanager
     def automatic(self) -> Iterator[None]:
-        """Python collects as it likes inside (evaluation, which has no steps)."""
+        """Inside the block Python collects automatically (evaluation, which has no steps)."""
         if self._ours:
             gc.enable()
         try:
@@ -57,7 +57,7 @@ class Collector:
                 gc.disable()
 
     def end(self) -> None:
-        """Everything as it was at :meth:`begin`."""
+        """Restore everything as it was at :meth:`begin`."""
         global _off
         if self._frozen:
             gc.unfreeze()
@@ -69,7 +69,7 @@ class Collector:
 
 
 def _in_child() -> None:
-    if _off:  # a DataLoader's worker has no steps, and nobody who collects
+    if _off:  # a DataLoader's worker has no steps at which to collect
         gc.enable()
 
 

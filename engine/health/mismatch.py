@@ -1,4 +1,4 @@
-"""What ``debug=True`` finds: ranks that come to one collective with different operations, shapes or dtypes, as a table of ranks."""
+"""Errors of ``debug=True``: ranks that enter one collective with different operations, shapes or dtypes, as a table of ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.health import stacks
 from engine.utils.errors import MismatchError
 
 NOTES_S = 3.0
-"""How long the notes of the other ranks may take (s): all ranks find the mismatch in the same collective."""
+"""How long the other ranks' notes may take (s): all ranks find the mismatch in the same collective."""
 # The form of torch's message since 2.0.
 _FOUND = "Detected mismatch between collectives on ranks"
 _OWN = re.compile(
@@ -20,7 +20,7 @@ _OWN = re.compile(
 
 
 def explain(error: BaseException, group: Group) -> MismatchError | None:
-    """The error to raise in place of torch's, with a line for each rank; ``None`` when ``error`` is another one. Ranks call it together."""
+    """The error to raise instead of torch's, with a line per rank; ``None`` when ``error`` is another one. All ranks call it together."""
     text = str(error)
     found = _OWN.search(text) if _FOUND in text else None
     if found is None:
@@ -31,9 +31,9 @@ def explain(error: BaseException, group: Group) -> MismatchError | None:
     board.put(str(group.rank), mine)
     rows = [["rank", "collective", "shape", "dtype", "called at"]]
     for rank in range(group.world_size):
-        rows.append([str(rank), *(mine if rank == group.rank else board.get(str(rank), NOTES_S) or ["(no word from it)", "", "", ""])])
+        rows.append([str(rank), *(mine if rank == group.rank else board.get(str(rank), NOTES_S) or ["(no answer)", "", "", ""])])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     table = "\n".join("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
     return MismatchError(
-        f"the ranks came to one collective with different arguments:\n{table}\nAll ranks must make the same calls, with equal shapes and dtypes."
+        f"the ranks entered one collective with different arguments:\n{table}\nAll ranks must make the same calls, with equal shapes and dtypes."
     )

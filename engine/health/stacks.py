@@ -1,4 +1,4 @@
-"""Where this process's threads are: as a full text, and the one line that tells most about its training."""
+"""Where this process's threads are: full stacks, and the one line that says most about the training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LIBRARIES = tuple(
         *(str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")),
     }
 )
-# Below these a thread that stands still waits for other ranks: collectives, and the backward pass, which reduces gradients.
+# A thread that hangs below these waits for other ranks: collectives, and the backward pass, which reduces gradients.
 _WAITS = (
     str(Path(torch.__file__).resolve().parent / "distributed"),
     str(Path(torch.__file__).resolve().parent / "autograd" / "graph.py"),
@@ -32,7 +32,7 @@ _DEBUGGERS = ("pdb", "bdb", "pydevd", "debugpy", "_pydevd_bundle", "IPython.core
 
 
 MOST = 80
-"""Characters of a source line that are shown."""
+"""Maximum characters of a source line."""
 _doing: dict[int, str] = {}
 
 
@@ -49,7 +49,7 @@ class Place:
 
 
 def place(thread: int) -> Place:
-    """Where the thread with this ``threading.get_ident()`` is."""
+    """The position of the thread with this ``threading.get_ident()``."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return Place("(the thread has ended)", False)
@@ -68,7 +68,7 @@ def place(thread: int) -> Place:
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
-    """What this thread is about, in words, for whoever finds it standing still."""
+    """Describe in words what this thread is doing, for reports of hangs."""
     thread = threading.get_ident()
     _doing[thread] = what
     try:
@@ -78,7 +78,7 @@ def doing(what: str) -> Iterator[None]:
 
 
 def raised_at(trace: TracebackType | None) -> str:
-    """The innermost line of the user's own code that an error came from, in the form of :attr:`Place.line`."""
+    """The innermost line of the user's own code that raised an error, in the form of :attr:`Place.line`."""
     return _line([(each.filename, each.lineno or 0, each.name) for each in reversed(traceback.extract_tb(trace))])
 
 
@@ -103,7 +103,7 @@ def all_threads() -> str:
 
 
 def flight_record() -> str | None:
-    """NCCL's last collectives as torch's flight recorder has them (JSON); ``None`` where nothing was recorded."""
+    """NCCL's last collectives from torch's flight recorder (JSON); ``None`` if nothing was recorded."""
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None) if torch.cuda.is_available() else None
     with contextlib.suppress(RuntimeError):
         if dump is not None:

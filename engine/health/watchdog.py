@@ -1,7 +1,7 @@
-"""Ends a training that stands still, and tells which rank holds it up and where.
+"""Ends a training that hangs, and reports which rank blocks it and where.
 
-A thread of each rank looks at a number that the training moves on; nothing is done in the training's own steps. When the number has not
-changed for the time allowed, each rank writes the stacks of its threads to a file and leaves a note for rank 0, which names the ranks that lag.
+A thread of each rank polls a progress counter of the training; the steps themselves do nothing. When the counter has not changed for the
+allowed time, each rank writes the stacks of its threads to a file and leaves a note for rank 0, which names the ranks that lag.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ NOTES_S = 3.0
 REPORT_S = 6.0
 """How long the others wait for rank 0's report (s)."""
 LEAVE_S = 3.0
-"""After the report: how long the training's thread may take to come back (s). A thread that does not is in native code, or asleep."""
+"""After the report: how long the training's thread may take to react (s). A thread that does not is in native code, or sleeps."""
 MOST = 8
-"""Ranks that a report names one by one."""
+"""The maximum number of ranks that a report lists."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """What a rank says of itself when it stands still."""
+    """A rank's note when it hangs."""
 
     progress: float
     """Batches finished, or whatever the training counts."""
     collectives: int
-    """Collectives begun on the groups of all ranks."""
+    """Collectives started on the groups of all ranks."""
     at: str
     waits: bool
 
 
 class Watchdog:
-    """Watches the calling thread from now until :meth:`stop`; a collective (all ranks make it).
+    """Watches the calling thread from now until :meth:`stop`; a collective (all ranks create one).
 
     Args:
         group: the ranks.
         progress: a number that changes whenever a batch is finished. Called from another thread.
-        first_s: seconds without a change that are allowed until the first one (start, compilation).
-        limit_s: seconds without a change that are allowed afterwards.
+        first_s: allowed seconds until the first change (start, compilation).
+        limit_s: allowed seconds without a change afterwards.
         directory: where stacks are written: ``rank=<r>.txt``.
 
-    With several ranks a stall ends the process: :class:`HangError` is raised in the training's thread, and when that does not react the process
-    exits with status 1 and the report on its standard error. A process that is alone only logs where it stands.
-    A thread that a debugger holds does not count as standing still.
+    With several ranks a stall ends the process: :class:`HangError` is raised in the training's thread, and if that does not react the process
+    exits with status 1 and the report on its standard error. A single process only logs its position.
+    A thread that a debugger holds does not count as hanging.
     """
 
     def __init__(self, group: Group, progress: Callable[[], float], *, first_s: float, limit_s: float, directory: Path) -> None:
@@ -91,7 +91,7 @@ class Watchdog:
         self._watcher.join(1.0)  # a thread that wakes up while the interpreter is taken down would abort the process
 
     def explain(self, error: BaseException) -> HangError | None:
-        """The error to raise in place of ``error``, when that is only how this rank noticed that the training stood still."""
+        """The error to raise instead of ``error``, if that is only how this rank noticed the hang."""
         self._interrupt.withdraw()
         timed_out = failures.blames_peer(error) and ("timed out" in str(error).lower() or "monitoredbarrier" in str(error).lower())
         if not isinstance(error, HangError) and not timed_out and not self._fired.is_set():
@@ -113,7 +113,7 @@ class Watchdog:
         before, still_s, looked, told = self._begun, 0.0, time.monotonic(), False
         while not self._stopped.wait(self._pause):
             now, current = time.monotonic(), self._progress()
-            # A process that was suspended (or a laptop that slept) has not stood still meanwhile.
+            # A suspended process (or a sleeping laptop) has not hung meanwhile.
             still_s += min(now - looked, 2 * self._pause)
             looked = now
             if current != before:
@@ -162,19 +162,19 @@ class Watchdog:
         for group in groups:
             try:
                 total += group._get_sequence_number_for_group()
-            except RuntimeError:  # a back end that does not count
+            except RuntimeError:  # a backend that does not count
                 return 0
         return total
 
     def _compose(self, own: Note, still_s: float, path: Path) -> tuple[str, list[int]]:
-        """The report, and which ranks lag: rank 0's, or this rank's own when rank 0 gives none."""
+        """The report, and which ranks lag: rank 0's, or this rank's own if rank 0 writes none."""
         rank, board = self._group.rank, self._board
         if rank:
             sent = board.get("report", REPORT_S)
             if sent:
                 return str(sent["text"]), list(sent["lags"])
-            reached = "it has not noticed that this rank stands still" if board.answers else "the job's store there does not answer"
-            text = f"{self._head(still_s)}\n  lost: {self._who[0]}: {reached}; its machine, its process or the network to it has gone"
+            reached = "it has not noticed that this rank hangs" if board.answers else "the job's store there does not answer"
+            text = f"{self._head(still_s)}\n  lost: {self._who[0]}: {reached}; its machine, its process or the network to it is gone"
             return f"{text}\n  {self._who[rank]}: {own.at}\n{self._tail(path)}", [0]
         deadline = time.monotonic() + NOTES_S
         notes: dict[int, Note | None] = {0: own}
@@ -189,11 +189,11 @@ class Watchdog:
     def _lines(self, notes: dict[int, Note | None], lags: list[int]) -> list[str]:
         lines = []
         if len(lags) == len(notes) and all(note is not None and note.waits for note in notes.values()):
-            lines.append("  all ranks wait for each other, in different collectives or in one that does not end:")
+            lines.append("  all ranks wait for each other, in different collectives or in one that does not finish:")
         for rank in lags[:MOST]:
             note = notes[rank]
             if note is None:
-                lines.append(f"  lost: {self._who[rank]}: no word from it; its machine, its process or the network to it has gone")
+                lines.append(f"  lost: {self._who[rank]}: no answer; its machine, its process or the network to it is gone")
             else:
                 lines.append(f"  lags: {self._who[rank]}: {note.at}")
         if len(lags) > MOST:
@@ -212,12 +212,12 @@ class Watchdog:
 
     def _tail(self, path: Path) -> str:
         return (
-            f"Stacks of every rank: {path.parent}{os.sep}rank=*.txt. If this was no hang, allow more time with Fit(timeout='1 h'), "
+            f"Stacks of every rank: {path.parent}{os.sep}rank=*.txt. If this was not a hang, allow more time with Fit(timeout='1 h'), "
             "start_timeout= for the first batch, or timeout=None."
         )
 
     def _die(self) -> None:
-        """End the process: its main thread is asleep, or in native code."""
+        """End the process: its main thread sleeps, or is in native code."""
         error = self._error()
         if self._group.environment.error_file:
             failures.record(error, Path(self._group.environment.error_file))
@@ -229,14 +229,14 @@ class Watchdog:
 
 
 def collective_limit(limit_s: float, device: torch.device) -> timedelta:
-    """How long a collective may wait, when a batch may take ``limit_s``: longer, so that the stall is found while ranks still stand where they
-    wait. On the CPU the collective's error then brings the training's thread back; NCCL's ends the process, and the report is to come first."""
+    """How long a collective may wait, when a batch may take ``limit_s``: longer, so that the stall is found while the ranks are still
+    waiting. On the CPU the collective's error then reaches the training's thread; NCCL's ends the process, so the report must come first."""
     return timedelta(seconds=limit_s + (3.0 if device.type == "cpu" else NOTES_S + REPORT_S + 2 * LEAVE_S))
 
 
 def laggards(notes: dict[int, Note | None]) -> list[int]:
-    """The ranks that hold up the others: those without a word; else those furthest behind in batches; else those that do not wait for
-    others; of several such ones those furthest behind in collectives; else all."""
+    """The ranks that block the others: those without an answer; else those furthest behind in batches; else those that do not wait for
+    others; among several, those furthest behind in collectives; else all."""
     if lost := [rank for rank, note in notes.items() if note is None]:
         return lost
     known: dict[int, Note] = {rank: note for rank, note in notes.items() if note is not None}
@@ -254,7 +254,7 @@ _number = 0
 
 
 def _next() -> int:
-    """Counts the watchdogs of this process; all ranks make the same ones."""
+    """Counts the watchdogs of this process; all ranks create the same ones."""
     global _number
     _number += 1
     return _number

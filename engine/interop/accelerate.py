@@ -20,7 +20,7 @@ _SECTIONS = (
 
 
 def default_path(environ: Mapping[str, str]) -> Path:
-    """Where Accelerate keeps its file when it is not told otherwise."""
+    """The default path of Accelerate's file."""
     cache = Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     folder = Path(environ.get("HF_HOME") or cache / "huggingface").expanduser() / "accelerate"
     found = [folder / name for name in ("default_config.yaml", "default_config.json") if (folder / name).is_file()]
@@ -28,11 +28,11 @@ def default_path(environ: Mapping[str, str]) -> Path:
 
 
 def read(path: Path) -> File:
-    """What Accelerate's file says, as settings, notes and refusals.
+    """Accelerate's file as settings, notes and refusals.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is none of Accelerate's.
+        FileNotFoundError: the file does not exist.
+        ValueError: it is not a file of Accelerate.
     """
     if not path.exists():
         raise FileNotFoundError(f"there is no {path}: give the file that 'accelerate config' has written, --from-accelerate PATH")
@@ -57,7 +57,7 @@ def read(path: Path) -> File:
 
 
 def _processes(file: File, kind: str) -> None:
-    """Devices and machines. What differs from machine to machine is the launcher's."""
+    """Devices and machines. The launcher sets what differs between machines."""
     cpu = flag(file.take("use_cpu", False)) or kind == "MULTI_CPU"
     file.set("accelerator", "cpu" if cpu else MACHINES.get(kind, "auto"))
     count, machines = file.take("num_processes", 1 if kind == "NO" else -1), int(file.take("num_machines", 1))
@@ -67,7 +67,7 @@ def _processes(file: File, kind: str) -> None:
     ids = _gpu_ids(file)
     each = max(int(count) // machines, 1)
     if ids is not None and count != -1 and len(ids) != each:
-        file.refuse("gpu_ids", f"names {len(ids)} devices for {each} processes on a machine; make them as many")
+        file.refuse("gpu_ids", f"names {len(ids)} devices for {each} processes on a machine; make the numbers equal")
     port, address = file.take("main_process_port"), file.take("main_process_ip")
     file.take("machine_rank")
     words = ["fit launch"]
@@ -97,7 +97,7 @@ def _gpu_ids(file: File) -> list[int] | None:
     try:
         return [int(part) for part in str(given).split(",")]
     except ValueError:
-        file.refuse("gpu_ids", "is no list of device indices")
+        file.refuse("gpu_ids", "is not a list of device indices")
         return None
 
 
@@ -125,7 +125,7 @@ def _fp8(part: Any) -> Any:
         gather = part.take("enable_fsdp_float8_all_gather")
         if gather is not None:
             options["all_gather"] = flag(gather)
-        part.note("pad_inner_dim", "layers whose sizes do not divide by 16 stay in bf16 here, as they do there")
+        part.note("pad_inner_dim", "layers whose sizes are not divisible by 16 stay in bf16, as in Accelerate")
         part.remark("Accelerate leaves the first and the last linear layer in bf16; name such layers in precision.ignore")
     elif backend == "TE":
         options["backend"] = "te"
@@ -134,7 +134,7 @@ def _fp8(part: Any) -> Any:
         for key, usual in (neutral | defaults).items():
             value = part.take(key, usual)
             if (flag(value) if isinstance(usual, bool) else list(value) if isinstance(value, (list, tuple)) else value) != usual:
-                part.refuse(key, f"is Transformer Engine's own setting, and its recipe is used as it is here ({key}: {usual})")
+                part.refuse(key, f"is a setting of Transformer Engine, whose default recipe is used here ({key}: {usual})")
         for key in ("amax_history_length", "amax_compute_algorithm"):
             part.note(key, "Accelerate's launcher does not pass this on")
     else:

@@ -1,4 +1,4 @@
-"""One file of Accelerate being read: every key is taken, noted or refused, and none is passed over."""
+"""Reads a file of Accelerate: every key is used, noted or refused, and none is ignored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.utils.errors import nearest
 
 
 class Part:
-    """A mapping of the file; its keys may have a prefix, which is left out here."""
+    """A mapping of the file; its keys may have a prefix, which is removed here."""
 
     def __init__(self, values: Mapping[str, Any], path: str, prefix: str, file: File | None) -> None:
         self.values = {str(key).removeprefix(prefix): value for key, value in values.items()}
@@ -24,39 +24,39 @@ class Part:
         return self._file
 
     def take(self, key: str, default: Any = None) -> Any:
-        """The value of ``key``, which is now dealt with; the default where it is missing or null."""
+        """The value of ``key``, which counts as handled; the default if it is missing or null."""
         self._known[key] = None
         value = self.values.get(key)
         return default if value is None else value
 
     def note(self, key: str, reason: str) -> None:
-        """``key`` has no meaning here, for this reason: said where it is given."""
+        """Note that ``key`` has no meaning here, with the reason, if it is given."""
         if (value := self.take(key)) is not None:
             self.file.notes.append(f"{self._name(key)}: {value}: {reason}")
 
     def remark(self, text: str) -> None:
-        """Something to know that no key says."""
+        """A remark that belongs to no key."""
         self.file.notes.append(text)
 
     def refuse(self, key: str, reason: str) -> None:
-        """``key`` would change the training and has no counterpart."""
+        """Refuse ``key``, which would change the training and has no counterpart."""
         value, name = self.take(key), self._name(key)
         self.file.refused.append(f"{self.file.place(name)}: {name}: {value}: {reason}")
 
     def refuse_others(self, reasons: Mapping[str, str], neutral: Sequence[Any] = (None, False, 0, 1, "false", "none", "no", "", "auto")) -> None:
-        """Refuse each of these keys whose value is not one of those that change nothing."""
+        """Refuse each of these keys whose value has an effect."""
         for key, reason in reasons.items():
             value = self.take(key)
             if not any(type(value) is type(each) and value == each for each in neutral):  # 1 is neutral, true is not
                 self.refuse(key, reason)
 
     def drop_rest(self, *keys: str) -> None:
-        """These keys belong to a choice that was not made."""
+        """Note these keys, which belong to an option that was not chosen."""
         for key in keys:
             self.take(key)
 
     def unknown(self) -> None:
-        """Refuse the keys that nobody has asked for."""
+        """Refuse the keys that were not handled."""
         for key in self.values:
             if key not in self._known:
                 name = self._name(key)
@@ -67,7 +67,7 @@ class Part:
 
 
 class File(Part):
-    """The whole file, and what has come out of it."""
+    """The whole file, and the result."""
 
     def __init__(self, values: Mapping[str, Any], origin: str, places: Mapping[str, str]) -> None:
         super().__init__(values, "", "", None)
@@ -79,11 +79,11 @@ class File(Part):
         self.refused: list[str] = []
         """Keys that would change the training and have no counterpart."""
         self.launch = ""
-        """The command that starts as many processes."""
+        """The command that starts the same number of processes."""
         self._parts: dict[str, Part] = {}
 
     def section(self, key: str, prefix: str) -> Part:
-        """The mapping at ``key``; an empty one where there is none."""
+        """The mapping at ``key``; an empty one if there is none."""
         if key not in self._parts:
             found = self.take(key, {})
             if not isinstance(found, Mapping):
@@ -93,7 +93,7 @@ class File(Part):
         return self._parts[key]
 
     def drop(self, key: str) -> None:
-        """A section that is left over from another choice: noted, and not looked into."""
+        """Note a section that belongs to another choice, without reading it."""
         if self.take(key):
             self.notes.append(f"{key}: does not apply to the rest of the file, and Accelerate does not read it either")
 
@@ -114,5 +114,5 @@ class File(Part):
 
 
 def flag(value: Any) -> bool:
-    """A bool, also as the text that launchers make of it."""
+    """A bool, also in the text form that launchers write."""
     return value.strip().lower() in ("true", "yes", "1", "on") if isinstance(value, str) else bool(value)

@@ -12,7 +12,7 @@ from engine.interop.accelerate_keys import File, Part, flag
 
 
 def convert(file: File, kind: str) -> None:
-    """Set ``strategy`` and what goes with it."""
+    """Set ``strategy`` and related settings."""
     sections = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config", "MEGATRON_LM": "megatron_lm_config", "TP": "tp_config"}
     for name in sections.values():
         if name != sections.get(kind):
@@ -49,7 +49,7 @@ def _fsdp(file: File) -> Any:
             options["dp_replicate"] = machines
         part.note("forward_prefetch", "FSDP 2 fetches ahead by itself")
         part.remark(
-            "fsdp_version: 1: FSDP 2 does the same here; it takes the place of flat parameters, and checkpoints hold each parameter by its name"
+            "fsdp_version: 1: FSDP 2 does the same here; it replaces flat parameters, and checkpoints have each parameter by its name"
         )
     else:
         part.refuse("version", "has no counterpart; possible: 1, 2")
@@ -71,7 +71,7 @@ def _fsdp(file: File) -> Any:
         }
     )
     part.note("backward_prefetch", "FSDP 2 fetches ahead by itself")
-    part.note("state_dict_type", "checkpoints hold whole tensors' parts in safetensors, and any strategy reads them")
+    part.note("state_dict_type", "checkpoints have shards of full tensors in safetensors, and any strategy reads them")
     part.note("use_orig_params", "FSDP 2 always keeps the model's own parameters")
     part.note("sync_module_states", "all ranks always start with rank 0's values")
     part.note("cpu_ram_efficient_loading", "what configure_model() builds has no memory until it is sharded")
@@ -88,7 +88,7 @@ def _sharding(part: Part) -> str:
         if text.isdecimal() and 1 <= int(text) <= len(_SHARDING):
             text = _SHARDING[int(text) - 1]
         if text not in _SHARDING:
-            part.refuse(key, f"is no sharding strategy of FSDP 1; possible: {', '.join(_SHARDING)}")
+            part.refuse(key, f"is not a sharding strategy of FSDP 1; possible: {', '.join(_SHARDING)}")
             continue
         found[key] = text
     if len(set(found.values())) > 1:
@@ -105,11 +105,11 @@ def _blocks(part: Part, options: dict[str, Any]) -> None:
             names = classes if isinstance(classes, list) else [name.strip() for name in str(classes).split(",")]
             options["blocks"] = [name for name in names if name]
         else:
-            part.remark("fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP without classes: blocks are those that the model repeats, or its blocks()")
+            part.remark("fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP without classes: blocks are the model's repeated ones, or its blocks()")
     elif policy == "SIZE_BASED_WRAP":
         options["min_size"] = 100_000_000 if least is None else int(float(least))
     elif policy == "NO_WRAP":
-        part.note("auto_wrap_policy", "blocks are those that the model repeats; the results are those of one block, with less memory")
+        part.note("auto_wrap_policy", "blocks are the model's repeated ones; the results are those of one block, with less memory")
     else:
         part.refuse("auto_wrap_policy", "is unknown; possible: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP")
 
@@ -135,10 +135,10 @@ def _deepspeed(file: File) -> Any:
     if config not in (None, "none"):
         options["config"] = str(config)
         _precision_of(file, part, Path(str(config)))
-        part.remark("deepspeed_config_file: what it calls \"auto\" or leaves out comes from the settings here")
+        part.remark("deepspeed_config_file: values that are \"auto\" or missing there come from the settings here")
         for key in ("zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_accumulation_steps", "gradient_clipping"):
             if part.take(key) not in (None, "none", "auto"):
-                part.refuse(key, "stands beside deepspeed_config_file; write it there only")
+                part.refuse(key, "is given besides deepspeed_config_file; write it only there")
     else:
         options["stage"] = int(part.take("zero_stage", 2))
         _offload(part, options)
@@ -149,7 +149,7 @@ def _deepspeed(file: File) -> Any:
             file.set("gradient_clip_val", float(clip))
     part.refuse_others({"moe_layer_cls_names": "mixtures of experts are not supported"})
     part.note("zero3_init_flag", "what configure_model() builds at stage 3 is always constructed under zero.Init")
-    part.note("zero3_save_16bit_model", "checkpoints hold the fp32 weights; fit checkpoint export --dtype bf16 writes them in half the size")
+    part.note("zero3_save_16bit_model", "checkpoints have the fp32 weights; fit checkpoint export --dtype bf16 writes them in half the size")
     for key in ("multinode_launcher", "hostfile", "exclusion_filter", "inclusion_filter"):
         part.note(key, "'fit launch' on each machine starts the processes")
     part.drop_rest("fields_from_accelerate_config", "offload_optimizer_nvme_path", "offload_param_nvme_path")
@@ -173,14 +173,14 @@ def _offload(part: Part, options: dict[str, Any]) -> None:
 
 
 def _precision_of(file: File, part: Part, path: Path) -> None:
-    """DeepSpeed's file says the precision, where Accelerate's leaves it out."""
+    """Read the precision from DeepSpeed's file, if Accelerate's does not have it."""
     if not path.is_file():
-        part.refuse("config_file", f"there is no such file (current directory: {Path.cwd()})")
+        part.refuse("config_file", f"the file does not exist (current directory: {Path.cwd()})")
         return
     try:
         found = json.loads(read_file(path))
     except ValueError as error:
-        part.refuse("config_file", f"is no JSON: {error}")
+        part.refuse("config_file", f"is not valid JSON: {error}")
         return
     on = [kind for kind in ("bf16", "fp16") if isinstance(found.get(kind), dict) and found[kind].get("enabled") is True]
     if on and "precision" not in file.settings:
@@ -191,19 +191,19 @@ _MEGATRON = {
     "expert_model_parallel_size": "mixtures of experts are not supported",
     "expert_tensor_parallel_size": "mixtures of experts are not supported",
     "context_parallel_size": "context parallel is not supported",
-    "optimizer_cpu_offload": "offload is there under FSDP and DeepSpeed only",
+    "optimizer_cpu_offload": "offload is only supported under FSDP and DeepSpeed",
     "use_precision_aware_optimizer": "there is no such optimizer",
-    "recompute_method": "is Megatron-LM's own; activation_checkpointing: n recomputes every n-th block",
-    "recompute_num_layers": "is Megatron-LM's own; activation_checkpointing: n recomputes every n-th block",
-    "decoder_last_pipeline_num_layers": "name the parts that stages begin with in strategy.split",
-    "eod_mask_loss": "is the model's: return Loss(sum, count) over the tokens that count",
-    "calculate_per_token_loss": "is the model's: return Loss(sum, count) over the tokens that count",
-    "attention_dropout": "is the model's",
-    "hidden_dropout": "is the model's",
-    "attention_softmax_in_fp32": "is the model's",
-    "use_rotary_position_embeddings": "is the model's",
+    "recompute_method": "is specific to Megatron-LM; activation_checkpointing: n recomputes every n-th block",
+    "recompute_num_layers": "is specific to Megatron-LM; activation_checkpointing: n recomputes every n-th block",
+    "decoder_last_pipeline_num_layers": "name the modules that start the stages in strategy.split",
+    "eod_mask_loss": "belongs to the model: return Loss(sum, count) over the tokens that count",
+    "calculate_per_token_loss": "belongs to the model: return Loss(sum, count) over the tokens that count",
+    "attention_dropout": "belongs to the model",
+    "hidden_dropout": "belongs to the model",
+    "attention_softmax_in_fp32": "belongs to the model",
+    "use_rotary_position_embeddings": "belongs to the model",
     "no_load_optim": "is an argument of the run: Resume(path, optimizer=False)",
-    "no_save_optim": "checkpoints always hold optimizers; fit checkpoint export writes the weights alone",
+    "no_save_optim": "checkpoints always have optimizers; fit checkpoint export writes the weights alone",
 }
 
 
@@ -226,10 +226,10 @@ def _megatron(file: File) -> Any:
     part.drop_rest("recompute_activations")
     part.note("use_distributed_optimizer", "dp_replicate: 1 and dp_shard: -1 would shard parameters and optimizer states over the data ranks")
     part.note("use_custom_fsdp", "dp_shard: -1 shards with FSDP 2")
-    part.note("attention_backend", "is the model's")
+    part.note("attention_backend", "belongs to the model")
     part.note("overlap_cpu_optimizer_d2h_h2d", "nothing is offloaded")
     part.refuse_others(_MEGATRON)
-    part.remark("the model is cut by its own parallelize() and pipeline_stages(), or by strategy.plan, rather than by Megatron-LM's classes")
+    part.remark("the model's parallelize() and pipeline_stages(), or strategy.plan, shard it, rather than Megatron-LM's classes")
     return options
 
 

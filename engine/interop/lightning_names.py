@@ -20,7 +20,7 @@ MODULE = {
     "allow_zero_length_dataloader_with_multiple_devices": "a rank without data runs repeated batches that do not count",
     "device_mesh": "strategy='mesh' or a MeshParallel object has the mesh",
     "example_input_array": "define it yourself where you need it",
-    "fabric": "a loop of your own uses engine.Engine",
+    "fabric": "your own loop uses engine.Engine",
     "hparams_initial": "use self.hparams",
     "logger": "loggers are callbacks (callbacks.CSVLogger, ...): keep a reference, or use self.log",
     "loggers": "loggers are callbacks (callbacks.CSVLogger, ...): keep references, or use self.log",
@@ -38,7 +38,7 @@ DATA = {
     "allow_zero_length_dataloader_with_multiple_devices": "a rank without data runs repeated batches that do not count",
     "from_datasets": "give DataLoader(dataset, ...) objects to Fit.run",
     "hparams_initial": "use self.hparams",
-    "load_from_checkpoint": "its state is put back by run(..., resume=...); hyperparameters are arguments of your class",
+    "load_from_checkpoint": "run(..., resume=...) restores its state; hyperparameters are arguments of your class",
     "name": "define it yourself where you need it",
     "remove_ignored_hparams": "use save_hyperparameters(ignore=...)",
     "trainer": "a data module does not see its trainer: setup(stage) gets the stage; engine.Engine and torch.distributed know the ranks",
@@ -60,7 +60,7 @@ REPLACED = {
     "on_train_dataloader": "on_train_start",
     "on_val_dataloader": "on_validation_start",
     "predict_epoch_end": "on_predict_epoch_end",
-    "tbptt_split_batch": "manual optimization (automatic_optimization = False) over the parts",
+    "tbptt_split_batch": "manual optimization (automatic_optimization = False) over the chunks",
     "test_epoch_end": "on_test_epoch_end, with what test_step kept in an attribute",
     "test_step_end": "test_step",
     "training_epoch_end": "on_train_epoch_end, with what training_step kept in an attribute",
@@ -68,14 +68,14 @@ REPLACED = {
     "validation_epoch_end": "on_validation_epoch_end, with what validation_step kept in an attribute",
     "validation_step_end": "validation_step",
 }
-"""Hooks of earlier versions that nothing calls; a class that defines one is refused."""
+"""Hooks of earlier versions that are never called; a class that defines one is refused."""
 
 
 def refuse_replaced(*owners: Any) -> None:
     """Look for hooks that are never called, in a module and callbacks.
 
     Raises:
-        TypeError: an owner defines one; says what to define instead.
+        TypeError: an owner defines one; the message says what to define instead.
     """
     for owner in owners:
         for name, instead in REPLACED.items():

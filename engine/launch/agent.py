@@ -1,8 +1,8 @@
-"""The agent: starts the ranks of this machine, watches them, ends them together, and starts them again. Torch Elastic's, with our rules.
+"""The agent: starts the ranks of this machine, monitors them, ends them together, and restarts them. Based on Torch Elastic's.
 
-What differs from torchrun's agent: a failure ends the other ranks within seconds, whereas SIGTERM, Ctrl-C and a machine that joins give
-them time to save; ranks that ended because they were told to are no failure; the first failure is found out and told last; a
-machine that is lost costs no restart; and no rank outlives its agent.
+What differs from torchrun's agent: a failure ends the other ranks within seconds, whereas after SIGTERM, Ctrl-C or when a machine joins,
+they get time to save; ranks that ended because they were told to did not fail; the first failure is found and reported last; a
+lost machine does not count as a restart; and no rank outlives its agent.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from engine.launch.torch_log import torch_log
 from engine.utils.errors import TERMINATED
 
 SETTLE_S = 0.5
-"""After a death: time for ranks that die of the same cause to leave their tracebacks, so that the first can be told (s)."""
+"""After a failure: time (s) for ranks that fail of the same cause to write their tracebacks, so that the first can be found."""
 FAIL_S = 4.0
-"""After a failure: between SIGTERM and SIGKILL for the others, which may hang in a collective (s)."""
+"""After a failure: time (s) between SIGTERM and SIGKILL for the others, which may hang in a collective."""
 FREE_S = 60.0
-"""A lost machine costs no restart, unless one was lost less than this long before (s)."""
+"""A lost machine does not count as a restart, unless one was lost less than this long before (s)."""
 ELSEWHERE_S = 2.0
-"""How long the cause of a failure is awaited from another machine (s)."""
+"""How long to wait for the cause of a failure from another machine (s)."""
 
 
 def run(job: Job) -> int:
-    """Run this machine's part of ``job`` to its end.
+    """Run this machine's ranks of ``job`` until they end.
 
     Returns:
-        0: all ranks ended well; 1: one failed, or the machines did not meet; 128 + a signal's number after it.
+        0: all ranks succeeded; 1: one failed, or the machines could not connect; 128 + the number of a signal.
     """
     try:
         job.log_dir.mkdir(parents=True)
     except OSError as error:
-        print(f"fit launch: no directory for the ranks' output can be made: {error}; choose one with --log-dir", file=sys.stderr)
+        print(f"fit launch: cannot create a directory for the ranks' output: {error}; choose one with --log-dir", file=sys.stderr)
         return 1
     output = Output(job.log_dir, job.show)
     errors = scratch.make("fit-launch-")
@@ -71,7 +71,7 @@ def run(job: Job) -> int:
             output.close()
             scratch.remove(errors)
     if meetings and not meetings[0].reachable:
-        # Threads that hang in torch's store would be waited for at the interpreter's exit.
+        # The interpreter's exit would wait for threads that hang in torch's store.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -114,7 +114,7 @@ def make_agent(
     args: tuple[Any, ...],
     start_method: str = "spawn",
 ) -> Agent:
-    """The agent of this machine for a program, or for a function (which ``start_method`` gives to its processes)."""
+    """The agent of this machine for a program, or for a function (``start_method`` passes it to the processes)."""
     spec = WorkerSpec(
         role="rank",
         local_world_size=job.nproc,
@@ -128,8 +128,8 @@ def make_agent(
 
 
 def _interface(job: Job, own: str | None) -> dict[str, str]:
-    """gloo listens at the address of the host's name, which may lead nowhere, or to everybody: one machine's ranks use its loopback interface,
-    several machines' the one that reaches the others."""
+    """gloo listens at the address of the host's name, which may be unreachable, or public: ranks on one machine use its loopback interface,
+    ranks on several machines the interface that reaches the others."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return {}
     if job.max_nodes == 1:
@@ -139,7 +139,7 @@ def _interface(job: Job, own: str | None) -> dict[str, str]:
 
 
 class Places(LogsSpecs):
-    """Where the ranks of an attempt write, and what else they find in their environment."""
+    """The output files of an attempt's ranks, and further environment variables."""
 
     def __init__(self, output: Output | Direct, errors: Path, variables: dict[str, str]) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class Agent(LocalElasticAgent):
         self._ranks: list[Rank] = []
         self._freed = float("-inf")
         self.told = ""
-        """The story of the last failure."""
+        """The report of the last failure."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         before = self._places.attempts
@@ -186,7 +186,7 @@ class Agent(LocalElasticAgent):
         self._output.started()
         if isinstance(self._pcontext, SubprocessContext):
             for handler in self._pcontext.subprocess_handlers.values():
-                for pipe in (handler._stdout, handler._stderr):  # left open for as long as the process is remembered
+                for pipe in (handler._stdout, handler._stderr):  # torch leaves them open as long as it keeps the process
                     if pipe is not None:
                         pipe.close()
         self._ranks = [
@@ -252,11 +252,11 @@ class Agent(LocalElasticAgent):
             time.sleep(0.02)
 
     def _end(self, number: int, limit_s: float, hurry: threading.Event | None = None) -> None:
-        """Tell the ranks to end, wait, and kill those that have not, with all that they have started."""
+        """Signal the ranks to end, wait, and kill the rest, with all processes that they have started."""
         for each in self._alive():
             each.told = True
             with contextlib.suppress(ProcessLookupError):
-                os.kill(each.pid, number)  # its data workers are its own: they would die in the middle of its step
+                os.kill(each.pid, number)  # not its data workers: they would die in the middle of its step
         deadline = time.monotonic() + limit_s
         while self._alive() and time.monotonic() < deadline and not (hurry and hurry.is_set()):
             time.sleep(0.02)
@@ -269,15 +269,15 @@ class Agent(LocalElasticAgent):
             time.sleep(0.02)
 
     def _forward(self, number: signal.Signals) -> None:
-        """SIGTERM, or Ctrl-C: the ranks get it, and time to save."""
+        """SIGTERM, or Ctrl-C: pass it to the ranks, and give them time to save."""
         hurry = threading.Event()
         signal.signal(signal.SIGINT, lambda *_: hurry.set())
         for other in HANDLED[1:]:  # a launcher and a scheduler may both send one
             signal.signal(other, lambda *_: None)
         if self._alive():
             interrupted = number == signal.SIGINT
-            again = "; again to kill them" if interrupted else ""
-            self._output.say(f"{'Ctrl-C' if interrupted else number.name}: the ranks may end their step and save{again}")
+            again = "; press it again to kill them" if interrupted else ""
+            self._output.say(f"{'Ctrl-C' if interrupted else number.name}: the ranks finish their step and save{again}")
             self._end(signal.SIGINT if interrupted else signal.SIGTERM, self._job.grace_s, hurry)
         fine = (0, TERMINATED, -signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT)
         for each in self._ranks:
@@ -287,17 +287,17 @@ class Agent(LocalElasticAgent):
                 break
 
     def _preempted(self) -> RunResult:
-        """All ranks save and end because one was told to: by a scheduler, or by another machine's agent."""
+        """All ranks save and end because one received SIGTERM from a scheduler, or from another machine's agent."""
         self._end(signal.SIGTERM, self._job.grace_s)
         deadline = time.monotonic() + ELSEWHERE_S
-        while time.monotonic() < deadline and not self._meeting.num_nodes_waiting():  # this machine's own SIGTERM may be on its way
+        while time.monotonic() < deadline and not self._meeting.num_nodes_waiting():  # this machine may be about to get SIGTERM too
             time.sleep(0.1)
         if not self._job.elastic and not self._meeting.num_nodes_waiting():
             raise SignalException("the ranks were told to end", signal.SIGTERM)
         return self._start_free("the ranks were told to end on another machine")
 
     def _start_free(self, why: str) -> RunResult:
-        self._output.say(f"{why}; meeting again with the machines that are there")
+        self._output.say(f"{why}; starting again with the remaining machines")
         self._restart_workers(self._worker_group)
         return RunResult(state=WorkerState.HEALTHY)
 
@@ -316,12 +316,12 @@ class Agent(LocalElasticAgent):
             return self._start_free(f"{told.split('; its output')[0]}: a rank of another machine is gone")
         if left:
             self._output.say(f"{told}\n\nrestart {self._job.max_restarts - left + 1} of {self._job.max_restarts}")
-        if found is None:  # torch's agent sees nothing wrong with ranks that it has not seen failing
+        if found is None:  # torch's agent does not consider these ranks failed
             return RunResult(state=WorkerState.FAILED)
         return super()._monitor_workers(worker_group)
 
     def _exchange(self, told: str, only_saw: bool) -> str:
-        """Tell the other machines' agents the cause, or learn it from them."""
+        """Send the cause to the other machines' agents, or receive it from them."""
         if only_saw and self._meeting.cause:
             return self._meeting.cause
         store, key = self._store, self._meeting.cause_key
@@ -330,14 +330,14 @@ class Agent(LocalElasticAgent):
         def work() -> str:
             if not only_saw:
                 store.set(key, told)
-                time.sleep(2 * rendezvous.WATCH_S)  # the store may be served from here: the others look for it meanwhile
+                time.sleep(2 * rendezvous.WATCH_S)  # the store may be served here: give the others time to read it
                 return told
             deadline = time.monotonic() + ELSEWHERE_S
             while time.monotonic() < deadline:
                 if store.check([key]):
                     return store.get(key).decode()
                 time.sleep(0.1)
-            return f"{told}\n\nThe rank that this one lost was on another machine, which tells no cause: it may be gone."
+            return f"{told}\n\nThe rank that this one lost was on another machine, which reported no cause: it may be gone."
 
         try:
             if self._meeting.reachable:

@@ -1,4 +1,4 @@
-"""The first moment of a rank: bound to its agent's life, then replaced by the command. Run as ``python -I -S child.py AGENT_PID COMMAND ...``.
+"""The start of a rank: bind it to its agent's life, then replace it by the command. Run as ``python -I -S child.py AGENT_PID COMMAND ...``.
 
 It imports nothing of the package, so that a start costs milliseconds.
 """
@@ -13,7 +13,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def bind(parent: int) -> None:
-    """From now on the kernel kills this process (SIGKILL) when ``parent``, which has started it, ends in whatever way. Linux only."""
+    """From now on the kernel kills this process (SIGKILL) when its ``parent`` ends, however it ends. Linux only."""
     if sys.platform == "linux":
         import ctypes
 
@@ -24,7 +24,7 @@ def bind(parent: int) -> None:
 
 def main() -> None:
     bind(int(sys.argv[1]))
-    # A job in a shell's background has Ctrl-C ignored, and a rank would inherit that.
+    # A background job of a shell ignores Ctrl-C, and a rank would inherit that.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         os.execvp(sys.argv[2], sys.argv[2:])

@@ -30,20 +30,20 @@ T = TypeVar("T")
 def notebook(fn: Callable[..., T], *args: Any, num_processes: int | None = None) -> list[T]:
     """Run ``fn(*args)`` in ``num_processes`` processes, from a notebook's cell, an interpreter or a script, and wait for them.
 
-    The processes are forks of this one: ``fn`` may be defined in a cell and use what other cells have made. Inside, ``Fit`` and ``Engine`` find a
-    job of that many ranks. What the ranks print appears here. They compute with one thread each on the CPU, because the threads of
-    this process do not live on in a fork.
+    The processes are forks of this one: ``fn`` may be defined in a cell and use objects of other cells. Inside, ``Fit`` and ``Engine`` find a
+    job of that many ranks. Their output appears here. On the CPU they compute with one thread each, because the threads of this process do
+    not exist in a fork.
 
     Args:
         num_processes: default: one for each GPU, or one.
 
     Returns:
-        What each rank has returned, in the order of ranks; picklable values.
+        The ranks' return values in order; they must be picklable.
 
     Raises:
-        RankError: a rank failed; the message has the first one's traceback. The others are ended.
-        RuntimeError: CUDA is in use in this process already, which forks cannot share; or this is a rank of a job.
-        ValueError: more processes than GPUs, or less than one.
+        RankError: a rank failed; the message has the first one's traceback. The others are terminated.
+        RuntimeError: CUDA is in use in this process already, and forks cannot share it; or this process is a rank.
+        ValueError: more processes than GPUs, or fewer than one.
     """
     found = torch.cuda.device_count()
     count = max(1, found) if num_processes is None else num_processes
@@ -51,10 +51,10 @@ def notebook(fn: Callable[..., T], *args: Any, num_processes: int | None = None)
     if torch.cuda.is_initialized():
         raise RuntimeError(
             "notebook() forks this process, and CUDA has been used in it (a tensor or a model on the GPU, or torch.cuda.* called), "
-            "which forks cannot share. Restart the kernel, and use the GPU only inside of the function"
+            "which forks cannot share. Restart the kernel, and use the GPU only inside the function"
         )
     with warnings.catch_warnings():
-        # Python 3.12 warns of any fork of a process with threads, which a notebook's kernel always is.
+        # Python 3.12 warns about every fork of a process with threads, which a notebook's kernel always has.
         warnings.filterwarnings("ignore", message=".*multi-threaded.*", category=DeprecationWarning)
         return _run(fn, args, count, "fork", threads=1)
 
@@ -62,37 +62,37 @@ def notebook(fn: Callable[..., T], *args: Any, num_processes: int | None = None)
 def debug(fn: Callable[..., T], *args: Any, num_processes: int = 2) -> list[T]:
     """Run ``fn(*args)`` in ``num_processes`` new processes on the CPU, over gloo: a job of several ranks for tests and debugging.
 
-    The processes import ``fn`` by its name: it is a function at the top level of a module, or of a script whose own work stands under
-    ``if __name__ == "__main__":``. The CPU's cores are shared out among them.
+    The processes import ``fn`` by its name: it must be a function at the top level of a module, or of a script whose main code is under
+    ``if __name__ == "__main__":``. They share the CPU's cores.
 
     Returns:
-        What each rank has returned, in the order of ranks; picklable values.
+        The ranks' return values in order; they must be picklable.
 
     Raises:
-        RankError: a rank failed; the message has the first one's traceback. The others are ended.
+        RankError: a rank failed; the message has the first one's traceback. The others are terminated.
         TypeError: ``fn`` or an argument cannot be pickled, or ``fn`` is defined in a notebook.
-        RuntimeError: this is a rank of a job, or a process that is just being started.
-        ValueError: less than one process.
+        RuntimeError: this process is a rank, or is just being started.
+        ValueError: fewer than one process.
     """
     try:
         pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
-            f"debug({getattr(fn, '__qualname__', fn)}): new processes cannot get it ({error}). Define the function at the top level of a module, "
-            "or use engine.launch.notebook, whose processes are forks"
+            f"debug({getattr(fn, '__qualname__', fn)}): it cannot be sent to new processes ({error}). Define the function at "
+            "the top level of a module, or use engine.launch.notebook, whose processes are forks"
         ) from error
     main = sys.modules["__main__"]
     if getattr(fn, "__module__", None) == "__main__" and getattr(main, "__file__", None) is None and main.__spec__ is None:
         raise TypeError(
-            f"debug({getattr(fn, '__qualname__', fn)}): it is defined in a notebook or at a prompt, where new processes cannot find it. Define it in "
-            "a module, or use engine.launch.notebook, whose processes are forks"
+            f"debug({getattr(fn, '__qualname__', fn)}): it is defined in a notebook or at a prompt, where new processes cannot find "
+            "it. Define it in a module, or use engine.launch.notebook, whose processes are forks"
         )
     return _run(fn, args, num_processes, "spawn", threads=max(1, cores() // max(1, num_processes)), cpu=True)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What a rank does. One argument for torch's agent, which would look for macros in plain text."""
+    """The function of a rank. A single argument for torch's agent, which would expand macros in plain strings."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -100,9 +100,9 @@ class _Call:
     threads: int
 
     def __call__(self) -> Any:
-        os.setpgid(0, 0)  # Ctrl-C is passed on by the parent, once
+        os.setpgid(0, 0)  # the parent passes Ctrl-C on, once
         child.bind(self.parent)
-        # A fork has the parent's handlers, and Fit leaves alone what is not Python's own.
+        # A fork has the parent's handlers, and Fit replaces only Python's default ones.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         torch.set_num_threads(self.threads)
@@ -113,11 +113,11 @@ def _enter(call: _Call) -> Any:
     try:
         return call()
     except SystemExit as end:
-        if end.code in (None, 0):  # a rank that ends without a value would be waited for
+        if end.code in (None, 0):  # torch's agent would wait for the value
             return None
         raise
     except KeyboardInterrupt:
-        os._exit(128 + signal.SIGINT)  # torch takes it for a good end
+        os._exit(128 + signal.SIGINT)  # torch would take it for success
 
 
 def _run(fn: Callable[..., Any], args: tuple[Any, ...], count: int, start_method: str, *, threads: int, cpu: bool = False) -> list[Any]:

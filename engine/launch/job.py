@@ -1,4 +1,4 @@
-"""What ``fit launch`` was asked for, from its options and torchrun's variables, checked before anything is started."""
+"""The job of ``fit launch``, from its options and torchrun's variables, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from engine.utils.errors import nearest
 
 
 class LaunchError(ValueError):
-    """The job cannot be started as it was asked for. The message says what was asked, what was found and what to do."""
+    """The job cannot be started as requested. The message says what was asked, what was found and what to do."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job, as this machine's agent sees it. Made by :func:`make_job`."""
+    """A job from the view of this machine's agent. Created by :func:`make_job`."""
 
     command: tuple[str, ...]
     """What each rank runs: a program and its arguments."""
@@ -31,11 +31,11 @@ class Job:
     min_nodes: int = 1
     max_nodes: int = 1
     node_rank: int | None = None
-    """``None``: the machines are numbered by their addresses."""
+    """This machine's number; ``None``: the machines are ordered by their addresses."""
     endpoint: tuple[str, int] | None = None
     """Host and port of the rendezvous; ``None``: one machine, any free port."""
     run_id: str | None = None
-    """The name that was given to the job."""
+    """The job's name, if one was given."""
     max_restarts: int = 0
     grace_s: float = 120.0
     dead_after_s: int = 10
@@ -45,11 +45,11 @@ class Job:
     show: frozenset[int] | None = None
     """The ranks whose output is shown; ``None``: all."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """What the ranks get in their environment beside torchrun's variables."""
+    """Environment variables of the ranks besides torchrun's."""
 
     @property
     def name(self) -> str:
-        """What several machines call the job at their rendezvous."""
+        """The job's name at the rendezvous of several machines."""
         return self.run_id or "fit"
 
     @property
@@ -59,10 +59,10 @@ class Job:
 
 
 def make_job(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
-    """The job that ``options`` (of ``fit launch``) and torchrun's variables in ``environ`` ask for.
+    """Create the job from ``options`` (of ``fit launch``) and torchrun's variables in ``environ``.
 
     Raises:
-        LaunchError: an impossible value or combination, a script that is not there, a configuration that does not resolve, or more
+        LaunchError: an impossible value or combination, a missing script, a configuration that does not resolve, or more
             processes than GPUs.
     """
     read = _Reader(options, environ)
@@ -101,7 +101,7 @@ def cores() -> int:
 
 
 class _Reader:
-    """An option's value and the name that it goes by in messages: the option, else torchrun's variable, else the default."""
+    """An option's value and its name in messages: the option, else torchrun's variable, else the default."""
 
     def __init__(self, options: argparse.Namespace, environ: Mapping[str, str]) -> None:
         self.options, self.environ = options, environ
@@ -142,11 +142,11 @@ def _place(read: _Reader, min_nodes: int, max_nodes: int) -> tuple[int | None, t
         )
     if node_rank is not None and min_nodes < max_nodes:
         raise LaunchError(
-            f"{name} {node_rank} with --nnodes {min_nodes}:{max_nodes}: machines that come and go have no fixed numbers; leave it out"
+            f"{name} {node_rank} with --nnodes {min_nodes}:{max_nodes}: an elastic job's machines have no fixed numbers; leave it out"
         )
     if endpoint is None and max_nodes > 1:
         raise LaunchError(
-            f"{_told(read, 'nnodes', 'PET_NNODES', '1')}: several machines need an address to meet at: --rdzv HOST:PORT, "
+            f"{_told(read, 'nnodes', 'PET_NNODES', '1')}: several machines need a common address: --rdzv HOST:PORT, "
             "a port of one of them, the same on all"
         )
     return (None, endpoint) if max_nodes == 1 else (node_rank, endpoint)
@@ -201,12 +201,12 @@ def _processes(name: str, text: str, accelerator: str) -> int:
         return check_devices(name, _whole(name, text, 1), gpus(), accelerator)
     found = gpus() if accelerator != "cpu" or text == "gpu" else 0
     if text == "gpu" and not found:
-        raise LaunchError(f"{name} gpu: torch sees no GPU on this machine (fit env tells more); give a number to train on the CPU")
+        raise LaunchError(f"{name} gpu: torch sees no GPU on this machine (see fit env); give a number to train on the CPU")
     return found or 1
 
 
 def check_devices(name: str, nproc: int, found: int, accelerator: str) -> int:
-    """``nproc``, if ``found`` GPUs are enough for it: each rank needs its own, unless it is to compute on the CPU or there is none."""
+    """``nproc``, if ``found`` GPUs are enough: each rank needs its own, unless it computes on the CPU or there is none."""
     if found and nproc > found and accelerator != "cpu":
         raise LaunchError(
             f"{name} {nproc}: torch sees {found} GPU(s) on this machine, and each process needs its own. Use --nproc gpu, or train on the CPU "
@@ -226,7 +226,7 @@ def _accelerator(environ: Mapping[str, str]) -> str:
     try:
         return resolve({}, environ, sections=SECTIONS).settings.accelerator
     except (ValueError, TypeError, OSError) as error:
-        raise LaunchError(f"every rank would refuse its settings: {error}") from error
+        raise LaunchError(f"the settings are invalid on every rank: {error}") from error
 
 
 def config_variables(path: Path | None, environ: Mapping[str, str]) -> dict[str, str]:

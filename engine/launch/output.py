@@ -1,4 +1,4 @@
-"""What the ranks print: each line to the terminal with its rank, and everything to one file for each rank."""
+"""The ranks' output: each line goes to the terminal with its rank, and everything to one file per rank."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 TAIL = 64 * 1024
-"""Bytes of a rank's standard error that are kept to find a traceback in."""
+"""Bytes of a rank's standard error that are kept to search for a traceback."""
 LINE = 64 * 1024
-"""Bytes of a line without an end that are waited for; then they are shown as a line."""
+"""Maximum bytes of an unfinished line before it is shown as a line."""
 PIPE = 1 << 20
-"""Bytes that a pipe can hold at most (Linux, without privileges)."""
+"""Maximum capacity of a pipe (Linux, without privileges)."""
 
 
 @dataclass(eq=False)
@@ -51,14 +51,14 @@ class Output:
         self._selector = selectors.DefaultSelector()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        self._mute: set[object] = set()  # files and terminals that cannot be written to
+        self._mute: set[object] = set()  # files and terminals that can no longer be written to
 
     def path(self, rank: int) -> Path:
         """The file of a rank."""
         return self.directory / f"rank={rank}.log"
 
     def open(self, ranks: Mapping[int, int], world_size: int) -> tuple[dict[int, str], dict[int, str]]:
-        """Pipes for an attempt's ranks (local rank -> rank): where their standard output and error are to be opened. Call :meth:`started` then."""
+        """Pipes for the standard output and error of an attempt's ranks (local rank -> rank). Call :meth:`started` afterwards."""
         self._prefixed = world_size > 1
         paths: tuple[dict[int, str], dict[int, str]] = {}, {}
         with self._lock:
@@ -79,18 +79,18 @@ class Output:
         return paths
 
     def started(self) -> None:
-        """The ranks have their ends of the pipes: ours are closed."""
+        """Close our copies of the pipes' ends that the ranks have opened."""
         for fd in self._writing:
             os.close(fd)
         self._writing.clear()
 
     def drain(self) -> None:
-        """The ranks have ended: read what is left. Something that they have left behind may hold a pipe open: that is not waited for."""
+        """Read the rest after the ranks have ended, without waiting for processes that they left behind with an open pipe."""
         self.started()
         with self._lock:
             for stream in list(self._streams.values()):
                 left = PIPE
-                while left > 0 and (count := self._read(stream)) > 0:  # something left behind may write without end
+                while left > 0 and (count := self._read(stream)) > 0:  # a process left behind may write forever
                     left -= count
                 self._end(stream)
 
@@ -106,17 +106,17 @@ class Output:
             self._files.clear()
 
     def tail(self, rank: int) -> str:
-        """The end of what a rank has written to its standard error in this attempt."""
+        """The end of a rank's standard error in this attempt."""
         with self._lock:
             return self._tails.get(rank, b"").decode(errors="replace")
 
     def say(self, text: str) -> None:
-        """A line of the launcher's own, on standard error."""
+        """Print a line of the launcher itself, on standard error."""
         with self._lock:
             self._write(sys.stderr, f"fit launch: {text}\n")
 
     def mark(self, text: str) -> None:
-        """A line in every rank's file."""
+        """Write a line to every rank's file."""
         with self._lock:
             for file in self._files.values():
                 self._log(file, f"--- {text} ---\n".encode())
@@ -133,7 +133,7 @@ class Output:
                         self._end(stream)
 
     def _read(self, stream: _Stream) -> int:
-        """Take what is there: the number of bytes, 0 when nobody can write any more, -1 when nothing is there now."""
+        """Read what is available: return the number of bytes, 0 at the end of the pipe, -1 when nothing is available now."""
         try:
             data = os.read(stream.fd, 1 << 16)
         except BlockingIOError:
@@ -141,7 +141,7 @@ class Output:
         if not data:
             return 0
         self._log(self._files[stream.rank], data)
-        # Once a process group is there, torch marks the lines of a traceback with the rank, which the terminal's lines have already.
+        # Once there is a process group, torch prefixes a traceback's lines with the rank, which the terminal's lines have already.
         data = data.replace(f"[rank{stream.rank}]: ".encode(), b"")
         if stream.is_error:
             self._tails[stream.rank] = (self._tails[stream.rank] + data)[-TAIL:]
@@ -163,7 +163,7 @@ class Output:
         if self._show is not None and stream.rank not in self._show:
             return
         prefix = self._prefix(stream) if self._prefixed else ""
-        # A progress bar writes itself anew after each carriage return; what a terminal shows in the end is its last state.
+        # A progress bar rewrites itself after each carriage return; only its last state stays visible.
         shown = [re.split(r"\r+", line.decode(errors="replace").rstrip("\r"))[-1] for line in lines]
         if shown:
             self._write(stream.target, "".join(f"{prefix}{line}\n" for line in shown))
@@ -180,7 +180,7 @@ class Output:
         try:
             target.write(text.encode(target.encoding, "replace").decode(target.encoding))
             target.flush()
-        except OSError:  # its reader has gone ("| head"): the ranks go on, and their files have everything
+        except OSError:  # its reader is gone ("| head"): the ranks continue, and their files have everything
             self._mute.add(target)
 
     def _log(self, file: BinaryIO, data: bytes) -> None:
@@ -190,11 +190,11 @@ class Output:
             if file not in self._mute:
                 self._mute.add(file)
                 with contextlib.suppress(OSError):
-                    sys.stderr.write(f"fit launch: {self.directory}: the ranks' output cannot be kept ({error})\n")
+                    sys.stderr.write(f"fit launch: {self.directory}: cannot write the ranks' output ({error})\n")
 
 
 class Direct:
-    """Ranks that write where this process writes: nothing is read or kept."""
+    """Ranks that write to this process's streams: nothing is read or kept."""
 
     directory = Path()
 
@@ -202,7 +202,7 @@ class Direct:
         """There is no file."""
 
     def open(self, ranks: Mapping[int, int], world_size: int) -> tuple[dict[int, str], dict[int, str]]:
-        """As torch takes it: an empty name is this process's own stream."""
+        """For torch an empty name means this process's own stream."""
         return dict.fromkeys(ranks, ""), dict.fromkeys(ranks, "")
 
     def started(self) -> None:
@@ -212,7 +212,7 @@ class Direct:
         """Nothing to read."""
 
     def tail(self, rank: int) -> str:
-        """Not known."""
+        """Unknown."""
         return ""
 
     def say(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""One rank as its agent sees it, and the story of its end."""
+"""One rank from the view of its agent, and the report of its end."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ class Rank:
     pid: int
     error_file: Path
     code: int | None = None
-    """Exit code; minus the signal's number; ``None`` while it runs."""
+    """The exit code, or minus the signal's number; ``None`` while it runs."""
     ended: float = 0.0
     """Seconds since 1970."""
     told: bool = False
-    """It ended after the agent had told it to: not by itself."""
+    """The agent ended it; it did not end by itself."""
 
     @property
     def failed(self) -> bool:
-        """Whether it ended by itself, and badly."""
+        """Whether it failed by itself."""
         return not self.told and self.code not in (None, 0)
 
 
 def cause(ranks: Sequence[Rank], tails: dict[int, str]) -> tuple[Rank, bool] | None:
-    """The rank that failed first, and whether it only saw another go; ``None`` when none failed.
+    """The rank that failed first, and whether it failed only because another one did; ``None`` when none failed.
 
-    When all that failed only saw another go, and a rank has ended with exit code 0 meanwhile, it is that one.
+    If all failures are only consequences, and a rank has ended with exit code 0 meanwhile, it is that one.
 
     Args:
         tails: the end of each rank's standard error, for ranks that have left no error file.
@@ -55,13 +55,13 @@ def cause(ranks: Sequence[Rank], tails: dict[int, str]) -> tuple[Rank, bool] | N
 
 
 def preempted(ranks: Iterable[Rank]) -> bool:
-    """Whether no rank failed, and some ended because they were told to by somebody else: a scheduler, or another machine's agent."""
+    """Whether no rank failed, and some ended on SIGTERM from a scheduler, or from another machine's agent."""
     codes = {rank.code for rank in ranks}
     return TERMINATED in codes and codes <= {None, 0, TERMINATED, -signal.SIGTERM}
 
 
 def story(rank: Rank, tail: str, log: Path | None) -> str:
-    """What is known of a rank's end: who, where and how, and at the end its traceback."""
+    """A report of a rank's end: which rank, where and how, and finally its traceback."""
     code = rank.code or 0
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
     if code == -signal.SIGKILL:
@@ -83,7 +83,7 @@ def story(rank: Rank, tail: str, log: Path | None) -> str:
 
 
 def traceback_in(text: str) -> str:
-    """The last Python traceback in ``text``, with what it says it was caused by; ``""`` without one."""
+    """The last Python traceback in ``text``, with its chained causes; ``""`` without one."""
     lines = text.splitlines()
     starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last):")]
     if not starts:
@@ -101,7 +101,7 @@ def traceback_in(text: str) -> str:
 
 
 def _only_saw(rank: Rank, tail: str) -> bool:
-    if rank.code == TERMINATED:  # all ranks save and end when one is told to; a failure beside that is the cause
+    if rank.code == TERMINATED:  # all ranks save and end when one gets SIGTERM; another failure is the cause
         return True
     text, _, saw = failures.read(rank.error_file)
     last = (text.rstrip() or traceback_in(tail)).splitlines()[-1:]

@@ -1,4 +1,4 @@
-"""``fit launch --ray``: the same script, as the workers of a Ray Train job. Ray places them, connects them, and starts them again."""
+"""``fit launch --ray``: runs the script as the workers of a Ray Train job. Ray places, connects and restarts them."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from engine.launch.job import LaunchError, command_of, config_variables
 
 @dataclass(frozen=True)
 class RayJob:
-    """What runs on the cluster."""
+    """The job that runs on the cluster."""
 
     script: str
-    """A path, or a module's name."""
+    """A path, or a module name."""
     arguments: tuple[str, ...]
     is_module: bool
     directory: str
-    """Where the command was given: the script runs there on every machine."""
+    """The current directory of the command: the script runs there on every machine."""
     nproc: str = "auto"
     """Ranks on all machines together; ``"auto"`` and ``"gpu"``: one for each GPU of the cluster."""
     accelerator: str = "auto"
     max_restarts: int = 0
     address: str | None = None
-    """Of the cluster; ``None``: a new one on this machine, for the time of the job."""
+    """The cluster's address; ``None``: a new cluster on this machine for this job."""
     storage: str = "runs/logs"
     variables: Mapping[str, str] | None = None
 
 
 def main(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Run the job that the options of ``fit launch`` ask for to its end.
+    """Run the job of ``fit launch``'s options until it ends.
 
     Returns:
-        0: all ranks ended well; 1: one failed, more often than it may be started again, or the cluster is not reached or too small;
+        0: all ranks succeeded; 1: one failed more often than it may be restarted, or the cluster is unreachable or too small;
         130: Ctrl-C; 143: SIGTERM.
 
     Raises:
@@ -80,7 +80,7 @@ def main(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 
 def run(job: RayJob) -> int:
-    """Run ``job`` on its cluster, which is left running if it was before; returns as :func:`main`."""
+    """Run ``job`` on its cluster, which keeps running if it did before; returns as :func:`main`."""
     import ray
     import ray.exceptions
     from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
@@ -100,7 +100,7 @@ def run(job: RayJob) -> int:
         trainer = TorchTrainer(
             _rank,
             train_loop_config={"job": job},
-            # Tensors on the CPU need gloo beside NCCL: for flags, and for scripts that compute there.
+            # CPU tensors need gloo besides NCCL: for flags, and for scripts that compute on the CPU.
             torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpus else "gloo"),
             scaling_config=ScalingConfig(num_workers=workers, use_gpu=gpus),
             run_config=RunConfig(
@@ -111,14 +111,14 @@ def run(job: RayJob) -> int:
         )
         trainer.fit()
     except TrainingFailedError as error:
-        print(f"fit launch: {error}", file=sys.stderr)  # it holds the tracebacks of the ranks that failed
+        print(f"fit launch: {error}", file=sys.stderr)  # it has the tracebacks of the ranks that failed
         return 1
     except LaunchError as error:
         print(f"fit launch: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    except SystemExit:  # Ray makes another of it, with status 1
+    except SystemExit:  # Ray replaces it by one with status 1
         if not told:
             raise
         return 128 + told[0]
@@ -130,7 +130,7 @@ def run(job: RayJob) -> int:
 def _connect(job: RayJob) -> None:
     import ray
 
-    # Ray's own processes report their progress at INFO and WARNING; the ranks put their level back.
+    # Ray's own processes report their progress at INFO and WARNING; the ranks restore their level.
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "logging_config": ray.LoggingConfig(log_level="ERROR")}
     environment = {"env_vars": dict(job.variables or {})}
     try:
@@ -141,11 +141,11 @@ def _connect(job: RayJob) -> None:
         else:
             ray.init(address=job.address, runtime_env=environment, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise LaunchError(f"Ray's cluster {job.address or 'on this machine'!r} was not reached: {error}") from error
+        raise LaunchError(f"Ray's cluster {job.address or 'on this machine'!r} cannot be reached: {error}") from error
 
 
 def _size(job: RayJob, resources: Mapping[str, float]) -> tuple[int, bool]:
-    """How many ranks, and whether each has a GPU."""
+    """The number of ranks, and whether each has a GPU."""
     cores, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
     wants_gpu = job.accelerator in ("cuda", "gpu") or job.nproc == "gpu" or (job.accelerator == "auto" and gpus > 0)
     workers = int(job.nproc) if job.nproc.isdigit() else gpus if wants_gpu else 1

@@ -1,4 +1,4 @@
-"""Where the agents of a job meet: torch's rendezvous over a TCP store, with calls that cannot hang an agent when the network does."""
+"""The rendezvous of a job's agents: torch's, over a TCP store, with calls that cannot hang when the network does."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from engine.distributed.stores import LOCAL
 from engine.launch.job import Job, LaunchError
 
 STORE_S = 10.0
-"""How long one exchange with the store may take once the machines have met (s)."""
+"""Timeout (s) of one exchange with the store after the rendezvous."""
 PROBE_S = 3.0
-"""How long a program on a busy port gets to answer as a store does (s)."""
+"""How long a program on a busy port may take to answer like a store (s)."""
 WATCH_S = 0.5
-"""How often an agent looks whether machines wait to join, or ranks have failed elsewhere (s)."""
+"""How often an agent checks whether machines wait to join, or ranks have failed elsewhere (s)."""
 
 SILENT_S = 4.0
-"""A store that has given no answer for so long is not waited for when all is over (s)."""
+"""At the end, a store that has not answered for so long (s) is not waited for."""
 
 T = TypeVar("T")
 
 
 def bounded(call: Callable[[], T], limit_s: float, what: str) -> T:
-    """The result of ``call``, made in a thread of its own: over a dead link torch's store can hang where no signal reaches it.
+    """The result of ``call``, run in a separate thread: over a dead link torch's store can hang where no signal reaches it.
 
     Raises:
-        RendezvousTimeoutError: ``limit_s`` have passed.
+        RendezvousTimeoutError: it took longer than ``limit_s``.
     """
     done: list[T] = []
     failed: list[BaseException] = []
@@ -61,18 +61,18 @@ def bounded(call: Callable[[], T], limit_s: float, what: str) -> T:
 
 
 class Watched(RendezvousHandler):
-    """A rendezvous that is asked by a thread of its own while ranks run: an agent must see its ranks' ends whatever the network does."""
+    """A rendezvous that a separate thread polls while ranks run: an agent must notice its ranks' exits even if the network hangs."""
 
     local = LOCAL
-    """What the other machines call this one."""
+    """This machine's name for the other machines."""
     address: str | None = LOCAL
     """This machine's address towards them."""
     limit_s = 600.0
-    """How long the meeting may take (s)."""
+    """How long the rendezvous may take (s)."""
     failed_elsewhere = False
-    """The agent of another machine has told that a rank of its own failed in this round."""
+    """The agent of another machine has reported that one of its ranks failed in this round."""
     cause = ""
-    """What that agent tells of it."""
+    """That agent's report."""
     _waiting = 0
     _rounds = 0
     _answered = 0.0
@@ -80,16 +80,16 @@ class Watched(RendezvousHandler):
 
     @property
     def cause_key(self) -> str:
-        """Where, in the round's store, an agent tells the cause of a failure."""
+        """The key in the round's store under which an agent reports the cause of a failure."""
         raise NotImplementedError
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other agents: the next round. Raises what torch's does, at the latest some seconds after the join timeout."""
+        """Join the other agents in the next round. Raises torch's errors, at the latest some seconds after the join timeout."""
         self._stop_asking()
         found = bounded(
             super().next_rendezvous,  # type: ignore[safe-super]
             self.limit_s + 3 * STORE_S,
-            "the meeting of the machines",
+            "the rendezvous of the machines",
         )
         self._rounds += 1
         self._answered = time.monotonic()
@@ -98,17 +98,17 @@ class Watched(RendezvousHandler):
         return found
 
     def num_nodes_waiting(self) -> int:
-        """How many machines waited to join at the last look."""
+        """How many machines waited to join at the last check."""
         return self._waiting
 
     @property
     def met(self) -> bool:
-        """Whether the machines have met at least once."""
+        """Whether there was at least one complete round."""
         return self._rounds > 0
 
     @property
     def reachable(self) -> bool:
-        """Whether the store has answered lately."""
+        """Whether the store has answered recently."""
         return time.monotonic() - self._answered < SILENT_S
 
     def shutdown(self) -> bool:
@@ -129,15 +129,15 @@ class Watched(RendezvousHandler):
     def _keep_asking(self, over: threading.Event, store: dist.Store) -> None:
         broken_since = 0.0
         while not over.wait(WATCH_S):
-            # A store that cannot be reached says nothing about the ranks: they are watched on, and a restart will tell. A connection
-            # that the other side has closed is another thing: the agent that served it has ended, and its ranks with it.
+            # An unreachable store says nothing about the ranks: keep monitoring them, and a restart will show. A connection closed by
+            # the other side is different: the agent that served it has ended, and its ranks with it.
             try:
                 waiting = super().num_nodes_waiting()  # type: ignore[safe-super]
                 failed = store.check([self.cause_key])
                 self._answered = time.monotonic()
                 broken_since = 0.0
                 if failed and not over.is_set():
-                    self.cause = store.get(self.cause_key).decode()  # now: the store may end with the agent that serves it
+                    self.cause = store.get(self.cause_key).decode()  # read it now: the store may end with the agent that serves it
                 if not over.is_set():
                     self._waiting, self.failed_elsewhere = waiting, failed
             except Exception as error:
@@ -148,12 +148,12 @@ class Watched(RendezvousHandler):
 
 
 class Dynamic(Watched, DynamicRendezvousHandler):
-    """Machines come and go; each round has a store of its own."""
+    """An elastic job; each round has its own store."""
 
     cause_key = "fit/cause"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """As above. Also tells where rank 0 is in each round anew: torch tells it once, and a machine that joins later waits for ever."""
+        """As above. Also publishes rank 0's address in each round: torch does so once, and a machine that joins later would wait forever."""
         self._bootstrap_store_info = None
         return super().next_rendezvous()
 
@@ -167,11 +167,11 @@ class Static(Watched, StaticTCPRendezvous):
 
 
 class Alone(Watched):
-    """One machine: nobody is met. Its ranks find each other in a store that only this machine reaches, and nothing in it is unpickled.
+    """One machine without a rendezvous. Its ranks connect through a store that only this machine reaches, and nothing in it is unpickled.
 
     Args:
         port: of the store; 0: any that is free.
-        run_id: the job's name, by which the store's keys begin; drawn at random by default, so that nobody else on this machine guesses them.
+        run_id: the job's name, the prefix of the store's keys; random by default, so that other users of this machine cannot guess them.
     """
 
     cause_key = "fit/cause"
@@ -194,7 +194,7 @@ class Alone(Watched):
 
     @property
     def use_agent_store(self) -> bool:
-        """The ranks meet in the same store."""
+        """The ranks use the same store."""
         return True
 
     def get_backend(self) -> str:
@@ -206,22 +206,22 @@ class Alone(Watched):
         return self._run_id
 
     def is_closed(self) -> bool:
-        """Never: nobody else could close it."""
+        """Never: no other agent can close it."""
         return False
 
     def set_closed(self) -> None:
-        """Nobody else has to know."""
+        """Nothing to do: there are no other agents."""
 
     def shutdown(self) -> bool:
-        """Nobody else has to know."""
+        """Nothing to do: there are no other agents."""
         return True
 
 
 def handler(job: Job, say: Callable[[str], None]) -> Watched:
-    """The rendezvous of ``job``, served from this machine when its address is this machine's (and nobody serves it yet).
+    """The rendezvous of ``job``, served from this machine if the address is this machine's (and no other agent serves it yet).
 
     Args:
-        say: told when there is something to wait for.
+        say: called with a message when there is something to wait for.
 
     Raises:
         LaunchError: the port is busy, or the address cannot be reached.
@@ -237,7 +237,7 @@ def handler(job: Job, say: Callable[[str], None]) -> Watched:
     local = _towards(job, host, port, say)
     own: str | None = local
     if address.is_loopback(local) and not address.is_loopback(host):
-        # Many machines have their own name at a loopback address; the others know it by the name.
+        # Many machines resolve their own name to a loopback address; the others resolve it to the real one.
         own, local = address.outward(), host
     if job.node_rank is None:
         found: Watched = _dynamic(job, _served(job, host, port) if address.is_own(host) else _reached(job, host, port), local)
@@ -251,7 +251,7 @@ def handler(job: Job, say: Callable[[str], None]) -> Watched:
 
 
 def _towards(job: Job, host: str, port: int, say: Callable[[str], None]) -> str:
-    """This machine's address towards the rendezvous, whose name may become known a while after this machine's start."""
+    """This machine's address towards the rendezvous, whose name may become resolvable only some time after this machine's start."""
     deadline, told = time.monotonic() + job.join_timeout_s, False
     while True:
         try:
@@ -260,16 +260,16 @@ def _towards(job: Job, host: str, port: int, say: Callable[[str], None]) -> str:
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"--rdzv {host}:{port}: this machine did not find it within {job.join_timeout_s} s ({error}). "
-                    "Is the name right, and does a route lead there?"
+                    "Is the name right, and is there a route to it?"
                 ) from error
             if not told:
-                say(f"--rdzv {host}:{port} is not known here yet ({error}); it is awaited for {job.join_timeout_s} s")
+                say(f"--rdzv {host}:{port} cannot be resolved yet ({error}); waiting up to {job.join_timeout_s} s")
                 told = True
         time.sleep(0.5)
 
 
 def _served(job: Job, host: str, port: int) -> dist.Store:
-    """The store at an address of this machine: ours, or that of another agent of this job here."""
+    """The store at an address of this machine: ours, or another agent's of the same job."""
     if address.is_free(port):
         with contextlib.suppress(dist.DistError):  # another agent was faster
             return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=_seconds(STORE_S))
@@ -287,9 +287,9 @@ def _served(job: Job, host: str, port: int) -> dist.Store:
     try:
         store = bounded(find, 2 * PROBE_S, "the answer of a store")
     except (dist.DistError, RendezvousTimeoutError) as error:
-        raise LaunchError(_busy(where, "a program holds it that is no rendezvous")) from error
+        raise LaunchError(_busy(where, "a program that is not a rendezvous holds it")) from error
     if store is None:
-        raise LaunchError(_busy(where, f"a job that is not called {job.name!r} meets there"))
+        raise LaunchError(_busy(where, f"a job with another name than {job.name!r} uses it"))
     store.set_timeout(_seconds(STORE_S))
     return store
 
@@ -302,7 +302,7 @@ def _reached(job: Job, host: str, port: int) -> dist.Store:
         store = bounded(connect, job.join_timeout_s + STORE_S, "the connection")
     except (dist.DistError, RendezvousTimeoutError) as error:
         raise LaunchError(
-            f"--rdzv {host}:{port}: nobody answered there within {job.join_timeout_s} s. Is fit launch running on that machine, "
+            f"--rdzv {host}:{port}: no answer within {job.join_timeout_s} s. Is fit launch running on that machine, "
             f"and does a firewall let port {port} through?"
         ) from error
     store.set_timeout(_seconds(STORE_S))
@@ -316,7 +316,7 @@ def _busy(where: str, why: str) -> str:
 
 
 def _dynamic(job: Job, store: dist.Store, local: str) -> Dynamic:
-    # Silent for this long in all: a heartbeat may be late several times.
+    # The total time of silence: several heartbeats may be late.
     interval = max(1, job.dead_after_s // 5)
     times: dict[str, Any] = {"join": _seconds(job.join_timeout_s), "last_call": _seconds(job.join_wait_s)}
     dynamic: Dynamic = Dynamic.from_backend(

@@ -16,12 +16,12 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def signals() -> Iterator[None]:
-    """Signals are :class:`SignalException` inside, and what they were before afterwards."""
+    """Inside the block signals raise :class:`SignalException`; afterwards the previous handlers are restored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in (*HANDLED, signal.SIGQUIT)}
-    # nohup ignores SIGHUP. Ctrl-C is ignored for every job in the background of a script, but whoever sends it there means it.
+    # nohup ignores SIGHUP. A script's background jobs ignore Ctrl-C, but if it is sent to them, it is meant.
     handle_signals([number for number in HANDLED if number != signal.SIGHUP or before[number] != signal.SIG_IGN])
     try:
         yield
@@ -31,7 +31,7 @@ def signals() -> Iterator[None]:
 
 
 def handle_signals(numbers: Sequence[signal.Signals]) -> None:
-    """From now on these raise :class:`SignalException`; the others of those that torch's agent handles do what they do anywhere."""
+    """From now on these raise :class:`SignalException`; other signals that torch's agent handles get their default handlers."""
     if threading.current_thread() is not threading.main_thread():
         return
 

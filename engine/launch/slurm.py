@@ -1,14 +1,14 @@
-"""``fit launch --slurm``: an sbatch script whose job step has the ranks as its tasks, and its submission.
+"""``fit launch --slurm``: an sbatch script that runs the ranks as tasks of a job step, and its submission.
 
 What the script does::
 
-    until the ranks end well, were told to end, or have been restarted often enough:
+    until the ranks succeed, get SIGTERM, or have no restarts left:
         srun the ranks: each is a task, and the first one that fails ends the others
-    when they were told to end (SIGTERM: the time limit is near, or the job is preempted; they save and exit with 143):
+    after SIGTERM (the time limit is near, or the job is preempted; the ranks save and exit with 143):
         requeue the job
 
-srun gives the largest exit status of all tasks, and sends SIGTERM itself when a task fails. So that both cases can be told apart, a task that
-exits with 143 counts as a good one, and the first rank's leaves a mark on its machine, which is the script's.
+srun returns the largest exit status of all tasks, and sends SIGTERM itself when a task fails. To distinguish the two cases, a task that
+exits with 143 counts as successful, and the first rank's task leaves a mark on its machine, where the script runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from engine.launch.job import LaunchError, command_of, config_variables, nodes_of
 
 EARLY_S = 60
-"""SLURM may send a signal so much earlier than it was asked to (s)."""
+"""SLURM may send a signal this much earlier than requested (s)."""
 _OURS = {
     "nodes": "--nnodes",
     "ntasks-per-node": "--nproc",
@@ -36,12 +36,12 @@ _OURS = {
     "open-mode": "no option, it is append",
     **{name: f"--{name}" for name in ("job-name", "time", "signal", "output", "no-requeue", "cpus-per-task", "gpus-per-node")},
 }
-"""sbatch's options that the script depends on, and how they are given here."""
+"""sbatch's options that the script sets itself, and the options of fit launch for them."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What an sbatch script asks for. The fields are named as sbatch's options; an empty one is left to SLURM."""
+    """The options of an sbatch script. The fields are named like sbatch's options; SLURM decides empty ones."""
 
     command: tuple[str, ...]
     """What each rank runs: a program and its arguments."""
@@ -57,13 +57,13 @@ class Batch:
     qos: str = ""
     output: str = "runs/logs/%x-%j.out"
     grace_s: int = 120
-    """The ranks get SIGTERM so long before the time limit."""
+    """Seconds before the time limit at which the ranks get SIGTERM."""
     requeue: bool = True
-    """Whether the job is to begin again after SIGTERM, and after the loss of a node."""
+    """Whether to requeue the job after SIGTERM, and after the loss of a node."""
     max_restarts: int = 0
-    """How often the ranks are started again within the job when one fails."""
+    """How often the ranks are restarted within the job when one fails."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """What the ranks get in their environment."""
+    """Environment variables of the ranks."""
     further: tuple[str, ...] = ()
     """Any other options of sbatch: ``"key=value"`` or ``"key"``."""
 
@@ -74,13 +74,13 @@ class Batch:
         if self.time and self.requeue and (seconds := time_limit(self.time)) is not None and seconds <= self.grace_s + EARLY_S:
             raise LaunchError(
                 f"--time {self.time} is {seconds} s, and SIGTERM comes {self.grace_s} to {self.grace_s + EARLY_S} s before its end: the job would be "
-                "requeued as soon as it runs. Ask for more time, or give the ranks less with --grace S"
+                "requeued as soon as it runs. Request more time, or give the ranks less with --grace S"
             )
         for option in self.further:
             name = option.lstrip("-").partition("=")[0]
-            # One letter is short for an option that may be ours.
+            # A one-letter option may be one of ours.
             if not re.fullmatch(r"[A-Za-z][\w-]+(=[^\n]*)?", option.lstrip("-")):
-                raise LaunchError(f"--slurm-option {option!r}: an option of sbatch is needed by its long name, as KEY=VALUE or KEY")
+                raise LaunchError(f"--slurm-option {option!r}: give the long name of an sbatch option, as KEY=VALUE or KEY")
             if name in _OURS:
                 raise LaunchError(f"--slurm-option {option}: give it as {_OURS[name]}")
 
@@ -89,7 +89,7 @@ def time_limit(text: str) -> int | None:
     """Seconds of a time in one of sbatch's forms (``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M``, ``D-H:M:S``); ``None``: no limit.
 
     Raises:
-        LaunchError: none of them.
+        LaunchError: it has none of these forms.
     """
     if text.lower() in ("infinite", "unlimited", "0"):
         return None
@@ -98,7 +98,7 @@ def time_limit(text: str) -> int | None:
         raise LaunchError(f"--time {text!r}: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S is needed")
     days, *rest = (int(part) if part is not None else None for part in match.groups())
     parts = [part for part in rest if part is not None]
-    if days is None:  # counted from the right, but for minutes alone
+    if days is None:  # counted from the right, except for minutes alone
         hours, minutes, seconds = (0, parts[0], 0) if len(parts) == 1 else (0, *parts) if len(parts) == 2 else parts
     else:  # counted from the left
         hours, minutes, seconds = [*parts, 0, 0][:3]
@@ -158,8 +158,8 @@ def script(batch: Batch) -> str:
 _TASK = 'trap : TERM; "$@"; status=$?; if [ $status -eq 143 ]; then [ $SLURM_PROCID -ne 0 ] || : > "$0"; exit 0; fi; exit $status'
 """What each task runs around its rank: SIGTERM is for the rank."""
 _REQUEUE = (
-    "    # After scancel this script is ended, too, and does not come here.",
-    '    echo "fit launch: the job is requeued, to go on from its last checkpoint" >&2',
+    "    # After scancel this script ends, too, and does not get here.",
+    '    echo "fit launch: the job is requeued, to continue from its last checkpoint" >&2',
     '    scontrol requeue "$SLURM_JOB_ID"',
 )
 
@@ -169,16 +169,16 @@ def submit(text: str, environ: Mapping[str, str]) -> str:
 
     Args:
         text: of :func:`script`.
-        environ: for sbatch and the job; the variables of a job step that it is called from are left out.
+        environ: for sbatch and the job; variables of a surrounding job step are removed.
 
     Returns:
         The job's number.
 
     Raises:
-        LaunchError: there is no sbatch, or it refuses; with its message.
+        LaunchError: there is no sbatch, or it refuses the job; with its message.
     """
     if shutil.which("sbatch", path=environ.get("PATH")) is None:
-        raise LaunchError("--slurm: there is no sbatch on this machine's PATH; run it where jobs are submitted, or look at --dry-run")
+        raise LaunchError("--slurm: there is no sbatch on this machine's PATH; run it on a login node, or use --dry-run")
     kept = {name: value for name, value in environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
     done = subprocess.run(["sbatch", "--parsable"], input=text, env=kept, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -187,7 +187,7 @@ def submit(text: str, environ: Mapping[str, str]) -> str:
 
 
 def batch_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Batch:
-    """What the options of ``fit launch`` ask for.
+    """The job that the options of ``fit launch`` describe.
 
     Raises:
         LaunchError: an impossible value or combination.
@@ -235,18 +235,18 @@ def _grace(options: argparse.Namespace) -> int:
         return round(options.grace)
     match = re.fullmatch(r"(?:SIG)?TERM(?:@(\d+))?|15(?:@(\d+))?", options.signal)
     if match is None:
-        raise LaunchError(f"--signal {options.signal!r}: the ranks save at SIGTERM: TERM@SECONDS is needed (SECONDS before the time limit)")
+        raise LaunchError(f"--signal {options.signal!r}: the ranks save at SIGTERM: give TERM@SECONDS (SECONDS before the time limit)")
     return int(match[1] or match[2] or 60)  # sbatch's default
 
 
 def main(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> int:
-    """Submit, or with ``--dry-run`` print, the job that the options of ``fit launch`` ask for.
+    """Submit, or with ``--dry-run`` print, the job that the options of ``fit launch`` describe.
 
     Returns:
-        0, or 1 when sbatch is not there or refuses the job.
+        0, or 1 when sbatch does not exist or refuses the job.
 
     Raises:
-        LaunchError: what :func:`batch_of` raises.
+        LaunchError: as :func:`batch_of`.
     """
     batch = batch_of(options, environ)
     text = script(batch)
@@ -255,7 +255,7 @@ def main(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
         return 0
     folder = Path(batch.output).parent
     if "%" not in str(folder):
-        folder.mkdir(parents=True, exist_ok=True)  # without it a job ends at once, and leaves no word about it
+        folder.mkdir(parents=True, exist_ok=True)  # without it a job ends at once, without any message
     try:
         number = submit(text, environ)
     except LaunchError as error:
@@ -263,5 +263,5 @@ def main(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
         return 1
     print(f"submitted job {number}; its output: {batch.output.replace('%x', batch.job_name).replace('%j', number)}")
     if batch.requeue:
-        print("at its time limit it saves and is requeued: the script goes on with Fit.run(..., resume='auto')", file=sys.stderr)
+        print("at its time limit it saves and is requeued: the script continues with Fit.run(..., resume='auto')", file=sys.stderr)
     return 0

@@ -1,4 +1,4 @@
-"""What torch's own launcher logs, kept in a file."""
+"""The log of torch's launcher, in a file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def torch_log(path: Path) -> Iterator[None]:
-    """What torch's agent logs goes to a file: the terminal is for the ranks and for what we say."""
+    """Send torch's agent's log to a file: the terminal is for the ranks and our own messages."""
     logger = logging.getLogger("torch.distributed.elastic")
     handler = logging.FileHandler(path, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

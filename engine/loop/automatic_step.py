@@ -1,4 +1,4 @@
-"""What becomes of each micro-batch and each window of a training: one object, chosen when the run is prepared."""
+"""How each micro-batch and each window of a training is processed: one object, chosen when the run is prepared."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Automatic:
     """Forward and backward pass of each micro-batch; at a window's end all optimizers step as one."""
 
     accumulates = True
-    """Whether the run knows where a window ends (else the module steps when it likes)."""
+    """Whether the run decides where a window ends (otherwise the module steps when it wants)."""
 
     def __init__(self, run: Run, optimizers: Sequence[Any]) -> None:
         self.run, self.optimizers = run, list(optimizers)
@@ -29,7 +29,7 @@ class Automatic:
         """An epoch begins.
 
         Raises:
-            ValueError: an optimizer has parameters that the module has no more.
+            ValueError: an optimizer has parameters that the module no longer has.
         """
         run = self.run
         before, self._parameters = self._parameters, _named(run)
@@ -45,7 +45,7 @@ class Automatic:
         return outputs
 
     def step(self) -> None:
-        """The window is over: finish its gradients and step. One in which no micro-batch had a loss is not stepped."""
+        """The window is over: finish its gradients and step. A window without any loss makes no step."""
         run = self.run
         engine, module, hooks = run.engine, run.module, run.hooks
         if not engine.window.fed and not engine.window_has_loss():
@@ -65,18 +65,18 @@ class Automatic:
 
 
     def cut(self) -> None:
-        """The epoch is left inside of a window: its gradients, and its values of the step, are left out."""
+        """The epoch ends inside a window: discard the window's gradients and step values."""
         self.run.engine.discard_window()
         self.run.recorder.window += 1
 
     def before_validation(self) -> None:
-        """Validation inside of the training is due. It leaves gradients as they are, unless the module does otherwise."""
+        """Validation during training is due. Gradients are kept, unless the module clears them."""
         if overrides(self.run.module, "on_validation_model_zero_grad"):
             self.run.module.on_validation_model_zero_grad()
 
 
 class InParts(Automatic):
-    """The strategy runs forward and backward passes together, on parts of the micro-batch."""
+    """The strategy runs forward and backward passes together, on chunks of the micro-batch."""
 
     def micro(self, batch: Any, index: int, share: Share) -> Any:
         self.sync(self.models, share.last)
@@ -85,7 +85,7 @@ class InParts(Automatic):
 
 
 class ByHand(Automatic):
-    """``automatic_optimization = False``: the module steps its optimizers inside of ``training_step``."""
+    """``automatic_optimization = False``: the module steps its optimizers inside ``training_step``."""
 
     accumulates = False
 
@@ -99,7 +99,7 @@ class ByHand(Automatic):
 
 
 def _named(run: Run) -> dict[str, Tensor]:
-    """The module's parameters, where nothing but its user puts others in their place."""
+    """The module's parameters, if only the user can replace them."""
     strategy = run.engine.strategy
     alone = strategy.group.world_size == 1 and not strategy.owns_step
     return dict(run.module.named_parameters(remove_duplicate=False)) if alone else {}
@@ -127,9 +127,9 @@ def backward(run: Run, outputs: Any) -> None:
 
 
 def warn_unfed(run: Run) -> None:
-    """Say so when nothing has been trained so far, since ``training_step`` gave no loss."""
+    """Warn when nothing has been trained so far because ``training_step`` returned no loss."""
     if run.state.step == 0:
         warn_once(
             f"{type(run.module).__name__}.training_step returned None for every batch so far: nothing is trained. "
-            "Return the loss, unless these batches are to be left out"
+            "Return the loss, unless you want to skip these batches"
         )

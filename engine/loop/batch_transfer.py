@@ -1,4 +1,4 @@
-"""How batches of a run reach the device when the module or the data module has a say in it."""
+"""Transfer of batches to the device with hooks of the module or the data module."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Transfer = Callable[[Any, torch.device, torch.dtype | None], Any]
 
 
 def transfer_of(module: TrainModule, datamodule: DataModule | None, index: int) -> Transfer | None:
-    """The hooks around and in the place of a batch's move, the data module's before the module's; ``None``: nobody has one.
+    """The hooks before, after and instead of a batch's transfer, the data module's before the module's; ``None``: there are none.
 
     Args:
-        index: the loader's, which the hooks get.
+        index: the loader's index, passed to the hooks.
     """
     found = {name: _owner(name, module, datamodule) for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")}
     if not any(found.values()):
@@ -48,6 +48,6 @@ def _through(
 ) -> Any:
     if before is not None:
         batch = before(batch, index)
-    # What a transfer of the user's own leaves on the host is to stay there: only the dtype is ours.
+    # A user's transfer may leave tensors on the host: only the dtype is changed here.
     batch = move(batch, device, dtype) if transfer is None else transfer(cast(batch, dtype), device, index)
     return batch if after is None else after(batch, index)

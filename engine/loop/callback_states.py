@@ -1,4 +1,4 @@
-"""States of callbacks in a checkpoint, and whose each one is."""
+"""States of callbacks in a checkpoint, and the callbacks they belong to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.utils.overrides import overridden
 
 
 def check_keys(callbacks: Sequence[Hooked], base: type) -> None:
-    """Whether the states of these callbacks can be told apart.
+    """Check that the states of these callbacks have distinct keys.
 
     Args:
         base: the class whose ``state_dict`` is that of a callback without a state.
@@ -30,23 +30,23 @@ def check_keys(callbacks: Sequence[Hooked], base: type) -> None:
             continue
         if key in known:
             raise ValueError(
-                f"callbacks of {type(known[key]).__name__} and {type(callback).__name__} both have the state_key {key!r}, so that a checkpoint could "
-                'not tell their states apart: override state_key with what differs, for example return f"{type(self).__qualname__}[{self.name}]"'
+                f"callbacks of {type(known[key]).__name__} and {type(callback).__name__} both have the state_key {key!r}: a checkpoint "
+                'cannot distinguish them: override state_key with what differs, for example return f"{type(self).__qualname__}[{self.name}]"'
             )
         known[key] = callback
 
 
 def states(callbacks: Sequence[Hooked]) -> dict[str, Any]:
-    """What the callbacks want to keep, by their keys."""
+    """The callbacks' states, by key."""
     return {callback.state_key: callback.state_dict() for callback in callbacks}
 
 
 def load_states(callbacks: Sequence[Hooked], saved: Mapping[str, Any], where: object, give: Callable[[str, Any, Any], None]) -> None:
-    """Give the callbacks back what :func:`states` has kept; a state that nobody takes is a warning.
+    """Restore the callbacks from what :func:`states` returned; a state without a callback is a warning.
 
     Args:
         where: the checkpoint, for the warning.
-        give: is called with the name of a callback, its ``load_state_dict`` and the state.
+        give: called with the name of a callback, its ``load_state_dict`` and the state.
     """
     left, waiting = dict(saved), list(callbacks)
     for name_of in (_key, _stem, _earlier_key(callbacks)):
@@ -59,7 +59,7 @@ def load_states(callbacks: Sequence[Hooked], saved: Mapping[str, Any], where: ob
                 waiting.remove(callback)
     if lost := sorted(key for key, state in left.items() if state):
         logger.warning(
-            "%s has the state of %s, which no callback takes: it is lost to this run. A state is given to the callback that has the state_key "
+            "%s has the state of %s, which no callback has: it is not restored. A state goes to the callback that has the state_key "
             "under which it was saved; those here: %s",
             where, printable(", ".join(lost)), ", ".join(sorted(map(_key, callbacks))) or "none",
         )  # fmt: skip

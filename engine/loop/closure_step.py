@@ -1,6 +1,6 @@
-"""Steps that a module has a say in, or that compute gradients themselves: ``optimizer_step`` and its relatives, LBFGS, SAM.
+"""Steps that a module overrides (``optimizer_step`` and related hooks) or that compute gradients themselves (LBFGS, SAM).
 
-The forward and backward pass of a window's last micro-batch run inside of the closure that ``optimizer_step`` gets, as in Lightning.
+The forward and backward pass of a window's last micro-batch run inside the closure that ``optimizer_step`` gets, as in Lightning.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 class ClosureOptimizer(PreparedOptimizer):
-    """What ``optimizer_step`` gets: its ``step`` evaluates the closure, clips and applies the gradients."""
+    """The optimizer passed to ``optimizer_step``: its ``step`` evaluates the closure, clips and applies the gradients."""
 
     def __init__(self, prepared: PreparedOptimizer, owner: ByClosure) -> None:
         super().__init__(prepared.optimizer, prepared._stepper, prepared._window)
         self._owner, self.needs_closure = owner, needs_closure(prepared.optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step with the window's gradients. ``closure``: what computes them, by default the run's own; its value is returned."""
+        """One step with the window's gradients. ``closure`` computes them (default: the run's); its value is returned."""
         return self._owner.apply(self, closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -59,7 +59,7 @@ class ByClosure(Automatic):
     def __init__(self, run: Run, prepared: Sequence[PreparedOptimizer]) -> None:
         super().__init__(run, [ClosureOptimizer(each, self) for each in prepared])
         self.keeps = any(each.needs_closure for each in self.optimizers)
-        """Whether the window's micro-batches are kept, so that the whole of it can be evaluated again."""
+        """Whether the window's micro-batches are kept, so that the whole window can be evaluated again."""
         self.zeroes_first = overrides(run.module, "optimizer_zero_grad")
         self.clips = overrides(run.module, "configure_gradient_clipping")
         self._own_backward = overrides(run.module, "backward")
@@ -88,7 +88,7 @@ class ByClosure(Automatic):
         if not self._evaluated:
             raise RuntimeError(
                 f"{type(run.module).__name__}.optimizer_step called neither optimizer_closure() nor optimizer.step(): "
-                "call optimizer.step(closure=optimizer_closure), or optimizer_closure() alone to leave the step out"
+                "call optimizer.step(closure=optimizer_closure), or optimizer_closure() alone to skip the step"
             )
         return self.outputs
 
@@ -112,7 +112,7 @@ class ByClosure(Automatic):
         self._value, self._held = None, False
 
     def before_validation(self) -> None:
-        if self.zeroes_first:  # else there are none
+        if self.zeroes_first:  # otherwise there are none
             self.run.module.on_validation_model_zero_grad()
         else:
             super().before_validation()
@@ -148,7 +148,7 @@ class ByClosure(Automatic):
         self._value = value if self._value is None else self._value + value
 
     def _finish_window(self, outputs: Any) -> None:
-        """All gradients of the window are there: make them readable, and find the loss that they are of."""
+        """All gradients of the window are complete: make them readable, and compute their loss."""
         engine = self.run.engine
         self.outputs, self._evaluated, self._clipped, self.loss = outputs, True, False, None
         self._fed = engine.window.fed or engine.window_has_loss()
@@ -158,7 +158,7 @@ class ByClosure(Automatic):
         total = engine.window.of(self.optimizers[0].optimizer).total
         if self._held and (engine.scaler is not None or total is not None):
             raise RuntimeError(
-                f"{type(self.run.module).__name__}.optimizer_zero_grad has left gradients of an earlier step in place, and this step's are "
+                f"{type(self.run.module).__name__}.optimizer_zero_grad did not clear an earlier step's gradients, and this step's are "
                 "still to be divided (fp16, Loss(sum, count) or a micro-batch without loss): call optimizer.zero_grad(), or return a scalar "
                 "loss in fp32 or bf16"
             )
@@ -169,7 +169,7 @@ class ByClosure(Automatic):
             self._mark = self._fingerprint()
 
     def _again(self) -> None:
-        """The whole window once more, for the gradients at the parameters as they are now. Nothing is logged twice."""
+        """Evaluate the whole window again, for gradients at the current parameters. Nothing is logged twice."""
         run, window = self.run, self.run.engine.window
         if not self.keeps and not self._single:
             raise RuntimeError(
@@ -191,21 +191,21 @@ class ByClosure(Automatic):
         return any(each.needs_closure and not isinstance(each.optimizer, LBFGS) for each in self.optimizers)
 
     def _touched(self) -> bool:
-        """Whether gradients that are there are not, or may not be, those at the present parameters."""
+        """Whether the existing gradients may not be those at the current parameters."""
         if not self._fresh:
             return True
         self._fresh = False
         return self._awaits_changes and self._fingerprint() != self._mark
 
     def _fingerprint(self) -> list[Any]:
-        """What changes with parameters and gradients. Waits for the device."""
+        """A fingerprint of parameters and gradients. Waits for the device."""
         parameters = [p for each in self.optimizers for group in each.param_groups for p in group["params"]]
         return [*torch.stack(torch._foreach_norm([p.detach().double() for p in parameters])).tolist(), *(id(p.grad) for p in parameters)]
 
     # -- the step ---------------------------------------------------------------------------------------------------------------
 
     _fresh = False
-    """An optimizer is about to be called with the gradients of an evaluation that its first call of the closure need not repeat."""
+    """The gradients of an evaluation, which the optimizer's first call of the closure need not repeat."""
 
     def apply(self, optimizer: ClosureOptimizer, closure: Callable[[], Any] | None) -> Any:
         """``optimizer.step(closure)``."""
@@ -223,7 +223,7 @@ class ByClosure(Automatic):
         return value
 
     def _apply_inside(self, optimizer: ClosureOptimizer, closure: Callable[[], Any]) -> Any:
-        """A step that evaluates the closure as often as it likes."""
+        """A step that may evaluate the closure several times."""
         if not self._evaluated:
             self.closure()
         if not self._fed:
@@ -275,7 +275,7 @@ class ByClosure(Automatic):
 
 @contextmanager
 def unlogged(run: Run) -> Iterator[None]:
-    """What the module logs in the block, and what its torchmetrics objects see, is forgotten."""
+    """Discard what the module logs in the block, and what its torchmetrics objects see."""
     size, batch = run.recorder.size, run.recorder.batch
     run.module.log_with(lambda *values: None)
     try:
@@ -287,16 +287,16 @@ def unlogged(run: Run) -> Iterator[None]:
 
 
 def refuse(run: Run, optimizers: Sequence[Optimizer]) -> None:
-    """Whether this run can do what the module overrides and its optimizers need.
+    """Check that this run supports what the module overrides and its optimizers need.
 
     Raises:
-        ValueError: it cannot; says what was found and what to do.
+        ValueError: it does not; the message says what to do.
     """
     engine, module = run.engine, run.module
     strategy, name = engine.strategy, type(engine.strategy).__name__
     for method in (*OF_THE_STEP, "backward"):
         if overrides(module, method) and (strategy.owns_step or strategy.pipelined):
-            why = "clips, steps and clears gradients in one call of its own" if strategy.owns_step else "runs forward and backward passes together"
+            why = "clips, steps and clears gradients in one call" if strategy.owns_step else "runs forward and backward passes together"
             raise ValueError(
                 f"{type(module).__name__} overrides {method}, which cannot be called under {name}: it {why}. "
                 "Remove the method (learning rates: a scheduler; clipping: gradient_clip_val), or use strategy='ddp' or 'fsdp'"
@@ -310,11 +310,11 @@ def refuse(run: Run, optimizers: Sequence[Optimizer]) -> None:
         f"{name}, which runs forward and backward passes together": strategy.pipelined,
         f"{name}, where each rank has a part of the parameters": sharded,
         f"precision={engine.precision.name!r}, whose loss scale changes between two evaluations": engine.scaler is not None,
-        "on_nonfinite='skip': an evaluation inside of a step cannot be skipped": run.settings.on_nonfinite == "skip",
+        "on_nonfinite='skip': an evaluation inside a step cannot be skipped": run.settings.on_nonfinite == "skip",
         f"{len(optimizers)} optimizers, whose steps are made from the same gradients": len(optimizers) > 1,
     }
     if reasons := [reason for reason, holds in found.items() if holds]:
         raise ValueError(
-            f"{inside[0]} evaluates the loss inside of its step (closure), which does not go with {reasons[0]}; "
+            f"{inside[0]} evaluates the loss inside its step (closure), which does not work with {reasons[0]}; "
             "use strategy='single' or 'ddp', precision='32-true' or 'bf16-mixed', one optimizer, or another optimizer"
         )

@@ -1,4 +1,4 @@
-"""What settings say together: combinations that cannot work are errors before anything starts."""
+"""Checks of settings together: combinations that cannot work are errors before anything starts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from engine.strategies.base import Strategy
 
 
 def check(settings: Settings, origins: Mapping[str, str], environment: Environment | None = None) -> None:
-    """Make the strategy and the precision that the settings name, and let them judge the rest.
+    """Create the strategy and the precision that the settings name, and let them check the rest.
 
     Args:
-        environment: where this process stands; ``None``: no process of the job is running yet.
+        environment: this process's rank and world size; ``None``: no process of the job is running yet.
 
     Raises:
-        ValueError, TypeError: a setting of theirs that does not exist or is not possible, or a combination that cannot work.
+        ValueError, TypeError: an unknown or impossible setting of the two, or a combination that cannot work.
     """
     world_size = _processes(settings, environment)
     try:
@@ -34,8 +34,8 @@ def check(settings: Settings, origins: Mapping[str, str], environment: Environme
 
 
 def _places(message: str, settings: Settings, origins: Mapping[str, str]) -> str:
-    """Where the settings that a message names come from, but for those of the code, which the traceback shows."""
-    if message.startswith(("file ", "environment ", "command line ")):  # it begins with the place
+    """The origins of the settings that a message names, except for code, which the traceback shows."""
+    if message.startswith(("file ", "environment ", "command line ")):  # it starts with the origin
         return ""
     own = settings.strategy.origins if isinstance(settings.strategy, Named) else {}
     known = {**origins, **{f"strategy.{key}": place for key, place in own.items()}}
@@ -45,7 +45,7 @@ def _places(message: str, settings: Settings, origins: Mapping[str, str]) -> str
 
 
 def _processes(settings: Settings, environment: Environment | None) -> int | None:
-    """The processes of the job, if that can be known before they are started."""
+    """The number of processes of the job, if it is known before they start."""
     if environment is not None and environment.name != "single":
         return environment.world_size
     devices = settings.devices

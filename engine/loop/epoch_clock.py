@@ -1,4 +1,4 @@
-"""Where the seconds of a training epoch go."""
+"""Measures the time of a training epoch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Batch = TypeVar("Batch")
 
 
 class EpochClock:
-    """Divides an epoch between waiting for data and computing. Validation and checkpoints measure themselves, and belong to neither."""
+    """Divides an epoch into waiting for data and computing. Validation and checkpoints are measured separately."""
 
     __slots__ = ("_apart", "_batch", "_entered", "_times")
 
@@ -21,7 +21,7 @@ class EpochClock:
         self._entered = self._batch = time.perf_counter()
 
     def waits_for(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The same batches, the time until each of them counted as waiting."""
+        """The same batches; counts the time until each of them as waiting."""
         clock, waited = time.perf_counter, 0.0
         asked = clock()
         try:
@@ -30,15 +30,15 @@ class EpochClock:
                 waited += came - asked
                 yield batch
                 asked = clock()
-            waited += clock() - asked  # to find that there is none left
+            waited += clock() - asked  # until the end of the data
         finally:
             self._times.data += waited
 
     def since_batch(self) -> float:
-        """Seconds since the newest batch came."""
+        """Seconds since the latest batch."""
         return time.perf_counter() - self._batch
 
     def stop(self) -> None:
-        """The epoch is over, or is left."""
+        """End the epoch."""
         times = self._times
         times.compute += time.perf_counter() - self._entered - (times.apart - self._apart)

@@ -21,7 +21,7 @@ from engine.utils.tree import map_tensors, whole
 
 
 def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
-    """Validation inside of a training; it leaves gradients, random numbers and every module's train/eval flag as they were."""
+    """Validation during training; gradients, random numbers and every module's train/eval flag are as before afterwards."""
     before = run.state.validated_step
     if run.stage == "fit":
         if before == run.state.step:
@@ -29,7 +29,7 @@ def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
         run.state.validated_step = run.state.step
         run.optimization.before_validation()
     began, saving, outer = time.perf_counter(), run.times.checkpoint, run.recorder
-    run.saver.hold()  # callbacks may put other weights in place
+    run.saver.hold()  # callbacks may swap the weights
     for loader in run.val_loaders:
         loader.set_epoch(run.state.epoch)  # a shuffled one gives the same order after a resume
     try:
@@ -47,11 +47,11 @@ def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
 def evaluate(
     run: Run, loaders: Sequence[PreparedLoader], name: str, step: Callable[..., Any], limit: int | None = None
 ) -> list[dict[str, float]]:
-    """Run ``step`` on every batch of every loader without gradients; one dict of metrics for each loader.
+    """Run ``step`` on every batch of every loader without gradients; return one dict of metrics per loader.
 
     Args:
         name: ``"validation"`` or ``"test"``: whose hooks are called.
-        limit: at most so many batches of each loader.
+        limit: the maximum number of batches per loader.
     """
     hooks, module, outer = run.hooks, run.module, run.recorder
     several = len(loaders) > 1
@@ -75,7 +75,7 @@ def evaluate(
             shared = common.epoch_values(clear=False)
             values = [recorder.epoch_values(clear=False) for recorder in recorders]
         finally:
-            for recorder in every:  # not before all are computed: one torchmetrics object may stand in several
+            for recorder in every:  # not before all are computed: several recorders may have the same torchmetrics object
                 recorder.clear()
         run.record_to(outer)
         if run.stage != "sanity":
@@ -89,7 +89,7 @@ def evaluate(
 
 
 def predict(run: Run, loaders: Sequence[PreparedLoader]) -> list[list[Any]]:
-    """The outputs of ``predict_step`` for each loader: one entry a batch in the data's order, from all ranks, on the CPU."""
+    """The outputs of ``predict_step`` for each loader: one entry per batch in the data's order, from all ranks, on the CPU."""
     run.num_eval_batches = [loader.length for loader in loaders]
     results = []
     with evaluating(run.module, "predict"):
@@ -135,9 +135,9 @@ def batches(run: Run, loader: PreparedLoader, name: str, step: Callable[..., Any
                 raise Preempted
         size = engine.window.share.size
         if not size and not engine.strategy.matched_forward:
-            continue  # repeated samples of a rank that has run out
+            continue  # repeated samples of a rank that has no more data
         run.recorder.size, run.recorder.batch = size, batch
-        # A batch that only keeps the ranks matched is not told to anyone.
+        # A repeated batch that only keeps the ranks matched is not passed to hooks.
         for hook in starts if size else ():
             hook(run, module, batch, number, *place)
         with autocast, nullcontext() if size else unchanged(module, run.recorder.metrics):
@@ -151,7 +151,7 @@ def batches(run: Run, loader: PreparedLoader, name: str, step: Callable[..., Any
 
 @contextmanager
 def evaluating(module: TrainModule, name: str) -> Iterator[None]:
-    """Eval mode, no gradients; afterwards each submodule's own flag (unless the module does otherwise) and all random numbers are back."""
+    """Eval mode without gradients; afterwards restores each submodule's mode (unless the module overrides that) and all random numbers."""
     flags = [(m, m.training) for m in module.modules()]
     getattr(module, f"on_{name}_model_eval")()
     try:

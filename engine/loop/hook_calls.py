@@ -1,4 +1,4 @@
-"""Who is called at each event of a run: found once, before it starts."""
+"""The functions called at each event of a run: found once, before it starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Hook = Callable[..., Any]
 
 
 class Hooked(Protocol):
-    """What a run knows of its callbacks."""
+    """What a run needs of a callback."""
 
     runs_last: bool
 
@@ -27,8 +27,8 @@ class Hooked(Protocol):
 
 
 APART = ("on_train_epoch_end", "on_validation_end")
-"""Events whose last callbacks come a little later, when the state is whole enough to be saved: schedulers have stepped, random numbers are
-those of the training again. They are called by the name ``last_<event>``."""
+"""Events whose last callbacks come a little later, when the state can be saved: schedulers have stepped, and the training's random
+numbers are restored. They are called by the name ``last_<event>``."""
 
 
 HOLDING = (
@@ -45,12 +45,12 @@ HOLDING = (
 class Hooks:
     """For each event, the bound methods to call: callbacks in their order, then the module, then the callbacks that run last.
 
-    ``hooks.on_train_batch_end`` is a tuple; an event that nobody overrides is an empty one and costs the loop nothing.
+    ``hooks.on_train_batch_end`` is a tuple; it is empty for an event that nobody overrides, which then costs nothing.
 
     Args:
         callbacks: in the user's order.
-        module: its own methods of an event's name are called without the run and the module.
-        base: the class that defines the events (``setup``, ``teardown``, ``on_*``) of callbacks; a method that is still its is not called.
+        module: its methods named after events are called without the run and the module.
+        base: the class that defines callbacks' events (``setup``, ``teardown``, ``on_*``); methods that are not overridden are not called.
         module_base: the same for the module.
     """
 
@@ -85,7 +85,7 @@ def _of_callback(callback: Hooked, event: str, base: type) -> Hook | None:
 
 
 def _of_module(module: nn.Module, base: type, event: str) -> Hook | None:
-    """The module's own hook, made to take what a callback takes."""
+    """The module's own hook with a callback's signature."""
     if not overridden(module, event, base):
         return None
     method = getattr(module, event)

@@ -1,4 +1,4 @@
-"""The frame around every run: seed, set up, and whatever happens, tell the callbacks, tear down and put things back."""
+"""The frame around every run: seed and set up; at the end, also after errors, call the callbacks, tear down and restore."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from engine.utils.seed import seed_everything
 
 @contextmanager
 def session(run: Run, datamodule: DataModule | None) -> Iterator[None]:
-    """Set up; at the end, also after an error, tear down. Errors reach every callback and leave unchanged."""
+    """Set up; at the end, also after an error, tear down. Errors reach every callback and propagate unchanged."""
     module = run.module
     with switched(run.settings), interruptible(run):
         try:
@@ -40,7 +40,7 @@ def session(run: Run, datamodule: DataModule | None) -> Iterator[None]:
                 raise
             cause = _cause(run, error)
             run.exception = cause
-            run.engine.group.failed = not isinstance(cause, CheckError)  # that one all ranks raise together
+            run.engine.group.failed = not isinstance(cause, CheckError)  # all ranks raise that one together
             _report(run, cause)
             if cause is not error:
                 raise cause from error
@@ -51,7 +51,7 @@ def session(run: Run, datamodule: DataModule | None) -> Iterator[None]:
 
 @contextmanager
 def housed(run: Run, wanted: str | Path | Resume | None, earlier: Trained | None) -> Iterator[None]:
-    """Give a run its folder for as long as it lasts; arguments as of :class:`RunFolder`."""
+    """Give a run its folder while it runs; arguments as of :class:`RunFolder`."""
     kept = next((c.checkpoints_in for c in run.callbacks if c.checkpoints_in is not None), None)
     try:
         run.home = RunFolder(run.engine.group, run.settings.root_dir, kept, run.stage, wanted, earlier)
@@ -68,9 +68,9 @@ def housed(run: Run, wanted: str | Path | Resume | None, earlier: Trained | None
 
 
 def _end_early(run: Run) -> None:
-    """After Ctrl-C or SIGTERM: everything is saved and closed; whoever has sent it is told."""
+    """After Ctrl-C or SIGTERM, when everything is saved and closed: pass the signal on to the caller."""
     if run.stage == "fit" and run.world_size > 1 and not run.preempted and run.agreement.now(run.stop_level):
-        run.accept_stop()  # it came after the last step, to some ranks
+        run.accept_stop()  # the signal came after the last step, on some ranks
     if run.interrupted:
         raise KeyboardInterrupt
     if run.terminated:
@@ -79,11 +79,11 @@ def _end_early(run: Run) -> None:
 
 
 def _cause(run: Run, error: BaseException) -> BaseException:
-    """What callbacks and the caller are told: the error itself, unless it only says that something else has happened."""
+    """The error for callbacks and the caller: the original one, unless it is only a consequence of another."""
     if isinstance(error, KeyboardInterrupt):
         return error
     if run.interrupted:
-        return KeyboardInterrupt()  # data workers get Ctrl-C too, and their end is seen first
+        return KeyboardInterrupt()  # data workers get Ctrl-C too, and their exit is noticed first
     started = relaunch.current()
     if started is not None:
         try:
@@ -116,7 +116,7 @@ def _set_up(run: Run, datamodule: DataModule | None) -> None:
 
 
 def _prepare_data(run: Run, owner: DataModule | TrainModule) -> None:
-    """On one process of each machine, or of all; the others wait for it."""
+    """Run on one process of each machine, or of the job; the others wait."""
     engine = run.engine
     if run.world_size == 1:
         owner.prepare_data()
@@ -138,7 +138,7 @@ def _report(run: Run, error: BaseException) -> None:
 
 
 def _tear_down(run: Run, datamodule: DataModule | None) -> None:
-    """Every step of it, whatever goes wrong in one; the first error of a run that had none is raised at the end."""
+    """Run every step of the teardown, even after errors in one; raise the first error at the end if the run had none."""
     module, failed = run.module, run.exception is not None
     steps: list[Callable[[], Any]] = [partial(hook, run, module, run.stage) for hook in run.hooks.teardown]
     if datamodule is not None:
@@ -156,5 +156,3 @@ def _tear_down(run: Run, datamodule: DataModule | None) -> None:
                 logger.exception("teardown failed after %s", type(run.exception).__name__)
     if run.exception is not None and not failed:
         raise run.exception
-
-

@@ -17,7 +17,7 @@ class ManualOptimizer(PreparedOptimizer):
         self._run = run
 
     def readable(self) -> None:
-        """Make the gradients what the step will apply: averaged over the ranks and unscaled."""
+        """Average the gradients over the ranks and unscale them, as the step will apply them."""
         self._average()
         self._run.engine.unscale_gradients(self)
 

@@ -1,4 +1,4 @@
-"""Where a loop of one's own stood when it saved, in the counters of a run."""
+"""Counters of a run for a checkpoint that a user's own loop saved with ``Engine``."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ def state_of_loop(
 
     Args:
         where: the checkpoint, for errors.
-        loaders: its loaders' places; the first is the training data's.
-        facts: what the loop has said: ``step`` is the number of optimizer steps, if it is there. Else each window counts as one.
-        batches: micro-batches of an epoch, if that is known.
+        loaders: its loaders' positions; the first is the training data's.
+        facts: the loop's facts: ``step``, if given, is the number of optimizer steps. Otherwise each window counts as one.
+        batches: micro-batches of an epoch, if known.
         window_at: micro-batches of a window, by epoch.
         stride: what one micro-batch adds to the position.
 
     Raises:
-        ValueError: the place in the data, or the number of steps, cannot be known.
+        ValueError: the position in the data, or the number of steps, is unknown.
     """
-    only = "take its weights alone with Resume(path, weights_only=True)"
+    only = "load only its weights with Resume(path, weights_only=True)"
     if not loaders:
-        raise ValueError(f"{where} was saved by a loop that prepared no loader, so that its place in the data is not known: {only}")
+        raise ValueError(f"{where} was saved by a loop that prepared no loader, so its position in the data is unknown: {only}")
     epoch, position = loaders[0]["epoch"], loaders[0]["position"]
     index, step = position // stride, facts.get("step")
     if type(step) is not int:
         if epoch and batches is None:
             raise ValueError(
-                f"{where} was saved by a loop over data without a length, so that its number of steps is not known: save it with "
+                f"{where} was saved by a loop over data without a length, so its number of steps is unknown: save it with "
                 f'save_state(path, facts={{"step": n}}), or {only}'
             )
         step = sum(-(-(batches or 0) // window_at(each)) for each in range(epoch)) + -(-index // window_at(epoch))

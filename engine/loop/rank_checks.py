@@ -1,4 +1,4 @@
-"""``check=True``: what must be the same on all ranks is compared before the first step; later it would show as a wrong result, or a hang."""
+"""``check=True``: before the first step compare what must be the same on all ranks; later, differences give wrong results or hangs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from engine.utils.errors import CheckError
 from engine.utils.tree import map_tensors
 
 MOST = 10
-"""Differences that an error lists."""
+"""The number of differences that an error lists."""
 
 
 def compare_models(run: Run) -> None:
-    """Versions, and names, dtypes and shapes of the parameters that each rank has built, before they are spread over the ranks.
+    """Compare versions, and names, dtypes and shapes of the parameters that each rank built, before rank 0's are broadcast.
 
     Raises:
-        CheckError: they differ; on all ranks, naming what and where.
+        CheckError: they differ; raised on all ranks, with what and where.
     """
     if run.settings.check:
         group = run.engine.group
@@ -34,10 +34,10 @@ def compare_models(run: Run) -> None:
 
 
 def compare(run: Run) -> None:
-    """Parameters, optimizers' settings and loaders over the ranks that hold the same part of the model.
+    """Compare parameters, optimizers' settings and loaders over the ranks that hold the same part of the model.
 
     Raises:
-        CheckError: they differ; on all ranks, naming what and where.
+        CheckError: they differ; raised on all ranks, with what and where.
     """
     if not run.settings.check:
         return
@@ -49,10 +49,10 @@ def compare(run: Run) -> None:
 
 
 def checked(run: Run, batches: Iterator[Any]) -> Iterator[Any]:
-    """``batches``; the first one is compared over the ranks and sent round before it is used.
+    """``batches``; the first one is compared over the ranks and sent around the ranks before it is used.
 
     Raises:
-        CheckError: its form differs between the ranks, or it did not come back as it was sent.
+        CheckError: its structure differs between the ranks, or it came back changed.
     """
     for batch in batches:
         group = run.engine.data_group
@@ -73,11 +73,11 @@ def _round_trip(group: Group, index: int, tensor: Tensor) -> None:
     mine = gather(group, tensor).split(sizes)[group.rank]
     whole = gather_json(group, fingerprint(mine.reshape(tensor.shape)) == fingerprint(tensor))
     if not all(whole):
-        raise CheckError(f"check=True: tensor {index} of the first batch did not come back as rank {whole.index(False)} sent it to the others")
+        raise CheckError(f"check=True: tensor {index} of the first batch did not come back unchanged from rank {whole.index(False)}")
 
 
 def fingerprint(value: Tensor) -> str:
-    """dtype, shape and the checksum of all bits; of a parameter that is cut up over ranks without the checksum."""
+    """dtype, shape and the checksum of all bits; for a parameter sharded over ranks, without the checksum."""
     form = _form(value)
     if hasattr(value, "placements") or hasattr(value, "ds_id") or isinstance(value, nn.UninitializedParameter) or value.is_meta:
         return form
@@ -113,4 +113,4 @@ def _agree(group: Group, what: str, mine: dict[str, Any]) -> None:
     if differences:
         more = f"\n  and {len(differences) - MOST} more" if len(differences) > MOST else ""
         listed = "\n".join(differences[:MOST]) + more
-        raise CheckError(f"check=True: the {what} differ between the ranks:\n{listed}\nAll ranks must build the same from the same seed and data.")
+        raise CheckError(f"check=True: the {what} differ between the ranks:\n{listed}\nAll ranks must build the same.")

@@ -1,4 +1,4 @@
-"""A run in numbers: its counters, where its seconds went, and what is left of it at the end."""
+"""A run in numbers: its counters, where its time was spent, and its result."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from pathlib import Path
 
 @dataclass(slots=True)
 class TrainState:
-    """The counters of a training. They say everything about where it stands."""
+    """The counters of a training; they fully describe its position."""
 
     epoch: int = 0
-    """Index of the epoch under way, or of the next one."""
+    """Index of the current epoch, or of the next one."""
     step: int = 0
     """Optimizer steps that happened."""
     batch_idx: int = 0
     """Micro-batches of this rank in this epoch."""
     batches: int = 0
-    """Micro-batches of this rank in all."""
+    """Micro-batches of this rank in total."""
     position: int = 0
-    """How far the epoch's data is used up, in samples; in batches, those of all ranks, where the data gives ready batches."""
+    """How much of the epoch's data is consumed, in samples; for data of ready batches, in batches over all ranks."""
     whole_batches: int = 0
-    """``batch_idx`` at the last window's end: where a run that goes on from here begins."""
+    """``batch_idx`` at the last window's end: where a resumed run starts."""
     epoch_done: bool = False
-    """The epoch is over, its schedulers have stepped; only the counter has not moved on yet."""
+    """The epoch is over and its schedulers have stepped; only the counter is not increased yet."""
     validated_step: int = -1
     """The step at which validation ran last."""
 
 
 @dataclass(slots=True)
 class Times:
-    """Where a run's seconds went, on this rank."""
+    """Where a run's time was spent on this rank, in seconds."""
 
     data: float = 0.0
     """Waiting for the loader."""
@@ -39,11 +39,11 @@ class Times:
     validation: float = 0.0
     checkpoint: float = 0.0
     other: float = 0.0
-    """Setting up and tearing down."""
+    """Setup and teardown."""
 
     @property
     def apart(self) -> float:
-        """What is measured by itself inside the training loop."""
+        """The times measured inside the training loop."""
         return self.data + self.validation + self.checkpoint
 
 
@@ -59,9 +59,9 @@ class Result:
     step: int
     """Optimizer steps."""
     metrics: dict[str, float]
-    """The newest value of everything logged."""
+    """The latest value of everything logged."""
     best_checkpoint: Path | str | None = None
     last_checkpoint: Path | str | None = None
     times: Times = field(default_factory=Times)
     folder: Path | None = None
-    """The run's own, in ``root_dir``. It is there if something was written."""
+    """The run's own folder, in ``root_dir``. It exists if something was written."""

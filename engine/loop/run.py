@@ -1,4 +1,4 @@
-"""``Run``: one training, validation, test or prediction under way, as callbacks and loops see it."""
+"""``Run``: the state of one training, validation, test or prediction, for callbacks and loops."""
 
 from __future__ import annotations
 
@@ -42,40 +42,40 @@ from engine.utils.tree import map_tensors
 
 @knows_other_trainers
 class Run:
-    """What callbacks see. Attributes without a method are for reading."""
+    """The run as callbacks see it. Plain attributes are read-only by convention."""
 
     stage: str
     """``"fit"`` (validation in it included), ``"sanity"`` (the check before training), ``"validate"``, ``"test"``, ``"predict"``."""
     config: Config
     """The settings as plain JSON values, for loggers and checkpoints: name -> ``value`` and ``origin``, secrets as ``"***"``."""
     home: RunFolder
-    """Which folder this run has, while it is going on."""
+    """This run's folder, locked while it runs."""
     stream_state: Any = None
-    """What the training data's loader needs besides the position after a resume, until it takes it."""
+    """State that the training loader needs after a resume besides the position, until it takes it."""
     pulse = 0
-    """Signs of life beside the training's batches: batches of evaluation, and saves."""
+    """Progress besides training batches, for the watchdog: evaluation batches and saves."""
     _saved: tuple[tuple[int, int, int, int], str] | None = None
     _chosen: str | None = None
     stepping = False
-    """An optimizer step and what belongs to it are under way: there is no whole state."""
+    """Inside an optimizer step: the state is not consistent and cannot be saved."""
     stride = 1
     """What a full window adds to the data position."""
     due_step = 0
-    """The next step after which more than the step itself may happen."""
+    """The next step after which something besides the step may be due."""
     modes = Modes()
-    """Of the optimizers; none have been made yet."""
+    """Train and eval modes of the optimizers; none have been created yet."""
     _postponed: str | None = None
-    """Why the run is to stop as soon as ``min_epochs`` and ``min_steps`` are reached."""
+    """Why the run will stop once ``min_epochs`` and ``min_steps`` are reached."""
     below_minimum = False
-    """``min_steps`` are still to be reached, on all ranks."""
+    """``min_steps`` is not reached yet, on all ranks."""
     over = False
     """The training has ended."""
     started = False
-    """A step was made: from now on ``timeout`` holds, no more ``start_timeout``."""
+    """A step is done: from now on ``timeout`` applies instead of ``start_timeout``."""
     optimization: Any = None
-    """What becomes of each micro-batch and each window, an :class:`engine.loop.automatic_step.Automatic`; in trainings only."""
+    """How each micro-batch and each window is processed, an :class:`engine.loop.automatic_step.Automatic`; in trainings only."""
     backward: Callable[..., Any]
-    """What runs a backward pass from a loss: the engine, or what the module has overridden ``backward`` with."""
+    """The backward pass: the engine's, or the module's overridden ``backward``."""
     best_checkpoint: Path | str | None = None
     last_checkpoint: Path | str | None = None
     train_loader: PreparedLoader | None = None
@@ -93,7 +93,7 @@ class Run:
     stop_wish: str | None = None
     """Why this rank wants to stop; the ranks agree on it."""
     stop_level = 0
-    """How urgent that is, as of :mod:`engine.distributed.agreement`."""
+    """How urgent it is, see :mod:`engine.distributed.agreement`."""
     elapsed_before = 0.0
     _logged_step = -1
 
@@ -111,11 +111,11 @@ class Run:
         self.settings, self.engine, self.module = settings, engine, module
         self.callbacks, self.config, self.hooks, self.stage = callbacks, config, hooks, stage
         self._content = content
-        """Everything that a checkpoint of this moment holds, as this rank has it."""
+        """This rank's content of a checkpoint at this moment."""
         self.state = TrainState() if stage == "fit" else TrainState(epoch=module.current_epoch, step=module.global_step)
         self.record_to(engine.recorder(on_step=True, on_epoch=False))
         self.metrics: dict[str, float] = {}
-        """The newest value of every logged name; a name logged ``on_step`` and ``on_epoch`` is there as itself too (the epoch's)."""
+        """The latest value of every logged name; one logged ``on_step`` and ``on_epoch`` is there without a suffix too (the epoch's)."""
         self.progress: dict[str, float] = {}
         """Those of them that were logged with ``prog_bar=True``."""
         self.optimizers: list[Any] = []
@@ -124,7 +124,7 @@ class Run:
         self.saver = Saver(engine.group, settings.root_dir / "checkpoints")
         self.val_loaders: list[PreparedLoader] = []
         self.loaders: list[PreparedLoader] = []
-        """All that this run has prepared."""
+        """All loaders that this run has prepared."""
         self.num_eval_batches: list[int | None] = []
         self.max_steps: int | None = settings.max_steps
         self.max_epochs: int | None = settings.max_epochs
@@ -139,10 +139,10 @@ class Run:
         """Micro-batches in a window, by epoch."""
         self.garbage = Collector()
         self.call: Callable[..., Any] = module.training_step
-        """What runs ``training_step``: the module itself, or the strategy's wrapper around it."""
+        """Calls ``training_step``: the module itself, or the strategy's wrapper around it."""
         self.backward = engine.backward
         self.method: Callable[[str], Callable[..., Any]] = partial(getattr, module)
-        """What runs a step of that name in evaluation."""
+        """The callable that runs the evaluation step of this name."""
         self._started = time.monotonic()
         self._logs_itself = not hooks.on_log
 
@@ -152,7 +152,7 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Where this run writes: ``root_dir``, or the numbered folder in it that is this run's alone."""
+        """The run's folder: ``root_dir``, or a numbered folder in it."""
         self.home.announce()
         return self.home.path
 
@@ -165,12 +165,12 @@ class Run:
 
     @property
     def epoch(self) -> int:
-        """The epoch under way, from 0; when the training is over, the number of epochs that were begun."""
+        """The current epoch, from 0; after the training, the number of epochs that were started."""
         return self.state.epoch + (self.over and (self.state.epoch_done or self.state.batch_idx > 0))
 
     @property
     def epochs(self) -> Fraction | None:
-        """Epochs done so far, in parts of the steps that each one has; ``None`` when the loader has no length."""
+        """Epochs done so far, as a fraction counted in steps; ``None`` when the loader has no length."""
         if not self.num_train_batches:
             return None
         window = self.window_at(self.epoch)
@@ -204,16 +204,16 @@ class Run:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of training, those before a resume included; with several ranks, what they agreed on last."""
+        """Seconds of training, including those before a resume; with several ranks, the value they last agreed on."""
         if self.world_size > 1:
             return self.agreement.elapsed_s
         return self.clock()
 
     def tighten(self) -> None:
-        """The first step is made: nothing of the start (meeting, compilation) is slow any more, so waiting longer means that something hangs."""
+        """The first step is done, and so are slow starts (connecting, compiling): a longer wait from here on means a hang."""
         self.started = True
         if self.settings.timeout is not None and self.world_size > 1:
-            self.engine.group.barrier()  # a rank that still compiles must find the others patient
+            self.engine.group.barrier()  # other ranks may still be compiling
             self.engine.group.limit(collective_limit(self.settings.timeout.value, self.device))
 
     def clock(self) -> float:
@@ -228,7 +228,7 @@ class Run:
         if level == STOP and not self.may_stop:
             if self._postponed is None:
                 least = ", ".join(f"{n}={v}" for n in ("min_epochs", "min_steps") if (v := getattr(self.settings, n)) is not None)
-                logger.info("%s: the training goes on until %s", reason, least)
+                logger.info("%s: the training continues until %s", reason, least)
                 self._postponed = reason
             return
         if self.stop_wish is None or level > self.stop_level:
@@ -241,14 +241,14 @@ class Run:
         return state.epoch + state.epoch_done >= (settings.min_epochs or 0) and state.step >= (settings.min_steps or 0)
 
     def recall_stop(self) -> None:
-        """Stop now, if someone has asked to before the training might."""
+        """Stop now, if a stop was requested before the minimum was reached."""
         if self._postponed is not None and self.may_stop:
             self.stop(self._postponed)
             self._postponed = None
 
     @property
     def stopping(self) -> bool:
-        """Whether the run is on its way to its end."""
+        """Whether the run is stopping."""
         return bool(self.stop_reason) or self.stop_wish is not None
 
     def accept_stop(self) -> None:
@@ -267,7 +267,7 @@ class Run:
                     schedule.advance(self.metrics, self.state.step)
 
     def set_optimizers(self, optimizers: list[Any], schedules: list[Schedule], automatic: bool) -> None:
-        """What ``configure_optimizers`` gave, prepared. In manual optimization schedulers are the module's to step."""
+        """The prepared optimizers and schedules. In manual optimization the module steps the schedulers."""
         self.optimizers, self.schedulers, self.modes = optimizers, schedules, Modes(optimizers)
         self._step_schedules = [s for s in schedules if s.interval == "step"] if automatic else []
 
@@ -292,12 +292,12 @@ class Run:
     # -- logging ----------------------------------------------------------------------------------------------------------------
 
     def record_to(self, recorder: Recorder) -> None:
-        """What the module logs goes there from now on."""
+        """From now on the module logs to this recorder."""
         self.recorder, recorder.module = recorder, self.module
         self.module.log_with(recorder.record)
 
     def begin(self) -> None:
-        """The training starts here, or goes on: intervals count on, and the step that was made last is not reported again."""
+        """The training starts or resumes here: intervals continue, and the last step is not reported again."""
         self._logged_step = self.step
         self.below_minimum = self.step < (self.settings.min_steps or 0)
         self.val_every.start(self.step, self.epochs)
@@ -311,7 +311,7 @@ class Run:
             self._publish_step(self.recorder.window)
 
     def publish_last(self) -> None:
-        """The values of the step that ended the training, unless they were reported."""
+        """Report the values of the step that ended the training, unless they were reported."""
         self._publish_step(self.recorder.window - 1)
 
     def _publish_step(self, window: int) -> None:
@@ -341,11 +341,11 @@ class Run:
         than in ``checkpoints`` of the run's folder. All ranks call this together, in ``setup``.
 
         Args:
-            root: what the callback has as ``checkpoints_in``.
-            max_failures: so many failures of asynchronous saves in a row are an error.
+            root: the callback's ``checkpoints_in``.
+            max_failures: this many consecutive failures of asynchronous saves are an error.
 
         Raises:
-            ValueError: another place was chosen already.
+            ValueError: another directory was chosen already.
         """
         place = self.home.keep(root)
         if self._chosen is not None and str(place) != self._chosen:
@@ -355,12 +355,12 @@ class Run:
         self._chosen, self.saver.max_failures = str(place), max_failures
 
     def checkpoint_path(self, name: str) -> Path | str:
-        """Where the checkpoint of that name is."""
+        """The path of the checkpoint of this name."""
         return self.saver.place.path(name)
 
     @property
     def continues_in_place(self) -> bool:
-        """Whether this run goes on from a checkpoint of its own folder."""
+        """Whether this run continues from a checkpoint in its own folder."""
         return self.last_checkpoint is not None and same(split(self.last_checkpoint)[0], self.saver.place)
 
     def checkpoint_names(self) -> set[str]:
@@ -377,27 +377,27 @@ class Run:
         tolerant: bool = False,
         remove: Sequence[str] = (),
     ) -> Path | str:
-        """Save everything that the run needs to go on; all ranks call this together. A place in the run that is saved already is not saved again.
+        """Save everything that the run needs to continue; all ranks call this together. A saved position is not saved again.
 
         Args:
             name: of its directory; by default ``step=00000120``.
             score: ``{"monitor": name, "mode": "min", "value": number}``: what ``resume="best"`` compares.
-            asynchronous: return as soon as the training may go on; see :meth:`wait_for_checkpoint`.
-            tolerant: a failure to write is logged, unless it is the last of ``max_failures`` in a row (:meth:`checkpoints_at`).
-            remove: names of checkpoints that are to go when this one is complete.
+            asynchronous: return as soon as the training may continue; see :meth:`wait_for_checkpoint`.
+            tolerant: log a failed write, unless it is the last of ``max_failures`` in a row (:meth:`checkpoints_at`).
+            remove: names of checkpoints to delete when this one is complete.
 
         Returns:
-            Where it is, or will be.
+            Its path.
 
         Raises:
-            TypeError: something that cannot be stored, named by its place in the state.
+            TypeError: a value cannot be stored; the message says where in the state it is.
             OSError: it cannot be written (and neither ``asynchronous`` nor ``tolerant``).
         """
         began = time.perf_counter()
         self.home.announce()
         self.engine.settle()
         state = self.state
-        # The end of an epoch and the start of the next are one place. Inside of a window the state at its start is what counts.
+        # The end of an epoch and the start of the next are one position. Inside a window the state at its start counts.
         key = (state.step, state.epoch + state.epoch_done, 0 if state.epoch_done else state.whole_batches, state.validated_step)
         if self._saved is not None and (key == self._saved[0] or (state.batch_idx != state.whole_batches and self._saved[0][0] == state.step)):
             known = self._saved[1]
@@ -408,7 +408,7 @@ class Run:
         unchanging = self.module.automatic_optimization and not self.modes.switched
         with self.modes.evaluating():
             content = self._content(self, score)
-            content.shared["postponed"] += remove  # a job that is killed before it has removed them leaves that to the next one
+            content.shared["postponed"] += remove  # if the job is killed before it removes them, the next one does
             path = self.saver.save(name, content, asynchronous=asynchronous, tolerant=tolerant, remove=remove, unchanging=unchanging)
         self._saved = (key, name_of(path))
         if asynchronous:
@@ -424,7 +424,7 @@ class Run:
             The names of those that could not be written.
 
         Raises:
-            RuntimeError: too many could not be written, one after another.
+            RuntimeError: too many consecutive writes failed.
         """
         began = time.perf_counter()
         self.saver.wait()
@@ -437,14 +437,14 @@ class Run:
         self.saver.remove([name_of(path)])
 
     def take_stream(self) -> Any:
-        """What the training data's loader needs besides the position, once after a resume."""
+        """State that the training loader needs besides the position; returned once after a resume."""
         state, self.stream_state = self.stream_state, None
         return state
 
     # -- the end ----------------------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Let go of loaders (their worker processes end) and of the model's wrapper; wait for a checkpoint on its way."""
+        """Release loaders (their worker processes end) and the model's wrapper; wait for a checkpoint in progress."""
         try:
             self.saver.close(self.exception is not None)
         finally:
@@ -462,7 +462,7 @@ class Run:
     # -- manual optimization ----------------------------------------------------------------------------------------------------
 
     def manual_backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
-        """``module.manual_backward`` ends here."""
+        """Implements ``module.manual_backward``."""
         for hook in self.hooks.on_before_backward:
             hook(self, self.module, loss)
         self.backward(loss, *args, **kwargs)
@@ -470,7 +470,7 @@ class Run:
             hook(self, self.module)
 
     def clip_gradients(self, optimizer: Any, value: float | None, algorithm: str | None) -> None:
-        """``module.clip_gradients`` ends here."""
+        """Implements ``module.clip_gradients``."""
         value = self.settings.gradient_clip_val if value is None else value
         algorithm = self.settings.gradient_clip_algorithm if algorithm is None else algorithm
         if algorithm not in ("norm", "value"):
@@ -483,11 +483,11 @@ class Run:
         clip(parameters_of([raw(optimizer)]), value)
 
     def all_gather(self, data: Any) -> Any:
-        """``module.all_gather`` ends here."""
+        """Implements ``module.all_gather``."""
         return data if self.world_size == 1 else self.engine.gather(map_tensors(lambda tensor: tensor.detach()[None], data))
 
     def result(self) -> Result:
-        """What ``Fit.run`` returns."""
+        """The result that ``Fit.run`` returns."""
         if self.interrupted:
             status = "interrupted"
         else:

@@ -1,6 +1,6 @@
-"""From what the user passed to a run that can start: loaders, model, optimizers, checkpoint.
+"""Prepare a run from what the user passed: loaders, model, optimizers, checkpoint.
 
-Whatever is wrong is said here, before the first step.
+Wrong input is an error here, before the first step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LIMITS = {"validation": "limit_val_batches", "test": "limit_test_batches", "pred
 
 
 class TrainingStep(nn.Module):
-    """``training_step``, or another step by its name, as a forward pass, for strategies that work on forward passes."""
+    """``training_step``, or another step by name, as a forward pass, for strategies that wrap forward passes."""
 
     def __init__(self, module: TrainModule) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class TrainingStep(nn.Module):
 
     @property
     def user_module(self) -> TrainModule:
-        """What :func:`engine.transforms.blocks.user_module` looks for."""
+        """For :func:`engine.transforms.blocks.user_module`."""
         return self.module
 
     def forward(self, *args: Any, step: str = "training_step") -> Any:
@@ -52,7 +52,7 @@ class TrainingStep(nn.Module):
 def loaders_for(run: Run, kind: str, given: Any, datamodule: DataModule | None) -> list[PreparedLoader]:
     """The prepared loaders of a kind: those given, else the data module's, else the module's own.
 
-    A dict or list of loaders to train on is read side by side, the shorter ones again and again; others are read one after the other.
+    Several training loaders are read side by side, the shorter ones repeatedly; other loaders are read one after the other.
     """
     name = SOURCES[kind]
     for source in (datamodule, run.module):
@@ -78,7 +78,7 @@ def loaders_for(run: Run, kind: str, given: Any, datamodule: DataModule | None) 
 
 
 def _is_loader(item: Any) -> bool:
-    """Whether an entry of a list is a loader of its own. Else it is a batch: containers always are, however deep they are nested."""
+    """Whether an entry of a list is a loader rather than a batch. Containers are batches, however deeply nested."""
     if isinstance(item, (DataLoader, PreparedLoader)):
         return True
     batch = isinstance(item, (Tensor, Mapping, str, list, tuple)) or hasattr(item, "shape") or callable(getattr(item, "to", None))
@@ -89,13 +89,13 @@ def not_empty(run: Run, kind: str, loaders: Sequence[PreparedLoader]) -> None:
     """Refuse a loader in which no rank has a batch. A collective.
 
     Raises:
-        ValueError: names the loader.
+        ValueError: the loader is empty; the message names it.
     """
     by_rank = gather_json(run.engine.group, [loader.length for loader in loaders])
     for index, loader in enumerate(loaders):
         if loader.limit != 0 and all(lengths[index] == 0 for lengths in by_rank):
             which = f"{kind} loader {index}" if len(loaders) > 1 else f"{kind} loader"
-            raise ValueError(f"the {which} ({type(loader.loader).__name__}) is empty; leave it out, or look at its dataset")
+            raise ValueError(f"the {which} ({type(loader.loader).__name__}) is empty; leave it out, or check its dataset")
 
 
 def limit(loader: PreparedLoader, name: str, value: int | float | None) -> None:
@@ -113,7 +113,7 @@ def limit(loader: PreparedLoader, name: str, value: int | float | None) -> None:
 
 
 def training(run: Run, train_loader: Any, val_loaders: Any, datamodule: DataModule | None) -> None:
-    """Get a training ready: model, loaders, optimizers. Compile and distribute come before the optimizers are made."""
+    """Prepare a training: model, loaders, optimizers. The model is compiled and distributed before the optimizers are created."""
     module, settings = run.module, run.settings
     if type(module).training_step is TrainModule.training_step:
         raise TypeError(f"{type(module).__name__} must define training_step(self, batch, batch_idx)")
@@ -138,7 +138,7 @@ def training(run: Run, train_loader: Any, val_loaders: Any, datamodule: DataModu
 
 
 def validation_loaders(run: Run, given: Any, datamodule: DataModule | None) -> list[PreparedLoader]:
-    """Those of a training; none when validation is switched off or the module has no ``validation_step``."""
+    """The validation loaders of a training; none when validation is switched off or the module has no ``validation_step``."""
     settings, module = run.settings, run.module
     if settings.limit_val_batches == 0 or settings.val_every is None:
         return []
@@ -170,15 +170,15 @@ def windows(run: Run) -> None:
             others = [b for b in range(1, wanted // ranks + 1) if wanted % (b * ranks) == 0]
             around = sorted(sorted(others, key=lambda b: abs(b - size))[:4])
             raise ValueError(
-                f"global_batch_size={wanted} cannot be made of batches of {size} on {ranks} rank(s) ({each} a micro-batch of all); "
-                f"possible near it: {', '.join(map(str, near))}, or "
+                f"global_batch_size={wanted} cannot be divided into batches of {size} on {ranks} rank(s) ({each} samples per micro-batch); "
+                f"nearest possible: {', '.join(map(str, near))}, or "
                 + (f"batch_size={', '.join(map(str, around))} in the loader" if around else f"a multiple of {ranks}, the number of ranks")
             )
         run.window_at = lambda epoch: window
 
 
 def minimum(run: Run) -> None:
-    """Refuse a ``min_steps`` that the epochs cannot reach, where each one's steps are known."""
+    """Refuse a ``min_steps`` that the epochs cannot reach, if the steps per epoch are known."""
     settings, batches = run.settings, run.num_train_batches
     if settings.min_steps is None or settings.max_epochs is None or batches is None or not run.module.automatic_optimization:
         return
@@ -191,7 +191,7 @@ def minimum(run: Run) -> None:
 
 
 def manual_checks(run: Run) -> None:
-    """Settings that manual optimization leaves to the module."""
+    """Refuse settings that manual optimization leaves to the module."""
     if run.module.automatic_optimization:
         return
     for name, neutral in (("accumulate_grad_batches", 1), ("gradient_clip_val", None), ("global_batch_size", None)):
@@ -205,13 +205,13 @@ def place(run: Run) -> None:
     module, engine = run.module, run.engine
     if not module.training:
         warn_once(
-            f"{type(module).__name__} is in eval mode (dropout off, batch norm frozen) and is trained so; call module.train() before the run"
+            f"{type(module).__name__} is in eval mode (dropout off, batch norm frozen) during training; call module.train() before the run"
         )
     if not module.automatic_optimization:
         if engine.strategy.matched_forward or engine.strategy.owns_step:
             raise ValueError(
-                f"automatic_optimization=False under {type(engine.strategy).__name__}: the backward pass would run inside of the sharded model's "
-                "forward pass; use strategy='ddp', or a loop of your own with Engine"
+                f"automatic_optimization=False under {type(engine.strategy).__name__}: the backward pass would run in the sharded model's "
+                "forward pass; use strategy='ddp', or your own loop with Engine"
             )
         engine.place_model(module)
         engine.strategy.transform(module)
@@ -220,9 +220,9 @@ def place(run: Run) -> None:
 
 
 def distribute(run: Run) -> None:
-    """Let the strategy wrap the steps that it works on: training, and evaluation when a forward pass holds collectives."""
+    """Let the strategy wrap the training step, and evaluation steps if their forward pass has collectives."""
     module, matched = run.module, run.engine.strategy.matched_forward
-    # A module that is sharded stays so: a later run calls it by the same root.
+    # A module stays sharded: a later run calls the same root.
     step = module.sharded_root[0] if matched and module.sharded_root else TrainingStep(module)
     wrapped = run.engine.prepare_model(step, autocast=False)
     if run.engine.strategy.pipelined:
@@ -235,7 +235,7 @@ def distribute(run: Run) -> None:
 
 
 def pipelined(run: Run, batch: Any, index: int) -> Any:
-    """``training_step`` and its backward pass, on parts of a micro-batch; the loss of all."""
+    """``training_step`` and its backward pass on chunks of a micro-batch; returns the loss of all."""
     module, recorder, size = run.module, run.recorder, run.recorder.size
 
     def step(part: Any, samples: int) -> Any:
@@ -249,7 +249,7 @@ def pipelined(run: Run, batch: Any, index: int) -> Any:
 
 
 def optimizers(run: Run) -> None:
-    """What ``configure_optimizers`` gives, prepared."""
+    """The prepared result of ``configure_optimizers``."""
     module, engine = run.module, run.engine
     overridden = type(module).configure_optimizers is not TrainModule.configure_optimizers
     given = module.configure_optimizers() if overridden else None
@@ -267,20 +267,20 @@ def optimizers(run: Run) -> None:
         elif module.automatic_optimization:
             schedule.check()
         if schedule.interval == "step" and schedule.reduce_on_plateau and schedule.frequency == 1:
-            warn_once("ReduceLROnPlateau with interval='step', frequency=1 looks at its metric after every step; it changes only when it is logged")
+            warn_once("ReduceLROnPlateau with interval='step', frequency=1 reads its metric every step; it changes only when it is logged")
     if module.automatic_optimization:
         refuse(run, found)
     run.optimization = optimization(run, prepared)
     run.set_optimizers(run.optimization.optimizers, schedules, module.automatic_optimization)
     if run.modes.switched and engine.strategy.owns_step:
         raise ValueError(
-            f"{type(run.modes.switched[0]).__name__} has train() and eval(), which put other weights in place, and {type(engine.strategy).__name__} "
+            f"{type(run.modes.switched[0]).__name__} has train() and eval(), which swap the weights, and {type(engine.strategy).__name__} "
             "keeps the weights itself: use another strategy, or another optimizer"
         )
 
 
 def optimization(run: Run, prepared: list[PreparedOptimizer]) -> Automatic:
-    """What becomes of micro-batches and windows, as the module, its optimizers and the strategy need it."""
+    """Choose how micro-batches and windows are processed, for this module, its optimizers and the strategy."""
     module, engine = run.module, run.engine
     if overrides(module, "backward"):
         run.backward = lambda loss, *args, **kwargs: engine.backward_by(loss, lambda root: module.backward(root, *args, **kwargs))
@@ -296,7 +296,7 @@ def optimization(run: Run, prepared: list[PreparedOptimizer]) -> Automatic:
 
 
 def evaluation(run: Run, kind: str, given: Any, datamodule: DataModule | None, step: str) -> list[PreparedLoader]:
-    """Get ``validate``, ``test`` or ``predict`` ready. No loaders: their limit is 0."""
+    """Prepare ``validate``, ``test`` or ``predict``. No loaders means that the limit is 0."""
     module = run.module
     base = getattr(TrainModule, step)
     if step != "predict_step" and getattr(type(module), step) is base and step not in vars(module):
@@ -309,7 +309,7 @@ def evaluation(run: Run, kind: str, given: Any, datamodule: DataModule | None, s
     found = loaders_for(run, kind, given, datamodule)
     if not found:
         if datamodule is not None:
-            raise ValueError(f"no data: {type(datamodule).__name__} has no {SOURCES[kind]}: define it, or give a loader in place of the data module")
+            raise ValueError(f"no data: {type(datamodule).__name__} has no {SOURCES[kind]}: define it, or give a loader instead")
         raise ValueError(f"no data: give a loader, a datamodule or a module with {SOURCES[kind]}")
     for loader in found:
         limit(loader, name, value)

@@ -17,7 +17,7 @@ from engine.utils.log import logger
 
 @contextmanager
 def interruptible(run: Run) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the run after the step; a second Ctrl-C at once. Handlers of the user's own stay in place."""
+    """Ctrl-C and SIGTERM end the run after the step; a second Ctrl-C at once. The user's own handlers stay in place."""
     owner, main = os.getpid(), threading.current_thread() is threading.main_thread()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -25,10 +25,10 @@ def interruptible(run: Run) -> Iterator[None]:
             raise KeyboardInterrupt
         run.interrupted = True
         run.stop("interrupted (Ctrl-C)", HURRY)
-        logger.warning("Ctrl-C: the run ends after this step; again to end it at once")
+        logger.warning("Ctrl-C: the run ends after this step; press it again to end at once")
 
     def terminate(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != owner:  # a process that was forked meanwhile: nobody listens to it
+        if os.getpid() != owner:  # a fork of this process, which runs no loop
             os._exit(TERMINATED)
         if run.stop_level < TERMINATE:  # a launcher and a scheduler may both send one
             run.terminated = True

@@ -1,4 +1,4 @@
-"""What a run puts into a checkpoint, and how it goes on from one."""
+"""The content of a run's checkpoint, and resuming from one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from engine.utils.seed import restore
 
 
 def content(run: Run, score: Mapping[str, Any] | None = None) -> Content:
-    """Everything that a checkpoint of this moment holds, as this rank has it."""
+    """This rank's content of a checkpoint at this moment."""
     shared, strategy = _shared(run), run.engine.strategy
     for hook in run.hooks.on_save_checkpoint:
         hook(run, run.module, shared["user"])
@@ -71,7 +71,7 @@ def content(run: Run, score: Mapping[str, Any] | None = None) -> Content:
 
 
 def _shared(run: Run) -> dict[str, Any]:
-    """Everything about the run that is the same on all ranks, but for parameters and optimizers."""
+    """The state that is the same on all ranks, except for parameters and optimizers."""
     state, order = run.state, None if run.train_loader is None else run.train_loader.order
     samples = None if run.train_loader is None else run.train_loader.samples
     loader = {"epoch": state.epoch + state.epoch_done, "position": 0 if state.epoch_done else state.position, "samples": samples}
@@ -90,7 +90,7 @@ def _shared(run: Run) -> dict[str, Any]:
 
 
 def _stream(run: Run) -> Any:
-    """The state of training data that a position says too little of; ``None`` for other data."""
+    """The state of training data for which a position is not enough; ``None`` for other data."""
     if run.train_loader is None:
         return None
     if run.state.epoch_done:
@@ -99,11 +99,11 @@ def _stream(run: Run) -> Any:
 
 
 def resume(run: Run, wanted: str | Path | Resume) -> None:
-    """Go on from a checkpoint: parameters, optimizers, schedulers, counters, data position, random numbers, callbacks.
+    """Resume from a checkpoint: parameters, optimizers, schedulers, counters, data position, random numbers, callbacks.
 
     Raises:
-        FileNotFoundError: there is none (but for ``"auto"``).
-        DamagedCheckpoint: it cannot be used, or (for a name such as ``"auto"``) none of those that are there.
+        FileNotFoundError: there is none (except with ``"auto"``).
+        DamagedCheckpoint: it cannot be used, or (for a name such as ``"auto"``) none of the existing ones can.
         ValueError: it does not fit the module or its optimizers.
     """
     how = wanted if isinstance(wanted, Resume) else Resume(wanted)
@@ -152,7 +152,7 @@ def _go_on(run: Run, loaded: Loaded, how: Resume) -> None:
         _go_on_with_run(run, loaded, shared)
     else:
         run.state = _state_of_loop(run, loaded, shared["loaders"])
-    together(run.engine.group, partial(_check_loaded, run, loaded, how))  # hooks have added the parameter groups that the training had added
+    together(run.engine.group, partial(_check_loaded, run, loaded, how))  # after hooks added the training's parameter groups
     if how.optimizer:
         _load_optimizers(run, loaded, shared["schedulers"], how)
     _load_own(run, loaded)
@@ -162,9 +162,9 @@ def _go_on(run: Run, loaded: Loaded, how: Resume) -> None:
 
 
 def _go_on_with_run(run: Run, loaded: Loaded, shared: Any) -> None:
-    """What a run has saved, and a loop of one's own has not."""
+    """Load what only runs save, and not loops with ``Engine``."""
     loaded.give("the counters", partial(_take_counters, run), shared["state"])
-    # A window that an error cut short is run again as a whole.
+    # A window that an error interrupted is run again from its start.
     run.state.batches -= run.state.batch_idx - run.state.whole_batches
     run.state.batch_idx = run.state.whole_batches
     run.metrics.update(shared["metrics"])
@@ -173,14 +173,14 @@ def _go_on_with_run(run: Run, loaded: Loaded, shared: Any) -> None:
     if run.datamodule is not None and shared["datamodule"] is not None:
         loaded.give(type(run.datamodule).__name__, run.datamodule.load_state_dict, shared["datamodule"])
     elif shared["datamodule"]:
-        logger.warning("%s has the state of a DataModule, and this run has none: it is lost to this run", loaded.path)
+        logger.warning("%s has the state of a DataModule, and this run has none: it is not restored", loaded.path)
     loaded.give("the callbacks", lambda states: load_states(run.callbacks, states, loaded.path, loaded.give), shared["callbacks"])
     for hook in run.hooks.on_load_checkpoint:
         hook(run, run.module, shared["user"])
     if shared["user"] and not run.hooks.on_load_checkpoint:
         names = printable(", ".join(map(str, shared["user"])))
         logger.warning(
-            "%s has entries of on_save_checkpoint (%s), and nothing here has on_load_checkpoint: they are not read", loaded.path, names
+            "%s has entries of on_save_checkpoint (%s), and nothing here defines on_load_checkpoint: they are not read", loaded.path, names
         )
 
 
@@ -189,7 +189,7 @@ def _take_counters(run: Run, values: Mapping[str, Any]) -> None:
 
 
 def _state_of_loop(run: Run, loaded: Loaded, loaders: list[Any]) -> TrainState:
-    """Where the run stands that goes on from a loop of one's own."""
+    """Set the position of a run that resumes a checkpoint of a loop with ``Engine``."""
     window = run.engine.accumulate_grad_batches = run.window_at(loaders[0]["epoch"] if loaders else 0)
     assert run.train_loader is not None
     stride = run.train_loader.stride // window
@@ -197,13 +197,13 @@ def _state_of_loop(run: Run, loaded: Loaded, loaders: list[Any]) -> TrainState:
 
 
 def _load_own(run: Run, loaded: Loaded) -> None:
-    """What each rank has of its own. Ranks of another number, or with other parts in the model, share out what the saving ones had gathered;
-    their random numbers are those of a new run."""
+    """Load each rank's own state. If the number of ranks, or their parts of the model, differ, the saved ranks' values are redistributed,
+    and random numbers are those of a new run."""
     own = loaded.own(run.engine.snapshot.place_among_ranks())
     if own is not None:
         loaded.give("random generators", restore, own["rng"])
     known = own or loaded.of_rank(0)
-    if known is not None and "recorder" not in known:  # of a loop of one's own
+    if known is not None and "recorder" not in known:  # from a loop with Engine
         rows = []
     elif own is not None:
         rows = [own]
@@ -223,7 +223,7 @@ def _load_own(run: Run, loaded: Loaded) -> None:
 
 
 def _check_loaded(run: Run, loaded: Loaded, how: Resume) -> None:
-    """Whether the data, the optimizers and the schedulers are those of the checkpoint."""
+    """Check that the data, the optimizers and the schedulers are those of the checkpoint."""
     loaders = loaded.shared["loaders"]
     if run.train_loader is not None and run.state.position and not run.state.epoch_done and loaders:
         check_samples(loaded.path, loaders[0].get("samples"), run.train_loader.samples, run.state.position, how.strict)
@@ -251,7 +251,7 @@ def _load_optimizers(run: Run, loaded: Loaded, schedules: list[Any], how: Resume
 
 
 def _storable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What of hyperparameters a checkpoint can hold; a network or a function among them is given again when the module is made."""
+    """The hyperparameters that a checkpoint can hold; a network or a function must be given again when the module is created."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         with suppress(TypeError):
@@ -261,6 +261,6 @@ def _storable(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _readable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What of ``values`` JSON can say; the rest as text."""
+    """``values`` as JSON; what JSON cannot hold becomes text."""
     plain = (str, int, float, bool, type(None))
     return {str(k): v if isinstance(v, plain) else repr(v)[:200] for k, v in values.items()}

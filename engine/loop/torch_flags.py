@@ -1,4 +1,4 @@
-"""Torch's switches of the whole process that a run sets, and puts back afterwards."""
+"""Process-wide torch flags that a run sets and restores afterwards."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from engine.config.settings import Settings
 
 @contextmanager
 def switched(settings: Settings) -> Iterator[None]:
-    """Inside of the block ``deterministic``, ``benchmark`` and ``detect_anomaly`` hold; what none of them names stays as the user has set it."""
+    """Inside the block ``deterministic``, ``benchmark`` and ``detect_anomaly`` apply; other flags stay as the user set them."""
     with ExitStack() as stack:
         if settings.deterministic:  # the call alone imports torch's compiler
             before = torch.are_deterministic_algorithms_enabled()
             stack.callback(torch.use_deterministic_algorithms, before, warn_only=torch.is_deterministic_algorithms_warn_only_enabled())
             torch.use_deterministic_algorithms(True, warn_only=settings.deterministic == "warn")
-        # The search for the fastest algorithm finds another one from run to run.
+        # The search for the fastest algorithm may find a different one in each run.
         search = False if settings.benchmark is None and settings.deterministic is True else settings.benchmark
         if search is not None:
             stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)

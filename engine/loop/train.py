@@ -29,8 +29,8 @@ def train(run: Run) -> None:
     if state.epoch_done:
         next_epoch(run)
     elif state.position and run.val_loaders and run.val_every.due(state.step, None, run.elapsed_s, run.epochs):
-        validate(run)  # the run was killed between the save of this step and its validation
-    if run.agreement.now(run.stop_level):  # asked for before the first step
+        validate(run)  # the run was killed after this step was saved and before its validation
+    if run.agreement.now(run.stop_level):  # requested before the first step
         run.accept_stop()
     while not reached_limit(run):
         train_epoch(run)
@@ -82,7 +82,7 @@ def train_epoch(run: Run) -> None:
 
 
 def end_step(run: Run, seconds: float) -> bool:
-    """After an optimizer step: whatever is due. Whether the epoch is to be left."""
+    """Do what is due after an optimizer step; return whether the epoch ends here."""
     if run.agreement.poll(run.stop_level, seconds):
         run.accept_stop()
     left = run.due_step - run.state.step
@@ -92,7 +92,7 @@ def end_step(run: Run, seconds: float) -> bool:
 
 
 def due(run: Run) -> None:
-    """Log, validate and find out whether a limit is reached."""
+    """Log, validate and check whether a limit is reached."""
     run.engine.settle()
     step = run.state.step
     if not run.started:
@@ -112,7 +112,7 @@ def due(run: Run) -> None:
 
 
 def reached_limit(run: Run) -> bool:
-    """Whether a limit or a request ends the training; the reason is noted."""
+    """Whether a limit or a request ends the training; stores the reason."""
     state, settings = run.state, run.settings
     finished = state.epoch + state.epoch_done
     if run.stop_reason:
@@ -129,7 +129,7 @@ def reached_limit(run: Run) -> bool:
 
 
 def locate(run: Run) -> None:
-    """Set the window, and where the epoch is in micro-batches: from its position, which another world size may have saved."""
+    """Set the window, and the epoch's micro-batch index from its position, which another world size may have saved."""
     assert run.train_loader is not None
     window = run.engine.accumulate_grad_batches = run.window_at(run.state.epoch)
     run.stride = run.train_loader.stride
@@ -137,7 +137,7 @@ def locate(run: Run) -> None:
 
 
 def begin_epoch(run: Run) -> Iterator[Any]:
-    """Set the window and the loader to where the epoch is."""
+    """Set the window and the loader to the epoch's position."""
     state, loader = run.state, run.train_loader
     assert loader is not None
     locate(run)
@@ -149,7 +149,7 @@ def begin_epoch(run: Run) -> Iterator[Any]:
 
 
 def end_epoch(run: Run) -> None:
-    """Validation when due, then hooks, values, schedulers. An epoch left in the middle keeps its place and its values."""
+    """Validation when due, then hooks, values, schedulers. An epoch that ends early keeps its position and its values."""
     run.engine.settle()
     state, module = run.state, run.module
     exhausted = run.num_train_batches is not None and state.batch_idx >= run.num_train_batches
@@ -176,7 +176,7 @@ def end_epoch(run: Run) -> None:
 
 
 def next_epoch(run: Run) -> None:
-    """Move the counters on."""
+    """Advance the counters."""
     state = run.state
     state.epoch, state.batch_idx, state.whole_batches, state.position, state.epoch_done = state.epoch + 1, 0, 0, 0, False
 

@@ -1,4 +1,4 @@
-"""What is kept an eye on while a run computes: whether it still moves, whether the ranks agree, and when garbage is collected."""
+"""Monitoring of a run: progress, agreement of the ranks, and garbage collection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.loop.run import Run
 
 @contextmanager
 def watched(run: Run) -> Iterator[None]:
-    """A run that stands still ends with :class:`engine.HangError`; ranks at odds in debug mode with :class:`engine.MismatchError`."""
+    """A run that hangs ends with :class:`engine.HangError`; ranks that differ in debug mode with :class:`engine.MismatchError`."""
     settings, group = run.settings, run.engine.group
     start = timedelta(seconds=settings.start_timeout.value)
     group.limit(start)  # an earlier run has left it short
@@ -31,7 +31,7 @@ def watched(run: Run) -> Iterator[None]:
     finally:
         if dog is not None:
             dog.stop()
-        group.limit(start)  # what follows is not made of steps: the last checkpoint, callbacks' ends
+        group.limit(start)  # what follows has no steps: the last checkpoint, callbacks' cleanup
         run.started = False
 
 

@@ -1,4 +1,4 @@
-"""A module's whole weights after a run, whatever the strategy has left on each rank."""
+"""A module's full (unsharded) weights after a run, under every strategy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.loop.setup import distribute
 
 
 def whole_state(run: Run, everywhere: bool) -> dict[str, Any]:
-    """Parameters and buffers by name, whole, on the CPU; all ranks call this.
+    """Full parameters and buffers by name, on the CPU; all ranks call this.
 
     Args:
         everywhere: on every rank, rather than on the main process only (others get ``{}``).
@@ -25,14 +25,14 @@ def whole_state(run: Run, everywhere: bool) -> dict[str, Any]:
     module, group = run.module, run.engine.group
     if not module.sharded_root:
         return _on_cpu(own_state(module)) if group.is_main or everywhere else {}
-    distribute(run)  # by the strategy's objects of an earlier run, which the module has kept
+    distribute(run)  # with the strategy's objects of an earlier run, which the module kept
     state = run.engine.strategy.model_state(module)
     state = _on_cpu(state) if group.is_main else {}
     return _shared(run, state) if everywhere and group.world_size > 1 else state
 
 
 def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    """With memory of their own: DeepSpeed leaves parameters as views of one flat tensor, which safetensors refuses. Tied ones stay one."""
+    """Copies with their own memory: DeepSpeed's parameters are views of one flat tensor, which safetensors refuses. Tied ones stay tied."""
     made: dict[Any, Tensor] = {}
     found: dict[str, Any] = {}
     for name, value in state.items():
@@ -45,7 +45,7 @@ def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shared(run: Run, state: dict[str, Any]) -> dict[str, Any]:
-    """The main process's ``state`` on every rank; tensors that are one there are one everywhere."""
+    """The main process's ``state`` on every rank; tied tensors stay tied."""
     group = run.engine.group
     first: dict[Any, str] = {}
     rows = []
@@ -63,7 +63,7 @@ def _shared(run: Run, state: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def holding(module: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
-    """Inside of the block the module has the tensors of ``state`` in the place of its own; names that are not there keep theirs."""
+    """Inside the block the module has the tensors of ``state`` instead of its own; names that are missing keep their tensors."""
     places = []
     made: dict[int, nn.Parameter] = {}
     for prefix, inner in module.named_modules(remove_duplicate=False):

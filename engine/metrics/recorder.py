@@ -1,4 +1,4 @@
-"""Logged values: kept on their device as they come, reduced over micro-batches and ranks when they are read."""
+"""Logged values: kept on their device, and reduced over micro-batches and ranks when they are read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine.utils.tree import whole
 
 
 class Recorder:
-    """What ``self.log`` writes to: one for training, one for each loader of an evaluation."""
+    """Stores the values of ``self.log``: one for training, one for each loader of an evaluation."""
 
     def __init__(
         self,
@@ -34,20 +34,20 @@ class Recorder:
         suffix: str = "",
     ) -> None:
         self.group, self.suffix, self.speaks = group, suffix, speaks
-        """Values are reduced over all of ``group``; those of a rank that does not speak are left out: another one saw the same data."""
+        """Values are reduced over ``group``; a rank that does not count is left out, because another one has the same data."""
         self.data_group = data_group or group
         """The ranks over which torchmetrics objects are computed."""
         self.on_step, self.on_epoch = on_step, on_epoch
-        """What holds for a name that says nothing about it."""
+        """The default for names logged without this option."""
         self.module: nn.Module | None = None
-        """Whose metrics are known by name."""
+        """The module whose metrics are known by name."""
         self.slots: dict[str, Slot] = {}
         self._logged: dict[int, Logged] = {}
         self._watches: dict[int, Watch] = {}
         self.window = 0
-        """Which step the values belong to."""
+        """The step that the values belong to."""
         self.size: int = 1
-        """Samples in the current micro-batch: the weight of its values; 0: they do not count; -1: look at ``batch``."""
+        """Samples in the current micro-batch: the weight of its values; 0: they do not count; -1: see ``batch``."""
         self.batch: Any = None
 
     def record(
@@ -60,7 +60,7 @@ class Recorder:
         reduce: str = "mean",
         batch_size: Any = None,
     ) -> None:
-        """Keep one value. Nothing is computed on it and no device is waited for.
+        """Store one value, without computing anything or waiting for a device.
 
         Raises:
             TypeError: not a number, a one-element tensor or a torchmetrics object.
@@ -96,7 +96,7 @@ class Recorder:
                 slot.fold()
 
     def _slot(self, name: str, given: tuple[bool | None, bool | None, bool, str], value: Any) -> Slot:
-        """The slot of a name that is new, that has a torchmetrics object, or whose options are given in another way than before."""
+        """The slot of a name that is new, that has a torchmetrics object, or whose options are passed differently than before."""
         if not isinstance(name, str):
             raise TypeError(f"log() takes a name (str) first, got {name!r}")
         on_step, on_epoch, prog_bar, reduce = given
@@ -113,18 +113,18 @@ class Recorder:
         if slot.metric is None:
             slot.given = given
         elif not _computes(value):
-            raise ValueError(f"log({name!r}) got a number, and a torchmetrics object before: give each a name of its own")
+            raise ValueError(f"log({name!r}) got a number, and a torchmetrics object before: give each its own name")
         return slot
 
     def _no_steps(self, name: str, on_epoch: bool) -> None:
-        """``on_step=True`` where no step is under way."""
+        """``on_step=True`` outside a step."""
         what = f"log({name!r}, on_step=True) in an evaluation or at an epoch's end, where values belong to no step"
         if not on_epoch:
             raise ValueError(f"{what}: leave on_step out")
         warn_once(f"{what}: only the epoch's value is reported")
 
     def _other(self, slot: Slot, value: Any) -> Any:
-        """A torchmetrics object (kept, read later: ``None``) or a number in disguise (numpy's)."""
+        """A torchmetrics object (kept and read later: returns ``None``), or another kind of number (numpy's)."""
         if _computes(value):
             if slot.metric is None or slot.metric.metric is not value:
                 self._attach(slot, value)
@@ -143,12 +143,12 @@ class Recorder:
             raise TypeError(f"log({name!r}) got a MetricCollection: use log_dict(collection)")
         if slot.metric is not None or slot.values or slot.total is not None or slot.window_values:
             before = "a number" if slot.metric is None else "another torchmetrics object"
-            raise ValueError(f"log({name!r}) got a torchmetrics object, and {before} before: give each a name of its own")
+            raise ValueError(f"log({name!r}) got a torchmetrics object, and {before} before: give each its own name")
         check(name, metric, self.data_group, slot.on_step)
         slot.given, slot.metric = None, self._known(metric)
         logged = slot.metric
         if not self.size and logged.path is None:
-            metric.reset()  # it was only ever given a repeated micro-batch
+            metric.reset()  # it has only seen a repeated micro-batch
         for part in logged.parts:
             limit(part, self.group, self.data_group)
         if slot.on_step:
@@ -165,7 +165,7 @@ class Recorder:
         return self._logged[id(metric)]
 
     def _watch(self, part: Any) -> Watch:
-        """What tells the steps of a metric apart. In the run's first step all that it has seen belongs to it."""
+        """The object that separates the steps of a metric. In the run's first step all that it has seen belongs to the step."""
         source = leader(part, self.module)
         if id(source) not in self._watches:
             self._watches[id(source)] = Watch(source, lambda: self.window, begins=not self.window and bool(self.size))
@@ -174,7 +174,7 @@ class Recorder:
     # -- reading ----------------------------------------------------------------------------------------------------------------
 
     def step_values(self, window: int | None = None) -> dict[str, float]:
-        """The values of a step (by default the one under way), over its micro-batches and all ranks. A collective; waits for the device once."""
+        """The values of a step (by default the current one), over its micro-batches and all ranks. A collective; waits for the device once."""
         window = self.window if window is None else window
         columns: dict[str, Column] = {}
         objects: dict[str, Object] = {}
@@ -188,7 +188,7 @@ class Recorder:
         return self._over_ranks(columns, objects, adopt=False)
 
     def epoch_values(self, clear: bool = True) -> dict[str, float]:
-        """The epoch's values over all micro-batches and ranks; then a new epoch begins. A collective; waits for the device once."""
+        """The epoch's values over all micro-batches and ranks; then a new epoch starts. A collective; waits for the device once."""
         columns: dict[str, Column] = {}
         objects: dict[str, Object] = {}
         for slot in self.slots.values():
@@ -204,14 +204,14 @@ class Recorder:
         return values
 
     def clear(self) -> None:
-        """A new epoch: all values are forgotten, and torchmetrics objects reset."""
+        """Start a new epoch: discard all values, and reset torchmetrics objects."""
         for slot in self.slots.values():
             slot.clear()
         for logged in self._logged.values():
             logged.reset()
 
     def set_aside(self) -> None:
-        """A loader is at its end: what torchmetrics objects have seen for it is kept, and they begin the next one. A collective."""
+        """End a loader: keep what torchmetrics objects have seen for it, and reset them for the next one. A collective."""
         offers = {slot.name: self._offer(slot) for slot in self.slots.values() if slot.metric is not None}
         self._adopt(agree(self.data_group, offers)[0])
         for logged in self._logged.values():
@@ -224,11 +224,11 @@ class Recorder:
 
     @property
     def metrics(self) -> list[Any]:
-        """They, and the metrics that they are made of."""
+        """These, and the metrics that they consist of."""
         return [part for logged in self._logged.values() for part in logged.parts]
 
     def close(self) -> None:
-        """Leave torchmetrics objects as they were."""
+        """Restore torchmetrics objects."""
         for watch in self._watches.values():
             watch.end()
         self._watches.clear()
@@ -243,13 +243,13 @@ class Recorder:
         return [slot.metric.path, slot.name, list(slot.options)]
 
     def _adopt(self, offers: Offer) -> None:
-        """Know the module's metrics that only other ranks have logged: what they have seen here counts as well."""
+        """Add the module's metrics that only other ranks have logged: what they have seen here counts too."""
         for path, name, options in offers.values():
             if path is not None and name not in self.slots and self.module is not None:
                 self.restore_metric(name, self.module.get_submodule(path), tuple(options))
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the epoch so far (of torchmetrics objects see :mod:`engine.metrics.torchmetrics_states`)."""
+        """This rank's part of the epoch so far (for torchmetrics objects see :mod:`engine.metrics.torchmetrics_states`)."""
         state = {}
         for name, slot in self.slots.items():
             slot.fold()
@@ -258,7 +258,7 @@ class Recorder:
         return state
 
     def load_state_dicts(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Go on from :meth:`state_dict` of this rank, or of several that it stands for now."""
+        """Continue from :meth:`state_dict` of this rank, or of several ranks that it replaces."""
         for name, saved in ((name, saved) for state in states for name, saved in state.items()):
             slot = self.slots.get(name)
             if slot is None or slot.total is None:
@@ -271,7 +271,7 @@ class Recorder:
                 slot.weight = slot.weight + saved["weight"]
 
     def logged_metrics(self) -> dict[str, Any]:
-        """Which torchmetrics objects were logged under which names and options; of those that are not in the module, what they have seen."""
+        """The torchmetrics objects that were logged, with names and options; for those that are not in the module, also what they have seen."""
         saved = {}
         for name, slot in self.slots.items():
             if slot.metric is not None:
@@ -280,8 +280,8 @@ class Recorder:
         return saved
 
     def load_logged_metrics(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from :meth:`logged_metrics` of this rank, or of several that it stands for now: an epoch that is resumed at its very end logs
-        nothing more, and still has values."""
+        """Continue from :meth:`logged_metrics` of this rank, or of several ranks that it replaces: an epoch that is resumed at its end
+        logs nothing more, but still has values."""
         paths = {path for path, _ in self.module.named_modules()} if self.module is not None else set()
         for name, saved in ((name, saved) for state in states for name, saved in state.items()):
             options = tuple(saved["options"])
@@ -293,9 +293,9 @@ class Recorder:
                 self.restore_metric(name, self.module.get_submodule(saved["metric"]), options)
 
     def restore_metric(self, name: str, metric: Any, options: tuple[Any, ...]) -> None:
-        """Know a torchmetrics object under the name and the options that it was logged with before."""
+        """Add a torchmetrics object with the name and the options that it was logged with before."""
         window = self.window
-        self.window = -2  # nothing of what it has seen so far belongs to a step that comes
+        self.window = -2  # what it has seen so far belongs to no later step
         self._other(self.slots.setdefault(name, Slot(name, options)), metric)
         self.window = window
 
@@ -323,7 +323,7 @@ class Recorder:
     def _exchange(
         self, names: list[str], ops: list[str], numbers: list[float], objects: dict[str, Object], adopt: bool
     ) -> list[tuple[list[str], list[str], list[float]]]:
-        """Every rank's names and numbers. Ranks that log the same names, the usual case, exchange numbers only."""
+        """Every rank's names and numbers. In the usual case ranks log the same names and exchange only numbers."""
         head = gather_row(self.group, torch.tensor([zlib.crc32(repr((names, ops)).encode()), len(objects)], dtype=torch.int64))
         if any(head[:, 1].tolist()):
             for name, value in self._computed(objects, adopt).items():
@@ -338,7 +338,7 @@ class Recorder:
         return [(names, ops, row) for row in rows.tolist()]
 
     def _computed(self, objects: dict[str, Object], adopt: bool) -> dict[str, float]:
-        """The values of torchmetrics objects over all ranks. All that know an object compute it, the first of them reports it."""
+        """The values of torchmetrics objects over all ranks. All ranks that know an object compute it, the first of them reports it."""
         offers, knows = agree(self.data_group, {name: self._offer(slot) for name, (slot, _) in objects.items()})
         if adopt:
             self._adopt(offers)
@@ -359,14 +359,14 @@ class Recorder:
 
 
 Object = tuple[Slot, list[list[Entry]]]
-"""A name's torchmetrics object, and what it has seen of what is asked for."""
+"""A name's torchmetrics object, and what it has seen in the requested step or epoch."""
 
 
 def named(logged: Mapping[str, Any]) -> dict[str, Any]:
-    """Of :meth:`Recorder.logged_metrics` what says nothing about one rank's samples."""
+    """The part of :meth:`Recorder.logged_metrics` that does not depend on one rank's samples."""
     return {name: saved for name, saved in logged.items() if saved["metric"] is not None}
 
 
 def _computes(value: Any) -> bool:
-    """Whether ``value`` is a torchmetrics object, or something like one."""
+    """Whether ``value`` is a torchmetrics object, or similar to one."""
     return callable(getattr(value, "compute", None)) and callable(getattr(value, "reset", None))

@@ -1,4 +1,4 @@
-"""Sums, means and extremes of what was logged: on the device over micro-batches, on the host over ranks."""
+"""Sums, means and extremes of logged values: on the device over micro-batches, on the host over ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from engine.metrics.torchmetrics_values import Logged
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 FOLD = 256
-"""Values kept before they are folded into one: bounds memory, and costs 1/256 of a fold for each value."""
+"""Values kept before they are reduced to one: bounds memory, and costs 1/256 of a reduction per value."""
 
 
 Column = tuple[str, list[Any], list[Any]]
-"""Values and weights that one reduction makes a number of."""
+"""Values and weights to reduce to one number."""
 
 
 def on_host(items: list[Any]) -> list[float]:
@@ -28,7 +28,7 @@ def on_host(items: list[Any]) -> list[float]:
             groups.setdefault((item.device, item.dtype), []).append(index)
     found = list(items)
     for (device, _), indices in groups.items():
-        if device.type == "cpu" and len(indices) <= 8:  # reading them one by one is quicker than three more operations
+        if device.type == "cpu" and len(indices) <= 8:  # reading them one by one is faster than three more operations
             for index in indices:
                 found[index] = items[index].item()
             continue
@@ -50,18 +50,18 @@ class Slot:
         self.name, self.options, self.reduce = name, options, options[3]
         self.on_step, self.on_epoch = options[:2]
         self.given: Any = None
-        """The options as the newest call gave them: the usual call is recognised by one comparison."""
+        """The options of the latest call: the usual call needs only one comparison."""
         self.metric: Logged | None = None
         """The torchmetrics object that is logged under this name; such a name has no values."""
         self.pending: list[list[Entry]] = []
-        """What a checkpoint has for such an object, until the object is logged again."""
+        """The checkpoint's state of such an object, until the object is logged again."""
         self.window = -1
         self.window_values: list[Any] = []
         self.window_weights: list[Any] = []
         self.clear()
 
     def clear(self) -> None:
-        """Forget the epoch."""
+        """Discard the epoch's values."""
         self.values: list[Any] = []
         self.weights: list[Any] = []
         self.total: Any = None

@@ -1,4 +1,4 @@
-"""What torchmetrics objects have gathered so far: taken, put back, and put together from several ranks, loaders or micro-batches."""
+"""States of torchmetrics objects: saving, loading, and merging those of several ranks, loaders or micro-batches."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def is_metric(value: Any) -> bool:
 
 
 def entry(metric: Any) -> Entry:
-    """What ``metric`` itself has gathered. Its tensors are shared; its lists are copied, because ``reset`` empties them in place."""
+    """The states of ``metric`` itself. Its tensors are shared; its lists are copied, because ``reset`` empties them in place."""
     return {name: [*value] if isinstance(value, list) else value.detach() for name, value in metric.metric_state.items()}, metric.update_count
 
 
 def copied(found: Entry) -> Entry:
-    """With tensors of its own: metrics add to their states in place."""
+    """A copy with its own tensors: metrics add to their states in place."""
     return map_tensors(torch.clone, dict(found[0])), found[1]
 
 
 def install(metric: Any, state: Mapping[str, Any], updates: int) -> None:
-    """Let ``metric`` have gathered this."""
+    """Load states into ``metric``."""
     for name, value in state.items():
         setattr(metric, name, [*value] if isinstance(value, list) else value)
     metric._update_count, metric._computed = updates, None
@@ -46,7 +46,7 @@ def fresh(metric: Any) -> dict[str, Any]:
 
 
 def merged(metric: Any, entries: Sequence[Entry]) -> Entry | None:
-    """Several entries as one, by the rules by which torchmetrics reduces states over ranks; ``None`` when none has an update.
+    """Merge several entries with torchmetrics' reductions over ranks; ``None`` when none has an update.
 
     Entries without an update do not count. A mean is weighted by the updates. States without a reduction are stacked, ``[entries, ...]``.
     """
@@ -73,15 +73,15 @@ def merged(metric: Any, entries: Sequence[Entry]) -> Entry | None:
 
 
 def metric_states(module: nn.Module) -> dict[str, Any]:
-    """By the metrics' names in ``module``; those that have seen nothing are left out."""
+    """States by the metrics' names in ``module``; metrics without updates are left out."""
     return {name: {"state": dict(m.metric_state), "updates": m.update_count} for name, m in _metrics(module) if m.update_count}
 
 
 def load_metric_states(module: nn.Module, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Put back what :func:`metric_states` gave on one or several ranks.
+    """Load results of :func:`metric_states` from one or several ranks.
 
     Raises:
-        ValueError: states of several ranks that cannot be put together.
+        ValueError: states of several ranks cannot be merged.
     """
     for name, metric in _metrics(module):
         metric.reset()
@@ -89,16 +89,16 @@ def load_metric_states(module: nn.Module, rows: Sequence[Mapping[str, Any]]) -> 
 
 
 def add(name: str, metric: Any, entries: Iterable[Entry]) -> None:
-    """Let ``metric`` have gathered these as well.
+    """Merge these states into ``metric``.
 
     Raises:
-        ValueError: they cannot be put together into one state.
+        ValueError: they cannot be merged into one state.
     """
     found = [entry(metric), *((map_tensors(lambda t: t.to(metric.device), dict(state)), updates) for state, updates in entries)]
     if sum(1 for _, updates in found if updates) > 1 and not can_add(metric):
         raise ValueError(
-            f"the states that {type(metric).__name__} ({name!r}) had on several ranks cannot be put together: resume with as many ranks as have "
-            "saved, or from a checkpoint of an epoch's end"
+            f"the states that {type(metric).__name__} ({name!r}) had on several ranks cannot be merged: resume with as many ranks as "
+            "it was saved with, or from a checkpoint of an epoch's end"
         )
     both = merged(metric, found)
     if both is not None:
@@ -106,12 +106,12 @@ def add(name: str, metric: Any, entries: Iterable[Entry]) -> None:
 
 
 def can_add(metric: Any) -> bool:
-    """Whether several of its states make one of the same form."""
+    """Whether its states can be merged into one of the same form."""
     return all(reduction is not None or isinstance(metric._defaults[name], list) for name, reduction in metric._reductions.items())
 
 
 def repeated() -> bool:
-    """Whether what metrics see now will be forgotten: :func:`unchanged`."""
+    """Whether what metrics see now will be discarded: :func:`unchanged`."""
     return bool(_repeats)
 
 
@@ -120,7 +120,7 @@ _repeats: list[bool] = []
 
 @contextmanager
 def unchanged(module: nn.Module, others: Iterable[Any] = ()) -> Iterator[None]:
-    """Whatever metrics of ``module``, and ``others``, see in the block is forgotten: a repeated micro-batch that only keeps the ranks matched."""
+    """Discard what metrics of ``module``, and ``others``, see in the block: a repeated micro-batch that only keeps the ranks matched."""
     metrics = {id(m): m for m in (*(m for _, m in _metrics(module)), *others)}.values()
     before = [(m, *copied(entry(m))) for m in metrics]
     _repeats.append(True)

@@ -1,4 +1,4 @@
-"""torchmetrics objects that are logged: what each has seen in a step, a loader and an epoch, and its value over all ranks."""
+"""Logged torchmetrics objects: what each has seen in a step, a loader and an epoch, and its value over all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.distributed.group import Group
 from engine.metrics.torchmetrics_states import Entry, add, can_add, copied, entry, fresh, install, is_metric, merged, repeated
 
 Seen = list[list[Entry]]
-"""What a metric has seen: for each of its parts the entries that make up its state."""
+"""What a metric has seen: for each of its submetrics the entries that make up its state."""
 
 
 class Logged:
@@ -23,21 +23,21 @@ class Logged:
 
     def __init__(self, metric: Any, path: str | None) -> None:
         self.metric, self.path = metric, path
-        """``path``: its name in the module; ``None`` when it is not there, and then only the ranks that log it know it."""
+        """``path``: its name in the module; ``None`` when it is not in the module, and then only the ranks that log it know it."""
         self.parts: list[Any] = [m for m in metric.modules() if is_metric(m)] if isinstance(metric, nn.Module) else []
-        """It and the metrics that it is made of: a composition ``a + b`` has no states of its own."""
+        """It and the metrics that it consists of: a composition ``a + b`` has no states itself."""
         self.aside: Seen = [[] for _ in self.parts]
-        """What was seen for the loaders before."""
+        """What it has seen for earlier loaders."""
         self.watches: dict[int, Watch] = {}
-        """By part: what tells the steps apart, for parts that have states; empty when nobody asked for a step's value."""
+        """By submetric with states: the object that separates steps; empty when no step's value is needed."""
 
     def watch(self, watcher: Callable[[Any], Watch]) -> None:
-        """From now on tell the steps apart."""
+        """Separate steps from now on."""
         if not self.watches:
             self.watches = {id(part): watcher(part) for part in self.parts if part._defaults}
 
     def settle(self) -> None:
-        """The updates of this micro-batch are done."""
+        """End the updates of this micro-batch."""
         for watch in self.watches.values():
             watch.settle()
 
@@ -48,24 +48,24 @@ class Logged:
         return [found.get(id(part), []) if part._defaults else [entry(part)] for part in self.parts] if found else None
 
     def all(self) -> Seen:
-        """What it has seen since it was reset, or set aside for another loader."""
+        """What it has seen since its reset, or since the last loader."""
         return self.aside if any(self.aside) else [[entry(part)] for part in self.parts]
 
     def set_aside(self) -> None:
-        """Keep what was seen for a loader, and begin the next."""
+        """Keep what it has seen for a loader, and start the next."""
         self.aside = [[entry(part)] for part in self.parts]
         self.metric.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Discard everything."""
         self.metric.reset()
         self.aside = [[] for _ in self.parts]
 
     def value(self, name: str, seen: Seen) -> float:
-        """``metric.compute()`` on what was seen, here and on other ranks; the metric is as before afterwards.
+        """``metric.compute()`` on what was seen, here and on other ranks; the metric is not changed.
 
         Raises:
-            ValueError: that is not one number.
+            ValueError: the result is not one number.
         """
         before = [(part, entry(part), part._computed, part.distributed_available_fn) for part in self.parts]
         try:
@@ -78,23 +78,23 @@ class Logged:
                 install(part, *state)
                 part._computed, part.distributed_available_fn = computed, available
         if not isinstance(value, (int, float)) and not (isinstance(value, Tensor) and value.numel() == 1):
-            raise ValueError(f"log({name!r}): {type(self.metric).__name__}.compute() gave {value!r:.100}, not one number")
+            raise ValueError(f"log({name!r}): {type(self.metric).__name__}.compute() returned {value!r:.100}, not one number")
         return float(value)
 
 
 class Watch:
-    """Takes down what one metric sees in each step, however its state goes on: by its own ``forward`` or ``update``."""
+    """Records what one metric sees in each step, through its ``forward`` or ``update``."""
 
     def __init__(self, metric: Any, here: Callable[[], int], begins: bool) -> None:
         self.metric, self.here = metric, here
-        """``here``: the step under way."""
+        """``here``: the current step."""
         self.window, self.entries = here(), [copied(entry(metric))] if begins else []
         self.update = metric.update
         self.last: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         metric.update = self.updated  # copies and pickles of a metric make their own ``update``
 
     def updated(self, *args: Any, **kwargs: Any) -> None:
-        """``metric.update``, and keep what came of this micro-batch alone."""
+        """Call ``metric.update``, and keep the state of this micro-batch alone."""
         metric = self.metric
         if repeated():
             self.update(*args, **kwargs)
@@ -109,7 +109,7 @@ class Watch:
         self.last = args, kwargs
 
     def settle(self) -> None:
-        """Look at the newest micro-batch alone, unless ``forward`` has done that."""
+        """Compute the latest micro-batch's own state, unless ``forward`` has done that."""
         if self.last is None:
             return
         (args, kwargs), self.last = self.last, None
@@ -130,12 +130,12 @@ class Watch:
         self.entries.append(entry(self.metric))
 
     def end(self) -> None:
-        """Leave the metric as it was."""
+        """Restore the metric."""
         self.metric.update = self.update
 
 
 def leader(metric: Any, module: nn.Module | None) -> Any:
-    """The metric whose ``update`` is called for ``metric``: in a ``MetricCollection`` one of those with equal states stands for all."""
+    """The metric whose ``update`` is called for ``metric``: in a ``MetricCollection`` one of those with equal states represents all."""
     for collection in module.modules() if module is not None else ():
         groups = getattr(collection, "compute_groups", None)
         if isinstance(groups, dict):
@@ -147,19 +147,19 @@ def leader(metric: Any, module: nn.Module | None) -> Any:
 
 
 def check(name: str, metric: Any, group: Group, on_step: bool) -> None:
-    """Refuse what the value of a logged metric could not honour.
+    """Refuse settings that a logged metric's value cannot honour.
 
     Raises:
-        ValueError: a setting of the metric that contradicts a value over all ranks; a step's value that cannot be told apart.
+        ValueError: a setting of the metric contradicts a value over all ranks, or a step's value cannot be separated.
         TypeError: a metric of another library on several ranks.
     """
     kind, parts = type(metric).__name__, [m for m in metric.modules() if is_metric(m)] if is_metric(metric) else []
     if on_step and (not parts or any(part._defaults and any(is_metric(m) for m in part.children()) for part in parts)):
-        raise ValueError(f"log({name!r}): what {kind} sees in one step cannot be told apart; give on_step=False, on_epoch=True, or log a number")
+        raise ValueError(f"log({name!r}): what {kind} sees in one step cannot be separated; give on_step=False, on_epoch=True, or log a number")
     if group.world_size == 1:
         return
     if not parts:
-        raise TypeError(f"log({name!r}) got {kind}, which is not a torchmetrics Metric: its value over all ranks is not known; log a number")
+        raise TypeError(f"log({name!r}) got {kind}, which is not a torchmetrics Metric: its value over all ranks is unknown; log a number")
     for part in parts:
         refuse(f"log({name!r})", part, {"sync_on_compute": True, "dist_sync_on_step": False, "dist_sync_fn": None})
         if part.process_group not in (None, group.wide or group.cpu):
@@ -167,10 +167,10 @@ def check(name: str, metric: Any, group: Group, on_step: bool) -> None:
 
 
 def joined(module: nn.Module, group: Group, data_group: Group) -> None:
-    """Before a run: whatever the metrics of ``module`` compute themselves is over the ranks that see different data.
+    """Before a run: let the metrics of ``module`` compute over the ranks that see different data.
 
     Raises:
-        ValueError: one would meet the other ranks at each batch.
+        ValueError: one would synchronise with the other ranks at each batch.
     """
     for name, metric in module.named_modules():
         if is_metric(metric) and group.world_size > 1:
@@ -197,7 +197,7 @@ def refuse(who: str, metric: Any, neutral: Mapping[str, Any]) -> None:
 
 
 def put_back(every: Iterable[Logged]) -> None:
-    """After several loaders each metric has seen all that was set aside. One whose states cannot be put together keeps the last loader's."""
+    """After several loaders merge what each metric has seen for all of them. One whose states cannot be merged keeps the last loader's."""
     for logged in every:
         for part, entries in zip(logged.parts, logged.aside, strict=True):
             if can_add(part):
@@ -222,7 +222,7 @@ def agree(group: Group, mine: Offer) -> tuple[Offer, dict[str, int]]:
 def exchange(group: Group, mine: Mapping[str, Seen]) -> dict[str, Seen]:
     """What all ranks' metrics have seen, by name, in the order of ranks; a collective.
 
-    States travel by dtype and device in one tensor each, on the channel of their device; a rank that has none sends an empty one.
+    States are sent in one tensor per dtype and device, over the backend of their device; a rank without any sends an empty one.
     """
     tree, tensors = pack(dict(mine))
     forms = {name: [str(t.dtype).removeprefix("torch."), t.device.type, list(t.shape)] for name, t in tensors.items()}

@@ -1,1 +1,1 @@
-"""What ``Engine.prepare`` has made ready, and its checkpoints."""
+"""Objects that ``Engine.prepare`` has prepared, and their checkpoints."""

@@ -1,4 +1,4 @@
-"""The models, optimizers, schedulers and loaders of one engine, made ready and remembered."""
+"""The prepared models, optimizers, schedulers and loaders of one engine."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from engine.utils.parameters import parameters_of
 
 
 class Registry:
-    """Makes objects ready, each once, and knows all of them.
+    """Prepares objects, each once, and keeps them.
 
     Args:
-        seed: of the data order.
+        seed: the seed of the data order.
         sync_batchnorm: whether batch norms compute their statistics over all ranks.
     """
 
@@ -36,7 +36,7 @@ class Registry:
         self.strategy, self.precision, self.stepper, self.seed = strategy, precision, stepper, seed
         self.window, self.group, self.data_group = stepper.window, strategy.group, strategy.data_group
         self.models: list[nn.Module] = []
-        """As :meth:`model` gave them back."""
+        """As :meth:`model` returned them."""
         self.schedulers: list[PreparedScheduler] = []
         self.loaders: list[PreparedLoader] = []
         window = self.window
@@ -45,11 +45,11 @@ class Registry:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The user's own."""
+        """The user's model."""
         return self.stepper.known
 
     def prepare(self, item: Any) -> Any:
-        """Any of them made ready, by its type; other objects as they are."""
+        """Prepare an object by its type; others are returned unchanged."""
         if isinstance(item, (PreparedLoader, PreparedOptimizer, PreparedScheduler)):
             return item
         if isinstance(item, nn.Module):
@@ -92,7 +92,7 @@ class Registry:
         self.strategy.repoint(optimizer)
         self.stepper.add(optimizer)
         if self.strategy.pipelined:
-            self.window.join()  # there is one model, and one loss
+            self.window.join()  # there is only one model, and one loss
         return PreparedOptimizer(optimizer, self.stepper, self.window)
 
     def scheduler(self, scheduler: Any) -> PreparedScheduler:
@@ -115,11 +115,11 @@ class Registry:
         return inner if original is None else original
 
     def refuse_none(self) -> None:
-        """Raise if a micro-batch without a loss cannot be: some batch norm computes over all ranks."""
+        """Raise if a micro-batch without a loss is impossible, because some batch norm computes over all ranks."""
         self._norms.refuse_none()
 
     def release(self) -> None:
-        """Forget everything."""
+        """Release everything."""
         self.strategy.release()
         self._low.restore()
         self._norms.restore()
@@ -152,6 +152,6 @@ class Registry:
 
 
 def _schedules(item: Any) -> bool:
-    """Whether it is a scheduler of another class than torch's, such as timm's."""
+    """Whether it is a scheduler that is not torch's, such as timm's."""
     schedules = hasattr(item, "optimizer") and not hasattr(item, "zero_grad")
     return schedules and all(callable(getattr(item, name, None)) for name in ("step", "state_dict", "load_state_dict"))

@@ -1,4 +1,4 @@
-"""Checkpoints of everything that one engine has prepared, and of objects that were registered beside it."""
+"""Checkpoints of everything that one engine has prepared, and of registered objects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.utils.seed import capture, restore
 
 
 class Snapshot:
-    """Saves what a :class:`Registry` knows, and puts it back."""
+    """Saves the objects of a :class:`Registry` and restores them."""
 
     def __init__(self, prepared: Registry, scaler: Any) -> None:
         self._prepared, self._scaler = prepared, scaler
@@ -49,7 +49,7 @@ class Snapshot:
         return path
 
     def wait(self) -> None:
-        """Wait for the checkpoint on its way.
+        """Wait for the checkpoint in progress.
 
         Raises:
             RuntimeError: it could not be written.
@@ -79,20 +79,20 @@ class Snapshot:
             self._load_places(loaded, own)
             self.load_shared(loaded)
             if left := [name for name in ("callbacks", "datamodule", "user") if shared.get(name)]:
-                logger.warning("%s was saved by a run; a loop of your own does not take its %s", input_dir, ", ".join(left))
+                logger.warning("%s was saved by a run; your own loop does not use its %s", input_dir, ", ".join(left))
             if own is not None:
                 loaded.give("random generators", restore, own["rng"])
             return loaded.manifest
 
-    # -- what checkpoints of runs have too ------------------------------------------------------------------------------------------------
+    # -- also in checkpoints of runs ------------------------------------------------------------------------------------------------------
 
     def shared(self, optimizers: Sequence[Any], schedulers: Sequence[Any], loaders: Sequence[Any]) -> dict[str, Any]:
-        """What every checkpoint has of what is the same on all ranks; the form is :mod:`engine.checkpoint.snapshot`'s.
+        """The state in every checkpoint that is the same on all ranks, in the form of :mod:`engine.checkpoint.snapshot`.
 
         Args:
-            optimizers: their classes are kept; their states are each rank's.
+            optimizers: only their classes are kept here; their states are saved by rank.
             schedulers: each has the learning rate scheduler as ``scheduler``.
-            loaders: their places in the data.
+            loaders: their positions in the data are saved.
         """
         return {
             "seed": self._prepared.seed,
@@ -105,7 +105,7 @@ class Snapshot:
         }
 
     def load_shared(self, loaded: Loaded) -> None:
-        """Put back :meth:`shared`, but for the seed, the schedulers and the loaders.
+        """Restore :meth:`shared`, except for the seed, the schedulers and the loaders.
 
         Raises:
             ValueError: other objects are registered.
@@ -118,11 +118,11 @@ class Snapshot:
         loaded.give("objects that are registered", self._load_registered, shared["registered"])
 
     def own(self, streams: Sequence[Any]) -> dict[str, Any]:
-        """What every checkpoint has of this rank alone."""
+        """The state in every checkpoint that belongs to this rank alone."""
         return {"place": self.place_among_ranks(), "rng": capture(), "streams": list(streams)}
 
     def place_among_ranks(self) -> list[int]:
-        """Where this rank is among those that see different data, and whether it speaks for what it sees."""
+        """This rank's index among those that see different data, and whether it saves for its data."""
         group = self._prepared.data_group
         return [group.world_size, group.rank, int(self._prepared.strategy.speaks)]
 
@@ -144,7 +144,7 @@ class Snapshot:
         )
 
     def _check(self, loaded: Loaded, strict: bool) -> None:
-        """Whether the optimizers, the schedulers and the data are those of the checkpoint."""
+        """Check that the optimizers, the schedulers and the data are those of the checkpoint."""
         prepared, shared, source = self._prepared, loaded.shared, loaded.source
         here = (len(prepared.optimizers), len(prepared.schedulers), len(prepared.loaders))
         of_run = "state" in shared  # its one loader is the training data's; others are read from their start
@@ -160,7 +160,7 @@ class Snapshot:
                 check_samples(loaded.path, state.get("samples"), loader.samples, state["position"], strict)
 
     def _load_places(self, loaded: Loaded, own: Any) -> None:
-        """Where each loader was in its data."""
+        """Restore each loader's position in its data."""
         prepared, shared = self._prepared, loaded.shared
         known = loaded.of_rank(0) if own is None else own
         streams = [None] * len(shared["loaders"]) if known is None else known["streams"]  # a converted checkpoint has none
@@ -180,7 +180,7 @@ class Snapshot:
             item.load_state_dict(state)
 
     def _whole_module(self) -> nn.Module:
-        """The one model that was prepared; several as members of one module."""
+        """The prepared model; several as submodules of one module."""
         prepared = self._prepared
         models = [prepared.unwrap(model) for model in prepared.models]
         if len(models) == 1:

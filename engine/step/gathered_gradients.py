@@ -1,4 +1,4 @@
-"""What is in an optimizer's gradients, and what was done to them."""
+"""The state of an optimizer's gradients: what was accumulated, and what was done to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCALAR, WEIGHTED = 1, 2
 
 
 class Gathered:
-    """What backward passes have left in the gradients of one optimizer since they were last used, and what was done to them since.
+    """The state of one optimizer's gradients since they were last used.
 
     Optimizers that step together on one loss share one such object.
     """
@@ -23,20 +23,20 @@ class Gathered:
     def __init__(self, optimizers: Sequence[Optimizer] = ()) -> None:
         self.optimizers = list(optimizers)
         self.kind = 0
-        """The kind of the losses as the ranks know it of each other; 0: not known yet."""
+        """The kind of the losses that the ranks agreed on; 0: not known yet."""
         self.held = False
-        """The newest ``accumulate`` block did not close its window: no step until the next one, and nothing is cleared."""
+        """The latest ``accumulate`` block did not close its window: no step and no clearing until the next one."""
         self.used = False
         """A step has used the gradients."""
         self.open()
 
     def open(self) -> None:
-        """Other gradients will come: nothing of these is known any more."""
+        """Reset, before other gradients are accumulated."""
         self.count: Tensor | float | None = None
         """Items of the ``Loss`` objects so far, on this rank."""
         self.scalars = False
         self.dropped = 0.0
-        """The part of the window (of 1) whose micro-batches had no loss; known on one process only."""
+        """The fraction of the window whose micro-batches had no loss; known on one process only."""
         self.closed = False
         """:attr:`total` is known: the next backward pass opens another window."""
         self.total: Tensor | float | None = None
@@ -44,9 +44,9 @@ class Gathered:
         self.ready: dict[int, Tensor | None] = {}
         """Optimizers (by id) whose gradients are divided and unscaled, with a flag (1.0: not finite) where one was needed."""
         self.altered = False
-        """Making them ready has changed them, for a step that has not come: another backward pass would mix two units."""
+        """Finishing has changed them, but the step has not come: another backward pass would mix two scales."""
         self.averaged = False
-        """They are averaged over the ranks by hand (manual optimization)."""
+        """They are averaged over the ranks explicitly (manual optimization)."""
 
     def cleared(self) -> None:
         """The gradients were set to zero."""

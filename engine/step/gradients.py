@@ -72,7 +72,7 @@ def loss_in(outputs: Any, who: str) -> Any:
 
 
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients, to be read and changed in place; of a sparse one its elements, each row once, in a dense tensor that shares their memory."""
+    """The gradients, to read and change in place; for a sparse one its coalesced values, in a dense tensor that shares their memory."""
     found = []
     for parameter in parameters:
         grad = parameter.grad
@@ -86,12 +86,12 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
-    """One tensor or several, as torch's clipping functions take them."""
+    """One tensor or several, in the form that torch's clipping functions accept."""
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
 def traces(optimizers: Sequence[Optimizer]) -> list[tuple[Any, int]]:
-    """Each parameter's gradient and its version: others after a backward pass that has reached the parameter."""
+    """Each parameter's gradient and its version: these change in a backward pass that reaches the parameter."""
     grads = (p.grad for p in parameters_of(optimizers))
     return [(None, 0) if grad is None else (grad, grad._version) for grad in grads]
 
@@ -122,7 +122,7 @@ def clip_values(grads: list[Tensor], limit: float) -> None:
 
 @torch.no_grad()
 def clip_norm(grads: list[Tensor], norm: Tensor, limit: float, divisor: Tensor | float | None) -> Tensor:
-    """Divide by ``divisor`` and scale down to a norm of at most ``limit``, in one pass; the divided gradients' norm, shape ``()``."""
+    """Divide by ``divisor`` and scale to a norm of at most ``limit``, in one pass; return the divided gradients' norm, shape ``()``."""
     if divisor is not None:
         norm = norm / divisor
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)  # the formula of torch.nn.utils.clip_grad_norm_
@@ -141,7 +141,7 @@ def joins(parameters: Iterable[Tensor]) -> Tensor:
     """A zero with a graph to every trained parameter: its backward takes part in the other ranks' gradient reduction."""
     warn_once(
         "training_step returned None with several ranks: the micro-batch counts with a zero gradient. "
-        "To leave samples out exactly, return Loss(sum, count) with the count that is left."
+        "To leave samples out exactly, return Loss(sum, count) with the remaining count."
     )
     total = sum((p.flatten()[0] * 0.0).real for p in parameters if p.requires_grad)
     assert isinstance(total, Tensor)
@@ -149,14 +149,14 @@ def joins(parameters: Iterable[Tensor]) -> Tensor:
 
 
 def check_held(before: Mapping[str, Tensor], now: Mapping[str, Tensor], optimizers: Iterable[Optimizer]) -> None:
-    """Whether the optimizers still have a model's parameters.
+    """Check that the optimizers still have a model's parameters.
 
     Args:
-        before: the parameters by name, as they were when the optimizers were made or last looked at.
-        now: as they are.
+        before: the parameters by name, as they were when the optimizers were created or last checked.
+        now: the current ones.
 
     Raises:
-        ValueError: others are in the place of some, and the optimizers have the old ones.
+        ValueError: some were replaced, and the optimizers still have the old ones.
     """
     held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     lost = [
@@ -167,7 +167,7 @@ def check_held(before: Mapping[str, Tensor], now: Mapping[str, Tensor], optimize
     if lost:
         shown = ", ".join(lost[:6]) + (f" and {len(lost) - 6} more" if len(lost) > 6 else "")
         raise ValueError(
-            f"parameters were replaced by others after their optimizer was made, which still has the old ones and would train nothing: {shown}. "
-            "load_state_dict(assign=True) does that, and so does another module in the place of one: make the optimizer afterwards, give it the "
+            f"parameters were replaced after their optimizer was created, which still has the old ones and would train nothing: {shown}. "
+            "load_state_dict(assign=True) does that, and so does replacing a module: create the optimizer afterwards, give it the "
             "new parameters, or copy values in place (load_state_dict without assign)"
         )

@@ -1,4 +1,4 @@
-"""The optimizer step: finish the gradients in as few passes as possible, decide whether they are sound, apply them."""
+"""The optimizer step: finish the gradients in as few passes as possible, check that they are finite, apply them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Then = Callable[[bool], None]
 
 
 class Sharing(Protocol):
-    """What a stepper asks of a strategy: how the ranks share gradients. :class:`engine.Strategy` says what each verb does."""
+    """What a stepper needs of a strategy: how the ranks share gradients. :class:`engine.Strategy` documents each method."""
 
     group: Group
     data_group: Group
@@ -35,7 +35,7 @@ class Sharing(Protocol):
 
 
 class OwnsStep(Sharing, Protocol):
-    """The same of a strategy that divides, clips, checks and applies gradients by itself."""
+    """The same for a strategy that divides, clips, checks and applies gradients by itself."""
 
     def step(
         self, optimizers: Sequence[Any], divisor: Tensor | float | None, max_norm: float | None, max_value: float | None, checked: bool
@@ -44,11 +44,11 @@ class OwnsStep(Sharing, Protocol):
 
 
 class Stepper:
-    """Steps optimizers whose gradients one :class:`Window` has gathered.
+    """Steps optimizers whose gradients one :class:`Window` accumulates.
 
-    A step is skipped when a gradient is not finite, under fp16's scaler always, otherwise if ``on_nonfinite`` says so. On the CPU the
-    verdict is known at once. On a device, with optimizers that skip by themselves (fused ones), nobody waits for it: it is
-    read at the next step, when that one's kernels are queued already, or by :meth:`settle`.
+    A step is skipped when a gradient is not finite: always under fp16's scaler, otherwise if ``on_nonfinite`` says so. On the CPU the
+    verdict is known at once. On a device, with optimizers that skip by themselves (fused ones), nothing waits for it: it is
+    read at the next step, after that step's kernels are queued, or by :meth:`settle`.
     """
 
     def __init__(self, window: Window, strategy: Sharing, scaler: Scaler | None, on_nonfinite: str | None) -> None:
@@ -56,12 +56,12 @@ class Stepper:
         self.known: list[Optimizer] = []
         """Every optimizer of this engine."""
         self.norm: Tensor | None = None
-        """The global norm of the newest step's gradients before clipping; ``None`` when nothing asked for it. Shape ``()``."""
+        """The global norm of the latest step's gradients before clipping; ``None`` when it was not needed. Shape ``()``."""
         self.skipped = False
-        """Whether the newest decided step was skipped."""
+        """Whether the latest step with a known verdict was skipped."""
         self.describe: Callable[[], str] = lambda: ""
         self.first: Callable[[], None] | None = None
-        """Called once, before the next step."""
+        """Functions to call once, before the next step."""
         self._alone = strategy.group.world_size == 1
         self._pending: list[tuple[Tensor, Any, list[Then]]] = []
 
@@ -71,13 +71,13 @@ class Stepper:
         return len(self._pending)
 
     def add(self, optimizer: Optimizer) -> None:
-        """One more optimizer, once."""
+        """Add an optimizer, once."""
         if not any(optimizer is known for known in self.known):
             self.known.append(optimizer)
             self.window.add(optimizer)
 
     def leave(self) -> None:
-        """Let go of all optimizers."""
+        """Release all optimizers."""
         self.known.clear()
         self.window.leave()
 
@@ -89,7 +89,7 @@ class Stepper:
             )
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
-        """Unscale and divide these optimizers' gradients now, so that they can be looked at; the step does not do it again."""
+        """Unscale and divide these optimizers' gradients now, so that they can be read; the step does not do it again."""
         for optimizer in optimizers:
             group = self.window.of(optimizer)
             if id(optimizer) in group.ready:
@@ -113,7 +113,7 @@ class Stepper:
         return gradients.gradients(parameters)
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
-        """Scale the gradients of these parameters down; their norm before, if it is known now. Shape ``()``."""
+        """Clip the norm of these parameters' gradients; return the norm before, if it is known now. Shape ``()``."""
         grads = self.readable(parameters)
         return gradients.clip_norm(self.strategy.local(grads), self.strategy.norm(grads, norm_type), max_norm, None)
 
@@ -122,12 +122,12 @@ class Stepper:
         gradients.clip_values(self.strategy.local(self.readable(parameters)), limit)
 
     def forget(self, optimizers: Sequence[Optimizer]) -> None:
-        """The gradients of these optimizers were set to zero: what they were, and what was done to them, no longer holds."""
+        """Note that the gradients of these optimizers were set to zero: their state is reset."""
         for optimizer in optimizers:
             self.window.of(optimizer).cleared()
 
     def fed(self) -> bool:
-        """Whether the window that ends here is a step: some rank had a loss in it. For ranks that had none; others need not ask."""
+        """Whether the window that ends here makes a step, because some rank had a loss. Only ranks without a loss need to ask."""
         window, several = self.window, self.strategy.data_group.world_size > 1
         for group in window.groups:
             self._divisor(group)
@@ -169,10 +169,10 @@ class Stepper:
         self._apply(optimizers, found, then)
 
     def finish(self, optimizers: Sequence[Optimizer], *, max_norm: float | None = None, max_value: float | None = None, inside: bool = False) -> None:
-        """Divide, clip and check the gradients of ``optimizers`` as one; when one of them steps later, that is not done again.
+        """Divide, clip and check the gradients of ``optimizers`` as one; their later steps do not do it again.
 
         Args:
-            inside: within an optimizer's step, after each evaluation of its closure: what is not finite is an error.
+            inside: within an optimizer's step, after each evaluation of its closure: non-finite gradients are an error.
         """
         found = self._finish(optimizers, self._divided(optimizers), max_norm, max_value)
         if not inside:
@@ -185,13 +185,13 @@ class Stepper:
             self._fail()
 
     def call_first(self) -> None:
-        """Call what waits for the next step; for whoever changes parameters by other means."""
+        """Call the functions that wait for the next step; for code that changes parameters by other means."""
         function, self.first = self.first, None
         if function is not None:
             function()
 
     def _divisor(self, group: Gathered) -> Tensor | float | None:
-        """What a group's gradients are still to be divided by; ``None``, the usual case: all weights were known before the backward passes."""
+        """The remaining divisor of a group's gradients; usually ``None``, because all weights were known before the backward passes."""
         if self.window.share.repeats and not group.closed:
             self.strategy.drop_repeated(parameters_of(group.optimizers))
         if group.count is None and not group.dropped and (self._alone or group.kind == SCALAR):
@@ -200,7 +200,7 @@ class Stepper:
         return self.window.finish(group, self.strategy.sum, self.strategy.group, self.strategy.data_group.world_size)
 
     def _divided(self, optimizers: Sequence[Optimizer]) -> Tensor | float | None:
-        """The divisor where several optimizers step by themselves: each has its own, so that several are divided before they step as one."""
+        """The divisor when several optimizers step by themselves: each has its own, so several are divided before they step as one."""
         divisors = [self._divisor(self.window.of(optimizer)) for optimizer in optimizers]
         if len(divisors) == 1:
             return divisors[0]
@@ -211,7 +211,7 @@ class Stepper:
     def _finish(
         self, optimizers: Sequence[Optimizer], divisor: Tensor | float | None, max_norm: float | None, max_value: float | None
     ) -> Tensor | None:
-        """All passes over the gradients; a flag (1.0: not finite) when something asked for one."""
+        """All passes over the gradients; return a flag (1.0: not finite) if it is needed."""
         found: Tensor | None = None
         ready = [self.window.of(o).ready for o in optimizers]
         if self.scaler is not None or any(id(o) in done for o, done in zip(optimizers, ready, strict=True)):
@@ -236,7 +236,7 @@ class Stepper:
         return None if found is None else self.strategy.agree(found)
 
     def _fold(self, optimizers: Sequence[Optimizer], divisor: Tensor | float, found: Tensor | None, max_value: float | None) -> bool:
-        """Let a fused optimizer divide inside its kernel instead of in a pass of its own."""
+        """Let a fused optimizer divide inside its kernel instead of in another pass."""
         if max_value is not None or not isinstance(divisor, Tensor) or not all(_skips_itself(o) for o in optimizers):
             return False
         if any(p.dtype == torch.float64 for p in parameters_of(optimizers)):
@@ -276,7 +276,7 @@ class Stepper:
             self._decide(not skip, thens)
 
     def settle(self) -> None:
-        """Wait for the verdicts that are still out, and tell those who asked for them."""
+        """Wait for the pending verdicts, and call their callbacks."""
         while self._pending:
             host, event, thens = self._pending.pop(0)
             event.synchronize()
@@ -286,7 +286,7 @@ class Stepper:
             self._decide(applied, thens)
 
     def after(self, then: Then) -> None:
-        """Call ``then`` with the newest step's verdict, now or when it is known."""
+        """Call ``then`` with the latest step's verdict, now or when it is known."""
         if self._pending:
             self._pending[-1][2].append(then)
         else:
@@ -300,24 +300,24 @@ class Stepper:
     def _fail(self) -> None:
         raise FloatingPointError(
             f"a gradient is not finite (on_nonfinite='raise'){self.describe()}; the parameters are those from before this step. "
-            "Lower the learning rate, set gradient_clip_val, look at the batch, or go on with on_nonfinite='skip'"
+            "Lower the learning rate, set gradient_clip_val, look at the batch, or continue with on_nonfinite='skip'"
         )
 
 
 class OwnedStepper(Stepper):
-    """For strategies that own the step: gradients are divided, clipped, checked and applied in one call of theirs."""
+    """For strategies that own the step: gradients are divided, clipped, checked and applied in one call."""
 
     strategy: OwnsStep
 
     def check_closure(self) -> None:
         name = type(self.strategy).__name__
-        raise RuntimeError(f"optimizer.step(closure) under {name}, which steps by itself: leave it out")
+        raise RuntimeError(f"optimizer.step(closure) under {name}, which steps by itself: omit it")
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
-        """Nothing: gradients become readable inside of the step only."""
+        """Do nothing: gradients are readable only inside the step."""
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
-        """Tell the strategy; the norm is known after the step."""
+        """Pass the limit to the strategy; the norm is known after the step."""
         self.strategy.clip_at_step(parameters, max_norm, norm_type)
         return None
 
@@ -342,5 +342,5 @@ class OwnedStepper(Stepper):
 
 
 def _skips_itself(optimizer: Optimizer) -> bool:
-    """Whether its step takes ``found_inf`` and ``grad_scale`` on the device, as torch's fused optimizers do."""
+    """Whether its step accepts ``found_inf`` and ``grad_scale`` on the device, as torch's fused optimizers do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

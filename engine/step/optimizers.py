@@ -1,4 +1,4 @@
-"""What ``configure_optimizers`` gives, in one form: a list of optimizers and a list of schedules."""
+"""The result of ``configure_optimizers`` in one form: a list of optimizers and a list of schedules."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class Schedule:
     interval: str = "epoch"
     """``"epoch"``: at the end of epochs, after validation. ``"step"``: after optimizer steps that happened."""
     frequency: int = 1
-    """Every so many epochs or steps."""
+    """Step every this many epochs or steps."""
     monitor: str | None = None
     """The metric that ``ReduceLROnPlateau`` follows."""
     strict: bool = True
-    """Whether a missing ``monitor`` is an error (else that update is left out)."""
+    """Whether a missing ``monitor`` is an error (otherwise the update is skipped)."""
     name: str | None = None
-    """How learning rate loggers call it."""
+    """Its name in learning rate loggers."""
     reduce_on_plateau: bool = False
     numbered: bool = field(default=False, init=False)
-    """The scheduler takes the number of the epoch or step, as those of timm do: ``step(epoch)``, ``step_update(num_updates)``."""
+    """The scheduler takes the number of the epoch or step, as timm's do: ``step(epoch)``, ``step_update(num_updates)``."""
     step: Callable[[Any, Any], None] | None = field(default=None, init=False, repr=False)
-    """The module's ``lr_scheduler_step``, if it has one: it makes each step of the scheduler."""
+    """The module's ``lr_scheduler_step``, if overridden: it steps the scheduler."""
 
     def __post_init__(self) -> None:
         if self.interval not in ("epoch", "step"):
@@ -55,10 +55,10 @@ class Schedule:
             raise ValueError('ReduceLROnPlateau needs a metric: return {"scheduler": ..., "monitor": "val_loss"} for it')
 
     def check(self) -> None:
-        """Before the first step, whether :meth:`advance` can step the scheduler.
+        """Check before the first step that :meth:`advance` can step the scheduler.
 
         Raises:
-            ValueError: its ``step`` needs something that is not known, or it counts in another unit than ``interval``.
+            ValueError: its ``step`` needs arguments that a run does not know, or it counts in another unit than ``interval``.
         """
         who, needed = type(self.scheduler).__name__, _needed(self.scheduler.step)
         if self.numbered:
@@ -66,7 +66,7 @@ class Schedule:
             if own != self.interval:
                 raise ValueError(
                     f"{who} counts in {'epochs' if own == 'epoch' else 'steps'} (t_in_epochs={own == 'epoch'}), and its interval is "
-                    f'{self.interval!r}, so that it would change nothing: return {{"scheduler": ..., "interval": "{own}"}} for it'
+                    f'{self.interval!r}, so it would have no effect: return {{"scheduler": ..., "interval": "{own}"}} for it'
                 )
         elif needed and not (self.reduce_on_plateau and len(needed) == 1):
             raise ValueError(
@@ -78,10 +78,10 @@ class Schedule:
         """One scheduler step.
 
         Args:
-            number: how many steps, or epochs, the training has made.
+            number: steps, or epochs, that the training has made.
 
         Raises:
-            ValueError: the monitored metric is not there, with the names of those that are.
+            ValueError: the monitored metric was not logged; the message lists those that were.
         """
         if self.step is not None and not self.reduce_on_plateau:
             self.step(self.scheduler, None)
@@ -100,17 +100,17 @@ class Schedule:
 
 
 def _needed(step: Any) -> list[str]:
-    """The arguments that it must be given."""
+    """Its required arguments."""
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     every = inspect.signature(step).parameters.items()
     return [name for name, each in every if each.default is inspect.Parameter.empty and each.kind not in several]
 
 
 class Modes:
-    """Optimizers with ``train()`` and ``eval()``, such as schedule-free ones: the weights that they train with are not those to be used.
+    """Optimizers with ``train()`` and ``eval()``, such as schedule-free ones: they train with other weights than those to use afterwards.
 
-    A run trains with the ones, and evaluates, saves and ends with the others. While those are in place the training's own are kept in the
-    optimizer's state, saved with it, and put back bit by bit: neither evaluating nor saving changes the training.
+    A run trains with the former, and evaluates, saves and ends with the latter. Meanwhile the training weights are kept in the
+    optimizer's state, saved with it, and restored bit by bit: neither evaluation nor saving changes the training.
     """
 
     KEPT = "training_weights"
@@ -121,7 +121,7 @@ class Modes:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """The training's weights; those to be used afterwards, also after an error."""
+        """The training weights inside the block; the weights to use afterwards, also after an error."""
         self._train()
         try:
             yield
@@ -130,7 +130,7 @@ class Modes:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The weights to be used; afterwards those that were there before."""
+        """The weights to use inside the block; afterwards the previous ones."""
         before = self._training
         self._eval()
         try:
@@ -161,7 +161,7 @@ class Modes:
 
 
 def counters(optimizer: Any) -> set[str]:
-    """Whether a group's entry of that name is a counter of the optimizer's own rather than a hyperparameter: its constructor does not take it."""
+    """Whether a group's entry is the optimizer's own counter rather than a hyperparameter: its constructor does not take it."""
     return set(optimizer.defaults) - set(inspect.signature(type(optimizer)).parameters)
 
 
@@ -173,7 +173,7 @@ def configured(given: Any) -> tuple[list[Optimizer], list[Schedule]]:
     """
     optimizers, schedules = _parse(given)
     if len({id(o) for o in optimizers}) < len(optimizers):
-        raise ValueError("configure_optimizers gave the same optimizer twice")
+        raise ValueError("configure_optimizers returned the same optimizer twice")
     for optimizer in optimizers:
         if not any(p.requires_grad for p in parameters_of([optimizer])):
             raise ValueError(f"{type(optimizer).__name__} has no parameters to train: it was given none, or only frozen ones (requires_grad=False)")
@@ -214,7 +214,7 @@ def _entry(entry: Mapping[str, Any]) -> tuple[list[Optimizer], list[Schedule]]:
 def _optimizer(given: Any) -> Optimizer:
     if not isinstance(given, Optimizer):
         raise TypeError(
-            f"configure_optimizers gave {type(given).__name__} where a torch.optim.Optimizer belongs; possible: an optimizer, a list of them, "
+            f"configure_optimizers returned {type(given).__name__}, not a torch.optim.Optimizer; possible: an optimizer, a list of them, "
             '([optimizers], [schedulers]), {"optimizer": ..., "lr_scheduler": ...}'
         )
     return given
@@ -230,5 +230,5 @@ def _schedule(given: Any) -> Schedule:
             raise ValueError('configure_optimizers: an lr_scheduler dict needs the key "scheduler"')
         return Schedule(**given)
     if not isinstance(given, LRScheduler) and not callable(getattr(given, "step", None)):
-        raise TypeError(f"configure_optimizers gave {type(given).__name__} where a learning rate scheduler belongs")
+        raise TypeError(f"configure_optimizers returned {type(given).__name__}, not a learning rate scheduler")
     return Schedule(given)

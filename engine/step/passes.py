@@ -1,4 +1,4 @@
-"""Backward passes that are not plain ones: by a function of the user's, or by a pipeline's schedule."""
+"""Other backward passes: by a user's function, or by a pipeline's schedule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.utils.tree import batch_size, map_tensors
 
 
 class Pipelines(Protocol):
-    """What is asked of a strategy. :class:`engine.Strategy` says what each does."""
+    """What this needs of a strategy. :class:`engine.Strategy` says what each does."""
 
     group: Group
     data_group: Group
@@ -27,10 +27,10 @@ class Pipelines(Protocol):
 
 
 class Passes:
-    """The weights of a window's micro-batches, for backward passes that somebody else runs.
+    """The weights of a window's micro-batches, for backward passes that other code runs.
 
     Args:
-        scaler: of losses under fp16, or ``None``.
+        scaler: the loss scaler under fp16, or ``None``.
     """
 
     def __init__(self, window: Window, strategy: Pipelines, scaler: Any) -> None:
@@ -83,7 +83,7 @@ class PipelinedPasses(Passes):
         def root(loss: Tensor | Loss, fraction: float) -> Tensor:
             if isinstance(loss, Loss) and scaler is not None:
                 raise ValueError("Loss(sum, count) with a pipeline under fp16: the sum may overflow; use precision='bf16-mixed', or return a mean")
-            # As with several ranks: the loss is here, but not all that it is divided by.
+            # As with several ranks: the loss is known here, but not the whole divisor.
             start, divisor = window.root(loss, max(2, strategy.data_group.world_size), False)
             if not isinstance(loss, Loss):
                 divisor /= fraction

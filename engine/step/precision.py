@@ -1,4 +1,4 @@
-"""Number formats: which dtype parameters, inputs and computations have, and the loss scaler of fp16."""
+"""Number formats: the dtypes of parameters, inputs and computations, and the loss scaler of fp16."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ class Precision:
     autocast: torch.dtype | None = None
     """The dtype that autocast computes in; ``None`` without autocast."""
     parameters: torch.dtype | None = None
-    """What parameters and floating point inputs are cast to; ``None`` leaves them as they are."""
+    """The dtype of parameters and floating point inputs; ``None`` leaves them unchanged."""
     scaled: bool = False
     """Whether the loss is scaled: fp16 gradients below 6e-8 would vanish otherwise."""
     fp8: FP8 | None = None
-    """Linear layers compute in fp8, as this says."""
+    """How linear layers compute in fp8."""
 
     def __str__(self) -> str:
         return self.name if self.fp8 in (None, FP8()) else f"{self.name} by {self.fp8}"
 
     def describe(self) -> str | dict[str, Any]:
-        """As it can be written into a file: its name, with the settings of fp8 where there are any."""
+        """For a file: its name, with the settings of fp8 if there are any."""
         return self.name if self.fp8 in (None, FP8()) else fields_of(self.fp8, self.name)
 
     @classmethod
     def parse(cls, name: str | int | Mapping[str, Any] | Named | Precision | FP8) -> Precision:
-        """The precision of that name (Lightning's names, and Accelerate's ``no``, ``bf16``, ``fp16`` and ``fp8``).
+        """The precision of this name (Lightning's names, and Accelerate's ``no``, ``bf16``, ``fp16`` and ``fp8``).
 
         ``{"name": "fp8-mixed", "recipe": "rowwise"}`` has settings of :class:`engine.FP8`.
 
         Raises:
-            ValueError: for a name or a setting that does not exist, with those that do.
-            TypeError: something else.
+            ValueError: an unknown name or setting; the message lists the known ones.
+            TypeError: another type.
         """
         if isinstance(name, (Mapping, Named)):
             name = check("precision", name)
@@ -87,7 +87,7 @@ class Precision:
         model._apply(convert)
 
     def context(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """The autocast context of a forward pass on ``device``; one object serves a whole run, but does not nest in itself."""
+        """The autocast context of a forward pass on ``device``; one object serves a whole run, but cannot be nested in itself."""
         if self.autocast is None:
             return contextlib.nullcontext()
         context = torch.autocast(device.type, dtype=self.autocast)
@@ -140,7 +140,7 @@ class Scaler(torch.amp.GradScaler):
 
         ``parts``: this rank's parts of sharded gradients, instead of the gradients themselves.
         """
-        if self._scale is None:  # no backward pass on this rank yet: others may have had one
+        if self._scale is None:  # no backward pass on this rank yet; others may have had one
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
         assert self._scale is not None
         inverse = self._scale.double().reciprocal()
@@ -171,7 +171,7 @@ class Scaler(torch.amp.GradScaler):
         self._found.clear()
 
     def _waits(self, optimizer: Optimizer) -> bool:
-        """Whether it holds gradients that it has not stepped with (loops that call ``zero_grad`` first keep used ones around)."""
+        """Whether it holds gradients that it has not stepped with (loops that call ``zero_grad`` first keep used ones)."""
         grad = _first_grad(optimizer)
         used = self._used.get(id(optimizer))
         return grad is not None and (used is None or used[0]() is not grad or used[1] != grad._version)

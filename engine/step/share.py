@@ -1,4 +1,4 @@
-"""What a micro-batch is worth in its window."""
+"""The weight of a micro-batch in its window."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 
 class Share(NamedTuple):
-    """What one micro-batch is worth."""
+    """The weight of one micro-batch."""
 
     size: int
-    """Samples in it; 0 for a repeated micro-batch that only keeps the collectives matched; -1: nobody needed to know, ask the batch."""
+    """Samples in it; 0 for a repeated micro-batch that only keeps the collectives matched; -1: not determined yet, see the batch."""
     divisor: float
-    """What a mean loss over it is divided by, so that the average over ranks of the window's sum is the mean over all its samples."""
+    """The divisor of its mean loss, such that the average over ranks of the window's sum is the mean over all samples."""
     alone: float
     """The same for a loop without accumulation: as if this micro-batch were its own window."""
     last: bool
@@ -22,7 +22,7 @@ class Share(NamedTuple):
 
 
 ALONE = Share(size=-1, divisor=1.0, alone=1.0, last=True)
-"""The share of a batch that no prepared loader gave out."""
+"""The share of a batch that does not come from a prepared loader."""
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""The window: what its micro-batches' losses weigh, and what has been done to the gradients that they leave."""
+"""The window: the weights of its micro-batches' losses, and the state of their gradients."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ class Window:
         self.size = size
         """Micro-batches in a full window (``accumulate_grad_batches``)."""
         self.share: Share = ALONE
-        """The current micro-batch's; set by the prepared loader that gave it out."""
+        """The current micro-batch's share; set by the prepared loader."""
         self.accumulating = False
-        """Whether the loop accumulates: the window's own weights hold, not the micro-batch's alone."""
+        """Whether the loop accumulates: the window's weights apply, not the micro-batch's alone."""
         self.held = False
-        """The newest ``accumulate`` block did not close its window, and no backward pass came after it."""
+        """The latest ``accumulate`` block did not close its window, and no backward pass followed."""
         self.groups = [Gathered()]
-        """One for each optimizer that steps by itself."""
+        """One per optimizer that steps by itself."""
         self.only: Gathered | None = self.groups[0]
-        """The one of them; ``None`` when there are several."""
+        """The only group; ``None`` when there are several."""
         self.agree: Agree = list
         """Set by the engine."""
         self.traces: Callable[[Sequence[Optimizer]], list[Any]] = traces
-        """Set by the engine: what tells whether a backward pass has reached these optimizers' parameters."""
+        """Set by the engine: detects whether a backward pass has reached these optimizers' parameters."""
         self.lockstep = False
         """Whether all ranks run their backward passes together, as those of prepared models."""
         self.reference: float | None = None
@@ -77,12 +77,12 @@ class Window:
         self.fed = False
         """Whether this rank had a loss in this window."""
         self.complete = False
-        """Whether the newest backward pass was of a window's last micro-batch."""
+        """Whether the latest backward pass was of a window's last micro-batch."""
         self.scalars = False
-        """Whether there ever was a scalar loss: on this rank, and on any since the ranks last agreed on it."""
+        """Whether there was a scalar loss: on this rank, and on any rank when the ranks last agreed."""
         self.watching = False
         """Whether :meth:`attribute` is to be called after the backward pass."""
-        self._newest = self.groups[0]  # with several groups: what the newest loss is, until it is known whom it reaches
+        self._newest = self.groups[0]  # with several groups: the state of the latest loss, until its groups are known
         self._watched: list[list[Any]] = []
         self._released = self._rare = False
         self._entered: list[list[Any]] = []
@@ -92,10 +92,10 @@ class Window:
         self._unfed = 0
         self._seeds: dict[tuple[float, torch.device, torch.dtype], Tensor] = {}
 
-    # -- whose gradients --------------------------------------------------------------------------------------------------------
+    # -- groups of optimizers -----------------------------------------------------------------------------------------------------
 
     def add(self, optimizer: Optimizer) -> None:
-        """Another optimizer, which steps by itself."""
+        """Add an optimizer that steps by itself."""
         if not self.groups[0].optimizers:
             self.groups[0].optimizers.append(optimizer)
             return
@@ -109,7 +109,7 @@ class Window:
         self._together([optimizer for group in self.groups for optimizer in group.optimizers])
 
     def leave(self) -> None:
-        """No optimizer any more."""
+        """Remove all optimizers."""
         self._together([])
 
     def _together(self, optimizers: list[Optimizer]) -> None:
@@ -117,7 +117,7 @@ class Window:
         self.groups = [self._newest]
 
     def of(self, optimizer: Optimizer) -> Gathered:
-        """What stands for this optimizer's gradients."""
+        """The state of this optimizer's gradients."""
         if self.only is not None:
             return self.only
         for group in self.groups:
@@ -126,11 +126,11 @@ class Window:
         raise RuntimeError(f"this {type(optimizer).__name__} was not prepared, but others were: call engine.prepare(optimizer) before backward")
 
     def waits(self, group: Gathered) -> bool:
-        """Whether a step is still to come: more micro-batches belong to it."""
+        """Whether the step is still to come, after more micro-batches."""
         return not self.share.last if self.accumulating else group.held
 
     def ended(self, group: Gathered) -> bool:
-        """Whether the gradients may be cleared without a step: the window is whole, or there is none."""
+        """Whether the gradients may be cleared without a step: the window is complete, or there is none."""
         if not self.accumulating:
             return not group.held
         if not self.share.last or not self.complete:
@@ -163,7 +163,7 @@ class Window:
     # -- backward ---------------------------------------------------------------------------------------------------------------
 
     def root(self, loss: Tensor | Loss, world_size: int, fp16: bool) -> tuple[Tensor, float]:
-        """The scalar that backward starts from, and what it is divided by; both are exact for the current micro-batch."""
+        """The scalar that backward starts from, and its divisor; both are exact for the current micro-batch."""
         newest = self._newest
         if newest.closed:
             self._open()
@@ -175,7 +175,7 @@ class Window:
             return self._weighted(loss, share, world_size, fp16)
         root = loss if type(loss) is Tensor and not loss.ndim and loss.requires_grad else scalar(loss)
         if newest.count is not None:
-            raise TypeError("this micro-batch gave a scalar loss, an earlier one of the same window gave Loss(sum, count): return one kind")
+            raise TypeError("this micro-batch has a scalar loss, an earlier one of the same window has Loss(sum, count): return one kind")
         newest.scalars = self.scalars = self.fed = True
         if fp16 and not self._met and self.lockstep:
             self._meet(-1.0)
@@ -184,7 +184,7 @@ class Window:
         return root, share.divisor if self.accumulating else share.alone
 
     def _open(self) -> None:
-        """Begin another window after a finished one."""
+        """Start the next window after a finished one."""
         newest, several = self._newest, self.only is None
         self.fed = False
         self._rare = several or newest.altered
@@ -197,16 +197,16 @@ class Window:
         if several:
             newest.open()
             newest.closed = True
-        elif newest.closed:  # altered still; whether the coming backward pass reaches it will be seen
+        elif newest.closed:  # still altered; the next backward pass may or may not reach it
             newest.count, newest.scalars = None, False
 
     def _empty(self, group: Gathered) -> bool:
-        """Whether the gradients were set to ``None`` by other means than the optimizer's ``zero_grad``."""
+        """Whether something other than the optimizer's ``zero_grad`` set the gradients to ``None``."""
         found = self.traces(group.optimizers)
         return bool(found) and all(grad is None for grad, _ in found)
 
     def _watch(self, always: bool = False) -> None:
-        """Find out whom the coming backward pass reaches, where that matters."""
+        """Prepare to detect which groups the next backward pass reaches, if that matters."""
         self.watching = always or any(group.altered or (group.count is not None and group is not self._newest) for group in self.groups)
         if self.watching:
             self._watched = [self.traces(group.optimizers) for group in self.groups]
@@ -214,7 +214,7 @@ class Window:
     def _weighted(self, loss: Loss, share: Share, world_size: int, fp16: bool) -> tuple[Tensor, float]:
         newest = self._newest
         if newest.scalars:
-            raise TypeError("this micro-batch gave Loss(sum, count), an earlier one of the same window gave a scalar loss: return one kind")
+            raise TypeError("this micro-batch has Loss(sum, count), an earlier one of the same window has a scalar loss: return one kind")
         root, count = scalar(loss.sum), loss.count
         if isinstance(count, Tensor):
             count = whole(count.detach())
@@ -245,7 +245,7 @@ class Window:
             self.reference = 2.0 ** math.ceil(math.log2(max(most, 1.0) * self.size))
 
     def follow(self, weighted: bool) -> None:
-        """Another rank has this micro-batch's loss: be in the same state as its window."""
+        """Another rank has this micro-batch's loss: take the same state as its window."""
         if self._newest.closed:
             self._open()
         self.fed, self.complete = True, self.share.last
@@ -256,7 +256,7 @@ class Window:
                 group.scalars = self.scalars = True
 
     def drop(self, world_size: int, fp16: bool) -> None:
-        """The current micro-batch gave no loss: its samples do not count (one process), or count with a zero gradient (several)."""
+        """The current micro-batch has no loss: its samples do not count (one process), or count with a zero gradient (several)."""
         if self._newest.closed:
             self._open()
         self.complete = self.share.last
@@ -281,20 +281,20 @@ class Window:
             found = self._seeds[key] = (one / divisor).to(like.device, non_blocking=True)
         return found
 
-    # -- whom a backward pass has reached ---------------------------------------------------------------------------------------
+    # -- groups that a backward pass has reached ---------------------------------------------------------------------------------
 
     def reached(self, before: Sequence[list[Any]]) -> list[int]:
-        """The numbers of the groups whose gradients are others than ``before``."""
+        """The indices of the groups whose gradients differ from ``before``."""
         now = [self.traces(group.optimizers) for group in self.groups]
         pairs = [zip(old, new, strict=True) for old, new in zip(before, now, strict=True)]
         return [i for i, pair in enumerate(pairs) if any(a[0] is not b[0] or a[1] != b[1] for a, b in pair)]
 
     def attribute(self) -> None:
-        """After a backward pass: what is known of its loss goes to those whose parameters it has reached.
+        """After a backward pass: assign its loss to the groups whose parameters it has reached.
 
         Raises:
-            TypeError: both kinds of losses are in one optimizer's gradients.
-            RuntimeError: it added to gradients that are divided, unscaled or clipped for a step that has not come.
+            TypeError: one optimizer's gradients have both kinds of losses.
+            RuntimeError: it added to gradients that were divided, unscaled or clipped for a step that has not happened.
         """
         newest, several = self._newest, self.only is None
         before, self.watching, self._released, self._watched = self._watched, False, False, []
@@ -303,7 +303,7 @@ class Window:
             if group.altered:
                 names = ", ".join(type(o).__name__ for o in group.optimizers)
                 raise RuntimeError(
-                    f"this backward pass added to gradients of {names} that were clipped, unscaled or divided already, for a step that has not come: "
+                    f"this backward pass added to gradients of {names} that were clipped, unscaled or divided already, before their step: "
                     "call optimizer.step() or optimizer.zero_grad() before it, or clip after the last backward pass"
                 )
             if not self.accumulating:
@@ -318,7 +318,7 @@ class Window:
                 group.add(newest.count)
 
     def release(self) -> None:
-        """A backward pass outside of ``accumulate`` begins: whom it reaches steps."""
+        """Start a backward pass outside ``accumulate``: the groups it reaches step."""
         self.held, self._released = False, self.only is None
         if self.only is not None:
             self.only.held = False
@@ -326,7 +326,7 @@ class Window:
     # -- the end of a window ----------------------------------------------------------------------------------------------------
 
     def finish(self, group: Gathered, sum_over_ranks: Sum, ranks: Group, data_ranks: int) -> Tensor | float | None:
-        """Close the window: what a group's gradients are still to be divided by, or ``None``. Later calls before a backward give the same."""
+        """Close the window: return the remaining divisor of a group's gradients, or ``None``; the same until the next backward pass."""
         if group.closed:
             return group.total
         if ranks.world_size > 1 and not group.kind:
@@ -352,7 +352,7 @@ class Window:
         return 1.0 - group.dropped if group.scalars and 0.0 < group.dropped < 1.0 else None
 
     def _agree_on_kind(self, group: Gathered) -> None:
-        """Once, by the first window in which some rank had a loss: a rank without one takes part in what the others do at a window's end.
+        """Agree once, in the first window in which some rank had a loss, so that ranks without one take part in the collectives at its end.
 
         Raises:
             TypeError: the ranks' losses are of different kinds (on all ranks).
@@ -365,16 +365,16 @@ class Window:
         group.kind = WEIGHTED if weighted else SCALAR if any_scalar else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What later windows depend on; the same on all ranks between two windows."""
+        """The state that later windows depend on; the same on all ranks between two windows."""
         return {"scalars": self.scalars, "reference": self.reference}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
+        """Continue from :meth:`state_dict`."""
         self.scalars, self.reference = state["scalars"], state["reference"]
         self._met = self.reference is not None
 
     def discard(self) -> None:
-        """The window ends without a step; its gradients are gone."""
+        """End the window without a step; its gradients are discarded."""
         self.fed = self.held = False
         for group in self.groups:
             group.cleared()
@@ -382,7 +382,7 @@ class Window:
 
 
 def packed(count: Tensor | float | None, fed: bool, device: torch.device) -> Tensor:
-    """A rank's items and whether it had a loss: always a tensor on the device, so that all ranks send over one channel. Shape [2], fp64."""
+    """A rank's items and whether it had a loss: always a tensor on the device, so that all ranks use the same backend. Shape [2], fp64."""
     if isinstance(count, Tensor):
         count = count.to(device, torch.float64, non_blocking=True).reshape(())
         return torch.stack([count, torch.full_like(count, float(fed))])

@@ -1,4 +1,4 @@
-"""What ``Engine.prepare`` gives back for an optimizer, a scheduler and a model under autocast: the user's object, with the step under control."""
+"""Wrappers that ``Engine.prepare`` returns: optimizers, schedulers, and models under autocast."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from engine.utils.tree import map_tensors
 
 
 class PreparedOptimizer(Optimizer):
-    """An optimizer that steps once a window, with exact gradients, and skips what is not finite. Everything else is the wrapped one's.
+    """An optimizer that steps once per window, with exact gradients, and skips steps that are not finite. All else is the wrapped one's.
 
-    Until the last micro-batch of a window, inside of ``engine.accumulate`` and after its block, ``step`` does nothing, and ``zero_grad``
-    clears only gradients that a step has used: it may stand at the start or at the end of the loop.
+    Until the last micro-batch of a window, inside ``engine.accumulate`` and after its block, ``step`` does nothing, and ``zero_grad``
+    clears only gradients that a step has used: call it at the start or at the end of the loop.
     """
 
     def __init__(self, optimizer: Optimizer, stepper: Stepper, window: Window) -> None:
@@ -28,7 +28,7 @@ class PreparedOptimizer(Optimizer):
         self.optimizer, self._stepper, self._window = optimizer, stepper, window
 
     def __getattr__(self, name: str) -> Any:
-        # Optimizers carry methods that no wrapper can list (schedule-free ones have train() and eval()).
+        # Optimizers have methods that no wrapper can list (schedule-free ones have train() and eval()).
         if name == "optimizer" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -37,7 +37,7 @@ class PreparedOptimizer(Optimizer):
         return repr(self.optimizer)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Handles of this job's processes cannot travel: a copy is the plain optimizer.
+        # Handles of this job's processes cannot be pickled: a copy is the plain optimizer.
         return _itself, (self.optimizer,)
 
     @property
@@ -63,7 +63,7 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the newest step was left out because a gradient was not finite. Waits for the device."""
+        """Whether the latest step was skipped because a gradient was not finite. Waits for the device."""
         self._stepper.settle()
         return self._stepper.skipped
 
@@ -94,7 +94,7 @@ class PreparedOptimizer(Optimizer):
 
 
 class PreparedScheduler:
-    """A learning rate scheduler that steps once for each optimizer step that happened, whatever the number of processes."""
+    """A learning rate scheduler that steps once per optimizer step that happened, whatever the number of processes."""
 
     def __init__(self, scheduler: Any, stepper: Stepper, window: Window) -> None:
         self.scheduler, self._stepper, self._window = scheduler, stepper, window
@@ -109,7 +109,7 @@ class PreparedScheduler:
         return _itself, (self.scheduler,)
 
     def _group(self) -> Gathered:
-        """What stands for its optimizer's gradients; some schedulers of other libraries do not say whose they are."""
+        """The state of its optimizer's gradients; some third-party schedulers do not say which optimizer is theirs."""
         optimizer = getattr(self.scheduler, "optimizer", None)
         if isinstance(optimizer, PreparedOptimizer):
             optimizer = optimizer.optimizer

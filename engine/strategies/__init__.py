@@ -1,4 +1,4 @@
-"""Strategies by name. Each file is imported when its strategy is asked for."""
+"""Strategies by name. Each file is imported when its strategy is used."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _BUILT_IN = {
 
 
 def get(name: str | Mapping[str, Any] | Named | Strategy, world_size: int = 1) -> Strategy:
-    """The strategy of that name; ``"auto"`` is ``single`` for one process and ``ddp`` for several. An instance is used as it is.
+    """The strategy of this name; ``"auto"`` is ``single`` for one process and ``ddp`` for several. An instance is returned unchanged.
 
-    ``{"name": "deepspeed", "stage": 3}`` makes it with settings of its own: the arguments of its class.
+    ``{"name": "deepspeed", "stage": 3}`` creates it with these arguments of its class.
 
     Third parties register theirs in the entry-point group ``engine.strategies``: a callable whose arguments have defaults.
 
     Raises:
-        ValueError: for a name or a setting that does not exist, with the possible ones, or a value that is not possible.
-        TypeError: a setting of another type than its annotation.
+        ValueError: an unknown name or setting (the message lists the known ones), or a value that is not possible.
+        TypeError: a setting's type differs from its annotation.
     """
     if isinstance(name, Strategy):
         return name
@@ -57,7 +57,7 @@ def get(name: str | Mapping[str, Any] | Named | Strategy, world_size: int = 1) -
 
 
 def _maker(name: object, place: str) -> Callable[..., Any]:
-    """What makes the strategy of that name; ``place`` begins the error."""
+    """The factory of the strategy of this name; ``place`` starts the error message."""
     if isinstance(name, str) and name in _BUILT_IN:
         module, attribute = _BUILT_IN[name]
         found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
@@ -73,7 +73,7 @@ def _maker(name: object, place: str) -> Callable[..., Any]:
 def _configured(asked: Named) -> Strategy:
     make = _maker(asked.name, asked.at())
     if not isinstance(make, type):
-        # A name that stands for some settings of a class already, such as deepspeed_stage_3.
+        # A name that includes settings of a class, such as deepspeed_stage_3.
         base = make()
         make = type(base)
         fixed = {each.name: getattr(base, each.name) for each in fields(base) if each.init and getattr(base, each.name) != each.default}
@@ -89,13 +89,13 @@ def _configured(asked: Named) -> Strategy:
 
 
 def describe(strategy: Strategy, asked: Any) -> dict[str, Any]:
-    """A strategy as it can be written into a file: its name (the one ``asked`` for, unless that is ``"auto"``) and its settings."""
+    """A strategy as written into a file: its name (the ``asked`` one, unless that is ``"auto"``) and its settings."""
     name = asked.name if isinstance(asked, Named) else asked
     return fields_of(strategy, name if isinstance(name, str) and name != "auto" else _class_name(type(strategy)))
 
 
 def _class_name(make: type) -> str:
-    """The name that stands for a class and none of its settings."""
+    """The name of a class without any settings."""
     names = (name for name, (module, attribute) in _BUILT_IN.items() if (module, attribute) == (make.__module__, make.__name__))
     return next(names, make.__name__)
 
@@ -103,7 +103,7 @@ def _class_name(make: type) -> str:
 def _dtype(text: str) -> torch.dtype:
     text = text.removeprefix("torch.")
     if text not in _DTYPES:
-        raise ValueError(f"no number format has this name{nearest(text, _DTYPES)}; possible: {', '.join(_DTYPES)}")
+        raise ValueError(f"unknown dtype{nearest(text, _DTYPES)}; possible: {', '.join(_DTYPES)}")
     return _DTYPES[text]
 
 

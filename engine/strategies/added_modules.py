@@ -1,4 +1,4 @@
-"""Modules and parameters that a model was given after a strategy had divided it among the ranks: nothing would share their gradients."""
+"""Detects modules and parameters added after a strategy has sharded the model: their gradients would not be reduced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _END = (object(),)
 
 
 class Divided:
-    """The modules and parameters' names that a model had when it was divided.
+    """The modules and parameter names that a model had when it was sharded.
 
     Args:
         who: the strategy, for the error.
@@ -30,24 +30,24 @@ class Divided:
         return _nothing, ()  # a copy of the model is another model
 
     def watch(self) -> RemovableHandle:
-        """Check at each forward pass with gradients."""
+        """A hook that checks at each forward pass with gradients."""
         return self._called.register_forward_pre_hook(lambda *_: self.check() if torch.is_grad_enabled() else None)
 
     def check(self) -> None:
-        """One look at each module, without a walk.
+        """Check each module, without traversing the model.
 
         Raises:
-            ValueError: there are trained parameters that were not there.
+            ValueError: there are new trained parameters.
         """
-        # The parameters themselves change all the time: whole ones and parts take turns.
+        # The parameter objects change all the time: full ones and shards alternate.
         if all(map(is_, self._expected, chain.from_iterable(self._views))) and list(map(len, self._parameters)) == self._counts:
             return
         new = [name for name, p in _owned(self._model) if p[1].requires_grad and (name not in self._names or id(p[0]) not in self._known)]
         if new:
             shown = ", ".join(new[:6]) + (f" and {len(new) - 6} more" if len(new) > 6 else "")
             raise ValueError(
-                f"{self._who} divided {type(self._model).__name__} among the ranks before these parameters were added, whose gradients no rank "
-                f"would share: {shown}. Add modules in __init__ or configure_model and freeze them until they are needed "
+                f"{self._who} sharded {type(self._model).__name__} before these parameters were added, and no rank would reduce their "
+                f"gradients: {shown}. Add modules in __init__ or configure_model and freeze them until they are needed "
                 "(requires_grad), or use strategy='ddp', which follows such changes"
             )
         self._take(self._model)
@@ -56,7 +56,7 @@ class Divided:
         modules = list(model.modules())
         self._known = {id(m) for m in modules}
         self._names = {name for name, _ in _owned(model)}
-        self._modules = modules  # alive, so that no other object gets one of these ids
+        self._modules = modules  # kept alive, so that no other object gets one of these ids
         self._views: list[Any] = [*(m._modules.values() for m in modules), _END]
         self._parameters = [m._parameters for m in modules]
         self._counts = list(map(len, self._parameters))
@@ -68,7 +68,7 @@ def _nothing() -> None:
 
 
 def _owned(model: nn.Module) -> list[tuple[str, tuple[nn.Module, nn.Parameter]]]:
-    """``(name, (module, parameter))`` of all that are there, shared ones each time."""
+    """``(name, (module, parameter))`` of all parameters, shared ones each time."""
     return [
         (f"{prefix}.{name}" if prefix else name, (module, parameter))
         for prefix, module in model.named_modules(remove_duplicate=False)

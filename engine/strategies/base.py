@@ -1,4 +1,4 @@
-"""What a strategy is: a value with a few verbs. The base class is the single process, where every verb is a no-op."""
+"""The base class of strategies. It implements the single process, where most methods do nothing."""
 
 from __future__ import annotations
 
@@ -30,54 +30,54 @@ from engine.transforms.order import Transforms
 
 @dataclass(kw_only=True)
 class Strategy:
-    """How one model is trained by several processes. Subclass it, override what differs, pass an instance or register its name."""
+    """How several processes train one model. Subclass it, override what differs, and pass an instance or register its name."""
 
     matched_forward: bool = field(default=False, init=False, repr=False)
-    """Whether a forward pass holds collectives, so that all ranks must run equally many, in evaluation too."""
+    """Whether forward passes contain collectives, so that all ranks must run equally many, also in evaluation."""
     matched_backward: bool = field(default=False, init=False, repr=False)
-    """Whether every backward pass holds collectives, not only a window's last one."""
+    """Whether every backward pass contains collectives, not only a window's last one."""
     owns_step: bool = field(default=False, init=False, repr=False)
-    """Whether gradients are the strategy's own until its :meth:`step`: nobody else reads, divides, clips or clears them."""
+    """Whether the strategy owns the gradients until its :meth:`step`: nothing else reads, divides, clips or clears them."""
     group: Group = field(init=False, repr=False)
     data_group: Group = field(init=False, repr=False)
-    """The ranks that see different data, this one among them: all of them, but for ranks that hold parts of one model."""
+    """The group of ranks that see different data, including this one: all ranks, unless several ranks hold parts of one model."""
     pipelined: bool = field(default=False, init=False, repr=False)
     """Whether forward and backward passes run together, by :meth:`run_pipeline`."""
     has_loss: bool = field(default=True, init=False, repr=False)
-    """Whether :meth:`run_pipeline` computes the loss on this rank, rather than another one of those that see the same data."""
+    """Whether :meth:`run_pipeline` computes the loss on this rank, rather than on another one with the same data."""
     speaks: bool = field(default=True, init=False, repr=False)
-    """Whether this rank's losses and logged values count: one does of those that see the same data."""
+    """Whether this rank's losses and logged values count: true for one of the ranks with the same data."""
     random_stream: int = field(default=0, init=False, repr=False)
     """Ranks with the same number draw the same random numbers (of dropout, for example)."""
     parts_differ: bool = field(default=False, init=False, repr=False)
-    """Whether ranks give tensors of other names in :meth:`model_parts` and :meth:`optimizer_parts`."""
+    """Whether ranks return tensors of different names in :meth:`model_parts` and :meth:`optimizer_parts`."""
     precision: Precision = field(default=Precision.parse("32-true"), init=False, repr=False)
     """Set by the engine before ``connect``."""
     transform: Callable[[nn.Module], None] = field(default=lambda model: None, init=False, repr=False)
     """Recomputation and compilation, of :meth:`transform_by`: called once for each model, between cutting its modules and sharding it."""
     compiles_whole: str | None = field(default=None, init=False, repr=False)
-    """Why a whole model cannot be compiled under this strategy, its blocks only; ``None``: it can."""
+    """Why only blocks, and not a whole model, can be compiled under this strategy; ``None``: it can."""
     window: Window = field(default_factory=Window, init=False, repr=False)
-    """The engine's; set by it."""
+    """The engine's window; set by the engine."""
     micro_batch_size: int | None = field(default=None, init=False, repr=False)
-    """Samples of one rank's micro-batch, where the training loader says so; set by ``Fit`` before ``place``."""
+    """Samples of one rank's micro-batch, if the training loader has a batch size; set by ``Fit`` before ``place``."""
 
     def check(self, settings: Settings, origins: Mapping[str, str], world_size: int | None) -> None:
-        """Called by ``Fit`` before processes are started.
+        """Called by ``Fit`` before processes start.
 
         Args:
             origins: where each setting comes from.
-            world_size: the processes of the job, where they are known already.
+            world_size: the number of processes of the job, if known.
 
         Raises:
-            ValueError: settings that cannot work under this strategy, or not with so many processes.
+            ValueError: settings that cannot work under this strategy, or with this many processes.
         """
 
     def connect(self, group: Group) -> None:
         """Called once, before ``setup``, with the processes of this job.
 
         Raises:
-            ValueError: when the strategy cannot work on them.
+            ValueError: the strategy cannot work on them.
         """
         self.group = self.data_group = group
         self.random_stream = group.rank
@@ -92,10 +92,10 @@ class Strategy:
         self.transform = transforms.apply
 
     def configure(self, settings: Settings, origins: Mapping[str, str]) -> Settings:
-        """The settings of a run that begins: as they are, or with what the strategy's own configuration says where nobody else did.
+        """The settings of a run: unchanged, or with values of the strategy's own configuration where the user gave none.
 
         Args:
-            origins: where each setting comes from (``"default"``: from nobody).
+            origins: where each setting comes from (``"default"``: not given).
 
         Raises:
             ValueError: the strategy's own configuration contradicts a setting.
@@ -103,11 +103,11 @@ class Strategy:
         return settings
 
     def building(self) -> AbstractContextManager[Any]:
-        """What ``TrainModule.configure_model`` runs in: a context that may change how modules built in it get their parameters."""
+        """The context in which ``TrainModule.configure_model`` runs; it may change how modules create their parameters."""
         return nullcontext()
 
     def scaler(self) -> Any:
-        """What scales losses under fp16; ``None`` under other precisions."""
+        """The loss scaler under fp16; ``None`` under other precisions."""
         return Scaler(self.group.device) if self.precision.scaled else None
 
     def stepper(self, scaler: Any, on_nonfinite: str | None) -> Stepper:
@@ -119,11 +119,11 @@ class Strategy:
         return (PipelinedPasses if self.pipelined else Passes)(self.window, self, scaler)
 
     def own_optimizers(self, model: nn.Module) -> Any:
-        """What the strategy's own configuration names for ``model`` (as ``setup`` returned it), in a form of ``configure_optimizers``."""
+        """Optimizers and schedulers of the strategy's configuration for ``model`` (from ``setup``), as from ``configure_optimizers``."""
         return None
 
     def place(self, model: nn.Module) -> None:
-        """Called before ``setup``: the model on its device and in its dtype, in place. What has no values yet gets them."""
+        """Called before ``setup``: move the model to its device and dtype, in place, and initialize parameters without values."""
         if deferred_init.is_deferred(model):
             deferred_init.materialise(model, self.group.device, deferred_init.initialiser(model))
         self.precision.convert(model)
@@ -131,21 +131,21 @@ class Strategy:
         self.transform(model)
 
     def setup(self, model: nn.Module) -> nn.Module:
-        """The model as it is called in training; :meth:`place` has had it already."""
+        """The model as it is called in training; called after :meth:`place`."""
         return model
 
     def repoint(self, optimizer: Optimizer) -> None:
-        """Give an optimizer that was made before ``setup`` the parameters that ``setup`` has put in the place of its own, and their state."""
+        """Give an optimizer that was created before ``setup`` the parameters that ``setup`` replaced, and their state."""
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """The module that ``setup`` was given."""
+        """The module that was passed to ``setup``."""
         return model
 
     def release(self) -> None:
-        """Called when the engine lets its models go; undo what ``setup`` has changed outside of them."""
+        """Called when the engine releases its models; undo what ``setup`` has changed outside them."""
 
     def sync(self, models: Sequence[nn.Module], enabled: bool) -> None:
-        """Whether the coming forward and backward passes reduce gradients over the ranks (only a window's last one needs to)."""
+        """Set whether the next forward and backward passes reduce gradients over the ranks (only a window's last one needs to)."""
 
     @contextmanager
     def no_sync(self, models: Sequence[nn.Module]) -> Iterator[None]:
@@ -157,10 +157,10 @@ class Strategy:
             self.sync(models, True)
 
     def expect(self, models: Sequence[nn.Module], root: Tensor) -> None:
-        """The coming backward pass starts at ``root``, which no forward pass has returned."""
+        """The next backward pass starts at ``root``, which no forward pass has returned."""
 
     def backward_nothing(self, models: Sequence[nn.Module], last: bool) -> None:
-        """A micro-batch has no loss: take part in the other ranks' gradient reduction, where it is the window's ``last``."""
+        """A micro-batch has no loss: take part in the other ranks' gradient reduction, if it is the window's ``last``."""
         if not last:
             return
         root = joins(p for model in models for p in model.parameters())
@@ -168,11 +168,11 @@ class Strategy:
         root.backward()
 
     def run_pipeline(self, step: Callable[[Any, int], Any], root: Callable[[Any, float], Tensor], batch: Any, last: bool) -> Any:
-        """Forward and backward of one micro-batch in parts, where :attr:`pipelined`.
+        """Forward and backward of one micro-batch in chunks, if :attr:`pipelined`.
 
         Args:
-            step: the loss of a part and how many of its samples count (0: up to the call of the model only).
-            root: the scalar to start backward from, out of a part's loss and the fraction of the micro-batch that it has.
+            step: the loss of a chunk and how many of its samples count (0: only up to the call of the model).
+            root: the scalar to start backward from, given a chunk's loss and its fraction of the micro-batch.
             last: the micro-batch closes its window.
 
         Returns:
@@ -181,32 +181,32 @@ class Strategy:
         raise NotImplementedError
 
     def traces(self, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> list[tuple[Any, int]]:
-        """What a backward pass changes when it reaches these optimizers' parameters: objects (``None``: no gradient yet) and their versions."""
+        """Objects (``None``: no gradient yet) and versions that change when a backward pass reaches these optimizers' parameters."""
         return traces(optimizers)
 
     def discard(self, models: Sequence[nn.Module]) -> None:
-        """Forget what backward passes have left outside of the parameters' ``grad``: their window ends without a step."""
+        """Discard gradients kept outside the parameters' ``grad``: their window ends without a step."""
 
     def drop_repeated(self, parameters: Sequence[Tensor]) -> None:
-        """At the end of a window in which some rank repeats a micro-batch: what only such ones reach has no gradient. All ranks call this."""
+        """At the end of a window in which some rank repeats a micro-batch, clear gradients that only repeats reach. All ranks call this."""
 
     def share_parameters(self, model: nn.Module) -> None:
-        """Give every rank rank 0's parameters and buffers, for a model that is trained without ``setup`` (manual optimization)."""
+        """Broadcast rank 0's parameters and buffers, for a model that is trained without ``setup`` (manual optimization)."""
 
     @torch.no_grad()
     def share_buffers(self, module: nn.Module) -> None:
-        """Give every rank the buffers of the first one that holds the same part of the model, which are those that a checkpoint holds."""
+        """Give every rank the buffers of the first rank with the same part of the model, which are the ones saved in checkpoints."""
         spread(self.data_group, [b for b in module.buffers() if not b.is_meta and not hasattr(b, "placements")])
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Average gradients over the ranks at once, for loops that step when they like (manual optimization)."""
+        """Average gradients over the ranks now, for loops that decide when to step (manual optimization)."""
 
     def sum(self, value: Tensor | float) -> Tensor | float:
         """The sum of a scalar over all ranks that saw different data."""
         return value
 
     def local(self, grads: list[Tensor]) -> list[Tensor]:
-        """What of these gradients this rank holds, sharing their memory: to be scaled and clamped in place."""
+        """This rank's shards of these gradients, sharing their memory, to scale and clamp in place."""
         return grads
 
     def norm(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
@@ -216,28 +216,28 @@ class Strategy:
         return torch.nn.utils.get_total_norm(grads, norm_type)
 
     def agree(self, found: Tensor) -> Tensor:
-        """The largest over all ranks of a flag (1.0: a gradient is not finite)."""
+        """The maximum over all ranks of a flag (1.0: a gradient is not finite)."""
         return found
 
-    # -- only of a strategy that owns the step --------------------------------------------------------------------------------------------
+    # -- only for strategies that own the step --------------------------------------------------------------------------------------------
 
     def step(
         self, optimizers: Sequence[Any], divisor: Tensor | float | None, max_norm: float | None, max_value: float | None, checked: bool
     ) -> tuple[Tensor | None, bool]:
-        """Divide the gradients, clip and apply them; their norm before clipping (if known) and whether the step was applied.
+        """Divide, clip and apply the gradients; return their norm before clipping (if known) and whether the step was applied.
 
         ``checked``: a step whose norm is not finite must not be applied.
         """
         raise NotImplementedError
 
     def clip_at_step(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> None:
-        """Clip the norm of these gradients in the coming step."""
+        """Clip the norm of these gradients in the next step."""
         raise NotImplementedError
 
     # -- checkpoints: by names, so that each strategy reads what another wrote ----------------------------------------------------------------
 
     def model_parts(self, module: nn.Module) -> dict[str, Any]:
-        """Parameters and buffers by name as this rank holds them: whole, a part (``DTensor``), or not at all. All ranks call this."""
+        """Parameters and buffers by name as this rank has them: whole, sharded (``DTensor``), or missing. All ranks call this."""
         return own_state(module)
 
     def load_model(self, module: nn.Module, source: Source, strict: bool = True) -> Report:
@@ -249,14 +249,14 @@ class Strategy:
         return source.load_model(module, own_state(module), strict)
 
     def optimizer_parts(self, optimizer: Any, module: nn.Module) -> dict[str, Any]:
-        """``optimizer.state_dict()`` as this rank holds it, parameters by their names in ``module`` instead of by numbers. All ranks call this."""
+        """``optimizer.state_dict()`` as this rank has it, with parameter names from ``module`` instead of numbers. All ranks call this."""
         return named_state(optimizer, module)
 
     def load_optimizer(self, optimizer: Any, module: nn.Module, state: dict[str, Any], source: Source) -> None:
-        """Put back a state of :meth:`optimizer_parts`' form, whose tensors ``source`` reads. Numbered parameters are taken too.
+        """Load a state in the form of :meth:`optimizer_parts`, whose tensors ``source`` reads. Numbered parameters work too.
 
         Raises:
-            ValueError: the parameters in a group are not those of the optimizer; names some.
+            ValueError: the parameters in a group are not those of the optimizer; the message names some.
         """
         numbered = numbered_state(optimizer, module, state)
         numbers = [i for group in numbered["param_groups"] for i in group["params"]]
@@ -272,11 +272,11 @@ class Strategy:
         optimizer.load_state_dict({**read, "state": {i: whole_again(entry) for i, entry in read["state"].items()}})
 
     def part_like(self, stored: Stored, parameter: Tensor) -> Tensor:
-        """An empty tensor for this rank's part of an entry of a parameter's optimizer state."""
+        """An empty tensor for this rank's shard of an entry of a parameter's optimizer state."""
         return torch.empty(stored.shape, dtype=stored.dtype, device=parameter.device if stored.shape == parameter.shape else "cpu")
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """Whole parameters and buffers by name, on rank 0 (on others whatever is at hand). All ranks call this."""
+        """Full parameters and buffers by name, on rank 0 (other ranks may return less). All ranks call this."""
         return {name: value.detach() if isinstance(value, Tensor) else value for name, value in self.model_parts(module).items()}
 
 
@@ -306,16 +306,16 @@ def class_name(model: nn.Module) -> str:
 
 
 def spread(group: Group, tensors: Iterable[Tensor]) -> None:
-    """Give every rank rank 0's values, in place."""
+    """Broadcast rank 0's values, in place."""
     if group.world_size > 1:
         for tensor in tensors:
             dist.broadcast(tensor, group=group.cpu if tensor.device.type == "cpu" else group.wide, group_src=0)
 
 
 def sum_over_ranks(group: Group, value: Tensor | float, speaks: bool = True) -> Tensor | float:
-    """The sum of numbers over all ranks that speak, in fp64; with several ranks a tensor on the device, whatever ``value`` is.
+    """The sum of numbers over all ranks that count, in fp64; with several ranks a tensor on the device, whatever ``value`` is.
 
-    A rank that sent a Python number over another channel than a rank with a tensor would leave both waiting.
+    If one rank sent a Python number through another backend than a rank with a tensor, both would hang.
     """
     if group.world_size == 1:
         return value
@@ -325,14 +325,14 @@ def sum_over_ranks(group: Group, value: Tensor | float, speaks: bool = True) -> 
 
 
 def named_state(optimizer: Any, module: nn.Module) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with the parameters' names in ``module`` for their numbers (where ``module`` has them)."""
+    """``optimizer.state_dict()`` with parameter names from ``module`` instead of numbers (if ``module`` has them)."""
     state, names = optimizer.state_dict(), _names(optimizer, module)
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
     return {**state, "state": {names.get(i, i): flat(entry) for i, entry in state["state"].items()}, "param_groups": groups}
 
 
 def numbered_state(optimizer: Any, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """What ``optimizer.load_state_dict`` takes, from what :func:`named_state` or ``optimizer.state_dict`` gave."""
+    """Convert a result of :func:`named_state` or ``optimizer.state_dict`` for ``optimizer.load_state_dict``."""
     names, own = _names(optimizer, module), optimizer.state_dict()["param_groups"]
     saved = [group["params"] for group in state["param_groups"]]
     if all(isinstance(i, int) for ids in saved for i in ids):
@@ -341,11 +341,11 @@ def numbered_state(optimizer: Any, module: nn.Module, state: dict[str, Any]) -> 
     if [{names[i] for i in ids} for ids in groups] != [set(ids) for ids in saved]:
         here, there = {names[i] for ids in groups for i in ids}, {name for ids in saved for name in ids}
         raise ValueError(
-            f"the saved state of {type(optimizer).__name__} is of other parameters: {len(saved)} group(s) of {[len(ids) for ids in saved]}, "
+            f"the saved state of {type(optimizer).__name__} has other parameters: {len(saved)} group(s) of {[len(ids) for ids in saved]}, "
             f"the optimizer has {len(groups)} of {[len(ids) for ids in groups]}; only in the checkpoint: {sorted(map(str, there - here))[:5]}, "
             f"only in the optimizer: {sorted(map(str, here - there))[:5]}; "
-            "begin it anew with Resume(path, optimizer=False), or load what fits with strict=False. Groups that the training has added are to be "
-            "added again before the optimizer is loaded: in on_load_checkpoint of the callback or module, which knows run.epoch and run.step"
+            "start it fresh with Resume(path, optimizer=False), or load what fits with strict=False. Add groups that the training added "
+            "again before the optimizer is loaded: in on_load_checkpoint of the callback or module, where run.epoch and run.step are known"
         )
     merged = [{**group, "params": ids} for group, ids in zip(state["param_groups"], groups, strict=True)]
     entries = {i: state["state"][names[i]] for i in names if names[i] in state["state"]}
@@ -353,7 +353,7 @@ def numbered_state(optimizer: Any, module: nn.Module, state: dict[str, Any]) -> 
 
 
 def _alike(there: Any, made: Tensor) -> bool:
-    """Whether a tensor that is there can take what was made for another's content."""
+    """Whether an existing tensor can hold another's content."""
     same = type(there) is type(made) and there.shape == made.shape and there.dtype == made.dtype and there.device == made.device
     return same and getattr(there, "placements", None) == getattr(made, "placements", None)
 

@@ -22,21 +22,21 @@ from engine.step.gradients import check_held
 from engine.utils.log import logger
 
 PATIENCE_S = 5.0
-"""A rank whose model has changed says so when the others have not made the same change after this long (s)."""
+"""Seconds after which a rank whose model has changed warns that the others have not made the same change."""
 _END = (object(),)
 _requires_grad = attrgetter("requires_grad")
 
 
 class Composition:
-    """The modules and parameters that a model has now, and which of the parameters are trained. Made by a walk, compared without one.
+    """The modules and parameters of a model, and which parameters are trained. Built by a traversal, compared without one.
 
     Args:
-        left_out: names of parameters that do not count.
+        left_out: names of parameters to ignore.
     """
 
     def __init__(self, model: nn.Module, left_out: Iterable[str] = ()) -> None:
         self.modules = list(model.modules())
-        # Live views of each module's members: about 200 ns a module and parameter, and two calls however many there are.
+        # Live views of each module's members: about 200 ns per module and parameter, in two calls.
         self._views: list[Any] = [view for module in self.modules for view in (module._parameters.values(), module._modules.values())]
         self._views.append(_END)
         skipped = set(left_out)
@@ -47,7 +47,7 @@ class Composition:
         self._expected = [*chain.from_iterable(self._views), *map(_requires_grad, once)]
 
     def holds(self) -> bool:
-        """Whether the model is still this."""
+        """Whether the model is unchanged."""
         return all(map(is_, self._expected, chain(chain.from_iterable(self._views), map(_requires_grad, self._parameters))))
 
     def newer_than(self, before: Composition) -> list[Tensor]:
@@ -57,7 +57,7 @@ class Composition:
         return [*parameters, *(b for m in self.modules if id(m) not in there for b in m._buffers.values() if b is not None)]
 
     def names(self, parameters: Sequence[Tensor]) -> list[str]:
-        """Their names, one each."""
+        """One name for each of these parameters."""
         first: dict[int, str] = {}
         for name, parameter in self.named.items():
             first.setdefault(id(parameter), name)
@@ -65,27 +65,27 @@ class Composition:
 
 
 class _Unwatched:
-    """The composition of a copy."""
+    """Stands in for the composition of a copy."""
 
     def holds(self) -> bool:
         return True
 
 
 class Replica(DistributedDataParallel):
-    """``DistributedDataParallel`` that notices, at each forward pass, that the module is not what it was, and reduces what is trained now.
+    """``DistributedDataParallel`` that detects changes of the module at each forward pass, and reduces the parameters that are trained now.
 
-    A change is made on all ranks, between the same forward passes: they compare what they train from then on. New parameters and the
-    buffers of new modules start with rank 0's values. Gradients of the open window stay. A pass in which no parameter is trained is not
-    reduced, and costs nothing when all of them are frozen and unfrozen in turns.
+    All ranks must make a change between the same forward passes: they compare what they train from then on. New parameters and the
+    buffers of new modules start with rank 0's values. Gradients of the open window are kept. A pass without trained parameters is not
+    reduced, and costs nothing when all of them are alternately frozen and unfrozen.
 
     Args:
-        ranks: those of the job.
-        optimizers: all that may have the module's parameters; more may be added to it later.
+        ranks: the group of the job.
+        optimizers: all that may have the module's parameters; the list may grow later.
         options: of ``DistributedDataParallel``.
 
     A forward pass raises:
-        ValueError: the ranks train different parameters, or hold different values in parameters that were made inside of a forward pass; a
-            trained parameter was replaced and its optimizer still has the old one. On all ranks.
+        ValueError: the ranks train different parameters, or have different values in parameters that were created inside a forward pass; a
+            trained parameter was replaced and its optimizer still has the old one. Raised on all ranks.
     """
 
     def __init__(self, module: nn.Module, ranks: Group, optimizers: Sequence[Optimizer], **options: Any) -> None:
@@ -102,9 +102,9 @@ class Replica(DistributedDataParallel):
         self._reduced: Sequence[Tensor] = lent or self._composition.trained
         self._idle = idle
         self._open = False
-        """Gradients were gathered that no reduction has seen yet."""
+        """Some gradients are not reduced yet."""
         self._stale = False
-        """The reducer is to be made again before the next reduction."""
+        """The reducer must be rebuilt before the next reduction."""
         self.searching = self.find_unused_parameters
         """Whether the reducer searches the graph for parameters without gradient."""
         self._trial = False
@@ -112,11 +112,11 @@ class Replica(DistributedDataParallel):
 
     @property
     def may_wait(self) -> bool:
-        """Whether a pass may leave its gradients to a later one. The first of a static graph is always reduced: torch asserts it."""
+        """Whether a pass may leave the reduction to a later one. The first pass of a static graph is always reduced: torch asserts it."""
         return not self.static_graph or self._static_graph_delay_allreduce_enqueued
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy of the wrapper (an average of weights, say) belongs to no job, and stays as it is.
+        # A copy of the wrapper (such as an average of weights) belongs to no job, and stays as it is.
         return {**super().__getstate__(), "_ranks": None, "_composition": _Unwatched(), "_optimizers": [], "_reduced": [], "_idle": False}
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -130,7 +130,7 @@ class Replica(DistributedDataParallel):
 
     def _post_forward(self, output: Any) -> Any:
         if not self.require_backward_grad_sync:
-            if not self._open and torch.is_grad_enabled():  # to set an attribute of a module takes 14 calls
+            if not self._open and torch.is_grad_enabled():  # setting an attribute of a module takes 14 calls
                 self._open = True
             return super()._post_forward(output)
         same = self._composition.holds()
@@ -156,7 +156,7 @@ class Replica(DistributedDataParallel):
     # -- a change -----------------------------------------------------------------------------------------------------------------
 
     def _notice(self, ranks: Group, used: bool) -> None:
-        """Take over what the module is now. ``used``: a forward pass has computed with it already."""
+        """Adopt the module's current composition. ``used``: a forward pass has computed with it already."""
         before, self._composition = self._composition, Composition(self.module, self.parameters_to_ignore)
         now = self._composition
         check_held(before.named, now.named, self._optimizers)
@@ -171,7 +171,7 @@ class Replica(DistributedDataParallel):
                 self._distributed_broadcast_coalesced([t.detach() for t in new], self.broadcast_bucket_size)
 
     def _follow(self, ranks: Group, inside: bool) -> None:
-        """Reduce what is trained now, from this pass on. ``inside``: its forward pass is over, and may have left out what is new."""
+        """Reduce what is trained now, from this pass on. ``inside``: its forward pass is over, and may not have used new parameters."""
         trained = self._composition.trained
         if not _same(trained, self._reduced):
             self._agree(ranks, "now trains these parameters", trained, inside)
@@ -182,8 +182,8 @@ class Replica(DistributedDataParallel):
         self._stale = inside  # the next pass needs no search
 
     def _rebuild(self, search: bool) -> None:
-        """Another reducer, with everything that the one before was given."""
-        self._check_reducer_finalized()  # an error that the pass before has left must not be lost with its reducer
+        """Rebuild the reducer with the same arguments."""
+        self._check_reducer_finalized()  # a pending error of the previous pass must not be lost with its reducer
         self._remove_autograd_hooks()
         parameters, sparse = self._build_params_for_reducer()
         self._module_parameters = list(dict.fromkeys(self._composition.named.values()))
@@ -202,7 +202,7 @@ class Replica(DistributedDataParallel):
             self.logger._set_static_graph()
 
     def _average_left_over(self, ranks: Group) -> None:
-        """Average what the window has gathered for parameters that are not trained any more: the optimizer still steps with it."""
+        """Average the window's gradients of parameters that are no longer trained: the optimizer still uses them."""
         if self._open:
             self._open = False
             trained = {id(p) for p in self._composition.trained}
@@ -211,7 +211,7 @@ class Replica(DistributedDataParallel):
     # -- the other ranks ----------------------------------------------------------------------------------------------------------
 
     def _agree(self, ranks: Group, what: str, parameters: Sequence[Tensor], inside: bool) -> None:
-        """Raise on all ranks unless all have made the same change. Ranks that have made none are waited for in vain; then say so."""
+        """Raise on all ranks unless all have made the same change. Waits for ranks that have made none, with a warning."""
         names = self._composition.names(parameters)
         form = [what, inside, *([name, list(p.shape), str(p.dtype)] for name, p in zip(names, parameters, strict=True))]
         doing = f"waiting for the other ranks to make the same change of the model, which {what} on this rank: {_shown(names)}"
@@ -229,19 +229,19 @@ class Replica(DistributedDataParallel):
             raise ValueError(f"the ranks have changed the model in different ways:\n{_differences(gather_json(ranks, form))}")
 
     def _compare(self, ranks: Group, new: Sequence[Tensor]) -> None:
-        """Raise on all ranks if they hold different values."""
+        """Raise on all ranks if their values differ."""
         firsts = [t.detach().clone() for t in new]
         self._distributed_broadcast_coalesced(firsts, self.broadcast_bucket_size)
         if not all(gather_json(ranks, all(map(torch.equal, firsts, [t.detach() for t in new])))):
             raise ValueError(
-                "modules were added inside of a forward pass (training_step), with other values on each rank: "
+                "modules were added inside a forward pass (training_step), with different values on each rank: "
                 f"{_shown(self._composition.names(new))}. Add them before it, for example in on_train_batch_start, or with equal values on all ranks"
             )
 
 
 @torch.no_grad()
 def average(ranks: Group, parameters: Sequence[Tensor]) -> None:
-    """Average gradients over the ranks. A parameter may have one on some ranks only; where none has one it stays without, as on one process."""
+    """Average gradients over the ranks. A parameter may have one on some ranks only; if none has, it stays ``None``, as on one process."""
     if not parameters:
         return
     present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=ranks.device)
@@ -261,7 +261,7 @@ def average(ranks: Group, parameters: Sequence[Tensor]) -> None:
 
 
 def _start_again(state: Any) -> None:
-    """PowerSGD keeps matrices by the number of a bucket, and buckets have other shapes now: reduce exactly until they are settled again."""
+    """PowerSGD keeps matrices by bucket index, and bucket shapes have changed: reduce exactly until they are stable again."""
     if type(state).__name__ == "PowerSGDState":
         for kept in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
             kept.clear()
@@ -283,6 +283,6 @@ def _differences(forms: Sequence[Sequence[Any]]) -> str:
     for who, other in ((0, rank), (rank, 0)):
         what, inside, *own = forms[who]
         only = [f"{name} {shape} {dtype}" for name, shape, dtype in own if [name, shape, dtype] not in forms[other]]
-        when = "inside of its forward pass" if inside else "before its forward pass"
+        when = "inside its forward pass" if inside else "before its forward pass"
         lines.append(f"  rank {who} {what}, changed {when}; only here: {_shown(only) or 'nothing'}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Data parallel: every rank holds the whole model; gradients are averaged while backward runs."""
+"""Data parallel: every rank has the whole model; gradients are averaged while backward runs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class DDP(Strategy):
     """``torch.nn.parallel.DistributedDataParallel`` with its settings as fields."""
 
     find_unused_parameters: bool = False
-    """Search the graph for parameters without gradient in each step (costs time; needed when the forward pass takes varying paths)."""
+    """Search the graph for parameters without gradient in each step (costs time; needed if forward passes do not use all parameters)."""
     static_graph: bool = False
     """Promise that each step uses the same parameters in the same order."""
     gradient_as_bucket_view: bool = False
-    """Let gradients be views of the communication buckets: saves one copy of all gradients."""
+    """Make gradients views of the communication buckets: saves one copy of all gradients."""
     bucket_cap_mb: float | None = None
     """Size of a communication bucket in MiB; torch's default is 25."""
     broadcast_buffers: bool = True
@@ -40,7 +40,7 @@ class DDP(Strategy):
     """Compress gradients on the wire: ``"fp16"``, ``"bf16"`` (half the bytes) or ``"powersgd"`` (low rank, lossy)."""
     powersgd_rank: int = 1
     powersgd_start: int = 1000
-    """PowerSGD: steps that are reduced exactly before compression begins."""
+    """PowerSGD: steps that are reduced exactly before compression starts."""
     _optimizers: list[Optimizer] = field(default_factory=list, init=False, repr=False)
     _watches: list[RemovableHandle] = field(default_factory=list, init=False, repr=False)
     _reached: Reached = field(default_factory=Reached, init=False, repr=False)
@@ -60,7 +60,7 @@ class DDP(Strategy):
         if self.group.world_size == 1:
             return model
         if not any(True for _ in trained(model)) and (user_module(model) is model or not any(True for _ in model.parameters())):
-            # Nothing is reduced, and the user keeps the model itself. Fit's own wrappers are nobody's to keep.
+            # Nothing is reduced, and the user keeps the model itself. Fit's own wrappers are not kept.
             self.share_parameters(model)
             self._watches.append(model.register_forward_pre_hook(_still_frozen))
             return model
@@ -75,11 +75,11 @@ class DDP(Strategy):
             static_graph=self.static_graph,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             bucket_cap_mb=self.bucket_cap_mb,
-            # Passed only when it differs: torch 2.13 warns of the name at any use.
+            # Passed only when it differs: torch 2.13 warns about the name at any use.
             **({} if self.broadcast_buffers else {"broadcast_buffers": False}),
         )
         self._register_hook(wrapped)
-        if self.find_unused_parameters:  # without, every micro-batch reaches all parameters
+        if self.find_unused_parameters:  # otherwise every micro-batch reaches all parameters
             self._watches.append(wrapped.register_forward_pre_hook(self._watch))
         return wrapped
 
@@ -120,7 +120,7 @@ class DDP(Strategy):
     def expect(self, models: Sequence[nn.Module], root: Tensor) -> None:
         for model in models:
             if isinstance(model, Replica) and model.searching and model.require_backward_grad_sync:
-                # The search for unused parameters ran when forward returned nothing, and took all of them for unused.
+                # The search for unused parameters ran when forward returned nothing, and considered all of them unused.
                 model.reducer.prepare_for_backward([root])
 
     def _watch(self, model: nn.Module, inputs: Any) -> None:
@@ -133,7 +133,7 @@ class DDP(Strategy):
             self._reached.settle(self.group, parameters)
 
     def backward_nothing(self, models: Sequence[nn.Module], last: bool) -> None:
-        # Later passes may reach fewer parameters, and the gradient of zero is that of all of them.
+        # Later passes may reach fewer parameters, but a zero loss reaches all of them.
         super().backward_nothing(models, last or self.find_unused_parameters)
 
     def discard(self, models: Sequence[nn.Module]) -> None:
@@ -151,17 +151,17 @@ class DDP(Strategy):
 
 
 def _still_frozen(model: nn.Module, inputs: Any) -> None:
-    """A pre-hook of a model that was prepared without a trained parameter."""
+    """A forward pre-hook of a model that was prepared without a trained parameter."""
     if torch.is_grad_enabled() and any(True for _ in trained(model)):
         raise ValueError(
-            f"{type(model).__name__} had no trained parameter when it was prepared, and has some now, whose gradients no rank would share: "
+            f"{type(model).__name__} had no trained parameter when it was prepared, and has some now, which no rank would reduce: "
             "prepare it while one of its parameters is trained (requires_grad), and freeze it afterwards"
         )
 
 
 def _unchecked() -> dist.ProcessGroup | None:
-    """A group whose collectives debug mode does not check: torch 2.13's DDP crashes with a gloo group that it does. Its reductions are of the
-    same shapes on all ranks once it is built, and that compares the parameters' shapes."""
+    """A group whose collectives debug mode does not check: torch 2.13's DDP crashes with a checked gloo group. DDP compares the parameters'
+    shapes when it is built, and then all ranks reduce the same shapes."""
     dist.set_debug_level(dist.DebugLevel.OFF)
     try:
         return dist.new_group()
@@ -177,5 +177,5 @@ def _bf16_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tens
     return future.then(lambda done: buffer.copy_(done.value()[0]))
 
 
-# torch compares a hook's annotations with the types themselves, and postponed ones are text.
+# torch compares a hook's annotations with types, and postponed annotations are strings.
 _bf16_hook.__annotations__.clear()

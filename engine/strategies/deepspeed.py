@@ -1,4 +1,4 @@
-"""DeepSpeed: ZeRO stages 0 to 3 with offload, its engine inside of our loop."""
+"""DeepSpeed: ZeRO stages 0 to 3 with offload; its engine runs inside our loop."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from engine.utils.parameters import parameters_of
 class DeepSpeed(Strategy):
     """``deepspeed.initialize`` with its settings as fields, a configuration (file or dict), or both.
 
-    The engine is made when a model and its optimizer have both been prepared, and steps that optimizer. It reduces and accumulates
+    The engine is created when a model and its optimizer have both been prepared, and steps that optimizer. It reduces and accumulates
     gradients, clips them and skips steps whose norm is not finite (always; ``on_nonfinite="raise"`` makes that an error). Windows,
-    their weights, schedulers and checkpoints are as under every other strategy, and checkpoints are read by every other strategy.
+    their weights, schedulers and checkpoints are as under every other strategy, and every other strategy can read the checkpoints.
 
-    A value that the configuration leaves out or calls ``"auto"`` comes from ``Fit``'s arguments (precision, ``gradient_clip_val``,
-    ``accumulate_grad_batches``, the loader's batch size); a value that contradicts an argument is an error. What neither says is
-    DeepSpeed's default.
+    A value that is missing in the configuration, or ``"auto"``, comes from ``Fit``'s arguments (precision, ``gradient_clip_val``,
+    ``accumulate_grad_batches``, the loader's batch size); a value that contradicts an argument is an error. The rest are
+    DeepSpeed's defaults.
 
-    From stage 1 on, ``bf16-*`` and ``16-*`` precision are DeepSpeed's own: parameters in the half format, fp32 master copies spread over
+    From stage 1 on, ``bf16-*`` and ``16-*`` precision are DeepSpeed's own: parameters in the half format, fp32 master copies sharded over
     the ranks (which start from the rounded parameters), gradients summed in fp32. fp16 needs CUDA. At stage 0 nothing is sharded and
     mixed precision is autocast's.
     """
@@ -62,13 +62,13 @@ class DeepSpeed(Strategy):
     offload_parameters: bool | str = False
     """The same for parameters. Stage 3 only."""
     nvme_path: str | Path | None = None
-    """Where ``"nvme"`` is."""
+    """The directory for ``"nvme"``."""
     pin_memory: bool | None = None
     """Whether offloaded memory is page-locked; ``None``: on CUDA."""
     overlap_comm: bool | None = None
     """Reduce gradients while backward runs (stages 2 and 3)."""
     reduce_bucket_size: int | None = None
-    """Elements that are reduced at a time. Default: the model's size, at most 500 million."""
+    """Elements per reduction. Default: the model's size, at most 500 million."""
     allgather_bucket_size: int | None = None
     """Elements of updated parameters that are gathered at a time (stages 1 and 2)."""
     param_persistence_threshold: int | None = None
@@ -92,7 +92,7 @@ class DeepSpeed(Strategy):
                 deepspeed_config.offload(self._config, self._where, f"zero_optimization.{inside}", name, getattr(self, name), self.nvme_path)
         deepspeed_config.default(self._config, "zero_optimization.stage", 2)
         if zero["stage"] not in (0, 1, 2, 3) or isinstance(zero["stage"], bool):
-            raise ValueError(f"stage={zero['stage']!r} in {self._where} is no stage of ZeRO; possible: 0, 1, 2, 3")
+            raise ValueError(f"stage={zero['stage']!r} in {self._where} is not a ZeRO stage; possible: 0, 1, 2, 3")
         self.zero_stage: int = zero["stage"]
         deepspeed_checks.check_offload(self._config, self._where, self.zero_stage)
         self._given = self._config
@@ -107,7 +107,7 @@ class DeepSpeed(Strategy):
     def connect(self, group: Group) -> None:
         super().connect(group)
         self.parts_differ = group.world_size > 1
-        self._config, self._asked = copy.deepcopy(self._given), None  # the same object may serve several runs
+        self._config, self._asked = copy.deepcopy(self._given), None  # one object may be used in several runs
         name, stage = self.precision.name, self.zero_stage
         if importlib.util.find_spec("deepspeed") is None:
             raise ImportError('strategy="deepspeed" needs DeepSpeed, which is not installed: pip install "fit-trainer[deepspeed]"')
@@ -120,7 +120,7 @@ class DeepSpeed(Strategy):
                 put = said and stage > 0
                 deepspeed_config.put(self._config, f"{kind}.enabled", put)
         if self._half and stage:
-            # Summed in the half format, micro-batches of a window would round each other away.
+            # Summed in the half format, a window's micro-batches would be lost to rounding.
             deepspeed_config.default(self._config, "data_types.grad_accum_dtype", "fp32")
         import_deepspeed(group.device)
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -159,7 +159,7 @@ class DeepSpeed(Strategy):
 
         use_process_group(self.group.device, self.group.local_rank)
         with calm(self.group.device, self.group.local_rank):
-            # Without a dtype: one that is given explicitly is bf16 on a CPU, whatever it says.
+            # Without a dtype: on a CPU an explicit one is always taken as bf16.
             context: AbstractContextManager[Any] = deepspeed.zero.Init(config_dict_or_path=self._complete(None))
         return context
 
@@ -173,13 +173,13 @@ class DeepSpeed(Strategy):
         if isinstance(model, Driven):
             if model.made != made:
                 raise ValueError(
-                    f"the model was sharded with (stage, world size, precision) = {model.made}, now {made} is asked for: "
+                    f"the model was sharded with (stage, world size, precision) = {model.made}, but {made} is requested now: "
                     "load a checkpoint into a new module"
                 )
             model.release()
         elif self.zero_stage < 3 and any(hasattr(p, "ds_id") for p in model.parameters()):
             raise ValueError(
-                f"{class_name(model)} has parameters that ZeRO stage 3 has sharded, now stage {self.zero_stage} is asked for: "
+                f"{class_name(model)} has parameters that ZeRO stage 3 has sharded, but stage {self.zero_stage} is requested now: "
                 "use stage=3 again, or load a checkpoint into a new module"
             )
         else:
@@ -208,7 +208,7 @@ class DeepSpeed(Strategy):
                 f'{name} was given, and "optimizer" in {self._where} is {self._config["optimizer"].get("type")!r}: keep one of them'
             )
         if deepspeed_config.says(self._config, "scheduler"):
-            raise ValueError(f'"scheduler" in {self._where} goes with "optimizer" there: return yours from configure_optimizers')
+            raise ValueError(f'"scheduler" in {self._where} needs "optimizer" there: return yours from configure_optimizers')
         if self.zero_stage:
             check_optimizer(optimizer, self.zero_stage, bool(self._config.get("zero_allow_untested_optimizer")))
         warm = named_state(optimizer, owner) if optimizer.state else None
@@ -222,9 +222,9 @@ class DeepSpeed(Strategy):
                 deepspeed_state.load_optimizer(found, owner, warm, lambda value: value)
 
     def own_optimizers(self, model: nn.Module) -> Any:
-        """What ``"optimizer"`` and ``"scheduler"`` in the configuration name, as ``configure_optimizers`` would return it.
+        """The configuration's ``"optimizer"`` and ``"scheduler"``, as ``configure_optimizers`` would return them.
 
-        In a loop of your own: ``model = engine.prepare(model)``, then ``engine.strategy.own_optimizers(model)``.
+        In your own loop: ``model = engine.prepare(model)``, then ``engine.strategy.own_optimizers(model)``.
 
         Raises:
             ValueError: ``lr`` is ``"auto"`` and the module has no ``hparams.lr`` or ``hparams.learning_rate``.
@@ -242,13 +242,13 @@ class DeepSpeed(Strategy):
         return {"optimizer": model.optimizer, "lr_scheduler": {"scheduler": made, "interval": "step"}}
 
     def _start(self, model: Driven, optimizer: Optimizer | None, trains: bool) -> None:
-        """Make DeepSpeed's engine for a model, with its optimizer, the configuration's, or none (evaluation)."""
+        """Create DeepSpeed's engine for a model, with its optimizer, the configuration's, or none (evaluation)."""
         import deepspeed
 
         use_process_group(self.group.device, self.group.local_rank)
         model.end()
         config = self._complete(model)
-        config.pop("scheduler", None)  # ours to step
+        config.pop("scheduler", None)  # our loop steps it
         if not trains:
             config.pop("optimizer", None)
         elif optimizer is not None or config["optimizer"].get("type") in ELEMENTWISE:
@@ -270,7 +270,7 @@ class DeepSpeed(Strategy):
         model.begin(engine, inner, Spread(wrapper, inner, groups, share) if trains and self.zero_stage else None)
 
     def _complete(self, model: Driven | None) -> dict[str, Any]:
-        """The configuration that DeepSpeed is given."""
+        """The configuration for DeepSpeed."""
         asked, size = self._asked or {}, self.micro_batch_size
         config = copy.deepcopy(self._config)
         micro = Asked(size, f"the training loader's batch_size={size}") if isinstance(size, int) else None
@@ -323,7 +323,7 @@ class DeepSpeed(Strategy):
         model = self._of(optimizers[0])
         norm, applied = model.step(None if divisor is None else float(divisor), max_norm, checked)
         if not applied and not checked and self._half != "fp16":
-            warn_once("a gradient was not finite, and DeepSpeed skipped the step; on_nonfinite='skip' or 'raise' says what shall happen")
+            warn_once("a gradient was not finite, and DeepSpeed skipped the step; set on_nonfinite='skip' or 'raise'")
         return norm, applied
 
     def clip_at_step(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> None:

@@ -1,4 +1,4 @@
-"""What DeepSpeed cannot do: errors before the first step."""
+"""Checks for what DeepSpeed cannot do, before the first step."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from engine.utils.parameters import parameters_of
 
 
 def check_names(section: str, names: Mapping[str, Any], fields: Mapping[str, Any], where: str) -> None:
-    """Every name in a section must be one of DeepSpeed's ``fields`` (pydantic's), or an alias of one.
+    """Check that every name in a section is one of DeepSpeed's (pydantic) ``fields``, or an alias of one.
 
     Raises:
-        ValueError: it is not; names the nearest.
+        ValueError: it is not; the message names the nearest.
     """
     known = {*fields, *(field.alias for field in fields.values() if field.alias)}
     for name in names:
         if name not in known:
-            raise ValueError(f"{where}: {section}.{name} is no setting of DeepSpeed{nearest(name, known)}")
+            raise ValueError(f"{where}: {section}.{name} is not a DeepSpeed setting{nearest(name, known)}")
 
 
 def check_offload(config: dict[str, Any], where: str, stage: int) -> None:
-    """Nothing that this stage does not shard can be offloaded.
+    """Check that only what this stage shards is offloaded.
 
     Raises:
-        ValueError: it would be; or ``overlap_comm`` where nothing is reduced during backward.
+        ValueError: it is not; or ``overlap_comm`` where nothing is reduced during backward.
     """
     for name, inside in OFFLOAD.items():
         device = get(config, f"zero_optimization.{inside}.device", "none")
@@ -63,7 +63,7 @@ def check_clipping(settings: Settings, origins: Mapping[str, str]) -> None:
 
 
 def check_only_optimizer(optimizer: Optimizer, owners: Sequence[Driven]) -> None:
-    """Raise unless this is the one optimizer of one model. ``owners``: the models that have some of its parameters."""
+    """Raise unless this is the only optimizer of one model. ``owners``: the models that have some of its parameters."""
     owner, name = owners[0], type(optimizer).__name__
     if len(owners) > 1 or not {id(p) for p in parameters_of([optimizer])} <= {id(p) for p in owner.parameters()}:
         raise ValueError(

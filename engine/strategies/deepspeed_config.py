@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: read, checked, and completed with what the run was asked for."""
+"""DeepSpeed's configuration: read, checked, and completed from the run's settings."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _INSTEAD = {
     "data_efficiency": "it needs DeepSpeed's own data loader; sample in your Dataset",
     "curriculum_learning": "it needs DeepSpeed's own data loader; sample in your Dataset",
     "elasticity": "it needs DeepSpeed's own launcher; resume a checkpoint at another world size instead",
-    "hybrid_engine": "it is for generation inside of training loops with DeepSpeed's own engine",
+    "hybrid_engine": "it is for generation inside training loops with DeepSpeed's own engine",
     "tensor_parallel": "the ranks would not all see different data",
-    "autotuning": "it starts programs of its own",
+    "autotuning": "it starts its own processes",
     "compression_training": "it changes the model behind the trainer",
 }
-"""What would take the training out of our hands, and what to do instead."""
-_AUTO_ELSEWHERE = ("data_types.keep_in_fp32_modules",)  # DeepSpeed's own word there
+"""Sections that would replace parts of our training loop, and what to do instead."""
+_AUTO_ELSEWHERE = ("data_types.keep_in_fp32_modules",)  # "auto" is DeepSpeed's own value there
 
 
 IN_ZERO = {  # field of DeepSpeed -> its name in "zero_optimization"
@@ -54,7 +54,7 @@ OFFLOAD = {"offload_optimizer": "offload_optimizer", "offload_parameters": "offl
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a value has to be, and who says so."""
+    """A required value, and its origin."""
 
     value: Any
     by: str
@@ -62,11 +62,11 @@ class Asked:
 
 
 def read(config: Any) -> tuple[dict[str, Any], str]:
-    """A copy of the configuration, and how to call it in messages.
+    """A copy of the configuration, and its name in messages.
 
     Raises:
-        FileNotFoundError: no file is there.
-        ValueError: no JSON, or no object; a name that DeepSpeed does not know; a section that cannot be used here.
+        FileNotFoundError: the file does not exist.
+        ValueError: not valid JSON, or not an object; an unknown name; a section that cannot be used here.
         TypeError: neither a path nor a mapping.
     """
     if config is None:
@@ -88,7 +88,7 @@ def _file(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"DeepSpeed(config={str(path)!r}) is no JSON: {error}") from None
+        raise ValueError(f"DeepSpeed(config={str(path)!r}) is not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"DeepSpeed(config={str(path)!r}) has a {type(found).__name__} at its top: it must be an object, {{...}}")
     return found
@@ -97,7 +97,7 @@ def _file(path: Path) -> dict[str, Any]:
 def _check(config: dict[str, Any], where: str) -> None:
     for key, value in config.items():
         if key not in KNOWN:
-            raise ValueError(f"{where}: {key!r} is no setting of DeepSpeed{nearest(key, KNOWN)}")
+            raise ValueError(f"{where}: {key!r} is not a DeepSpeed setting{nearest(key, KNOWN)}")
         on = value.get("enabled", True) if isinstance(value, Mapping) else bool(value)
         if key in _INSTEAD and on:
             raise ValueError(f"{where}: {key!r} cannot be used with Fit or Engine: {_INSTEAD[key]}")
@@ -129,15 +129,15 @@ def put(config: dict[str, Any], path: str, value: Any) -> None:
 
 
 def says(config: Mapping[str, Any], path: str) -> bool:
-    """Whether the configuration has a value of its own there."""
+    """Whether the configuration has a value there that is not ``"auto"``."""
     return get(config, path) not in (None, "auto")
 
 
 def settle(config: dict[str, Any], path: str, asked: Asked, where: str) -> Any:
-    """Fill a missing or ``"auto"`` value with what was asked for; the value that holds.
+    """Fill a missing or ``"auto"`` value with the requested one; return the resulting value.
 
     Raises:
-        ValueError: the configuration says something else; names both.
+        ValueError: the configuration has another value; the message names both.
     """
     if not says(config, path):
         put(config, path, asked.value)
@@ -149,16 +149,16 @@ def settle(config: dict[str, Any], path: str, asked: Asked, where: str) -> Any:
 
 
 def default(config: dict[str, Any], path: str, value: Any) -> None:
-    """Fill a missing or ``"auto"`` value that nobody has asked for."""
+    """Fill a missing or ``"auto"`` value with a default."""
     if not says(config, path):
         put(config, path, value)
 
 
 def offload(config: dict[str, Any], where: str, path: str, name: str, value: bool | str, nvme_path: str | Path | None) -> None:
-    """Settle where a field of ``DeepSpeed`` sends something.
+    """Resolve an offload field of ``DeepSpeed``.
 
     Raises:
-        ValueError: to no device that exists, to a disk whose place nobody says, or elsewhere than the configuration does.
+        ValueError: an unknown device, a disk without a path, or a contradiction of the configuration.
     """
     device = "cpu" if value is True else value
     if device not in ("cpu", "nvme"):
@@ -171,7 +171,7 @@ def offload(config: dict[str, Any], where: str, path: str, name: str, value: boo
 
 
 def batch_sizes(config: dict[str, Any], where: str, micro: Asked | None, window: Asked | None, world_size: int) -> None:
-    """Settle the three numbers of which each follows from the other two.
+    """Resolve the three batch sizes, each of which follows from the other two.
 
     Raises:
         ValueError: they contradict each other, the loader or the run.
@@ -185,7 +185,7 @@ def batch_sizes(config: dict[str, Any], where: str, micro: Asked | None, window:
     product = config[names[0]] * config[names[1]] * world_size
     by = f"{names[0]}={config[names[0]]} * {names[1]}={config[names[1]]} * {world_size} rank(s) = {product}"
     if micro is None and says(config, "train_batch_size") and not window:
-        put(config, "train_batch_size", product)  # without a loader nobody knows
+        put(config, "train_batch_size", product)  # unknown without a loader
     settle(config, "train_batch_size", Asked(product, by), where)
 
 
@@ -206,16 +206,16 @@ def window(asked: Mapping[str, Asked], size: int | None, world_size: int, own: i
 
 
 def complete(config: dict[str, Any], clip: float, numel: int, pinned: bool) -> None:
-    """Fill what DeepSpeed's own defaults would make slow, loud or different from what our loop does.
+    """Set values where DeepSpeed's defaults would be slow, noisy or different from our loop.
 
     Args:
-        clip: what gradients are clipped to; 0: not.
+        clip: the norm to clip gradients to; 0: no clipping.
         numel: elements of the model.
         pinned: whether offloaded memory is page-locked.
     """
     default(config, "gradient_clipping", clip)
-    config["managed_gradient_accumulation"] = False  # the window is ours
-    # One line every ten steps, and a clock that waits for the device, unless asked for.
+    config["managed_gradient_accumulation"] = False  # our loop has the window
+    # Otherwise a log line every ten steps, and a timer that waits for the device.
     config.setdefault("steps_per_print", None)
     default(config, "timers.throughput.enabled", False)
     default(config, "zero_force_ds_cpu_optimizer", False)  # offload with the optimizer that the user chose
@@ -230,10 +230,10 @@ def complete(config: dict[str, Any], clip: float, numel: int, pinned: bool) -> N
 
 
 def fill_optimizer(config: dict[str, Any], where: str, lr: float | None) -> None:
-    """Put values for ``"auto"`` in ``"optimizer"`` and ``"scheduler"``; what is not ``lr`` is left to the optimizer's own default.
+    """Fill ``"auto"`` in ``"optimizer"`` and ``"scheduler"``; values other than ``lr`` get the optimizer's own default.
 
     Raises:
-        ValueError: there is no ``type``, or ``lr`` is not known.
+        ValueError: there is no ``type``, or ``lr`` is unknown.
     """
     for section in ("optimizer", "scheduler"):
         if section in config and not isinstance(config[section].get("type"), str):
@@ -253,10 +253,10 @@ def fill_optimizer(config: dict[str, Any], where: str, lr: float | None) -> None
 
 
 def scheduler(section: Mapping[str, Any], where: str) -> Any:
-    """The class that ``"scheduler"`` names: DeepSpeed's, or one of torch.
+    """The class that ``"scheduler"`` names: DeepSpeed's or torch's.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is none of this name.
     """
     import torch
     from deepspeed.runtime import lr_schedules
@@ -269,16 +269,16 @@ def scheduler(section: Mapping[str, Any], where: str) -> Any:
 
 
 def no_auto_left(config: Any, where: str, path: str = "") -> None:
-    """Every ``"auto"`` must have been filled.
+    """Check that every ``"auto"`` is filled.
 
     Raises:
-        ValueError: one has not; says where.
+        ValueError: one is not; the message says where.
     """
     for key, value in config.items():
         place = f"{path}.{key}" if path else key
         if isinstance(value, Mapping):
             no_auto_left(value, where, place)
         elif value == "auto" and place not in _AUTO_ELSEWHERE:
-            raise ValueError(f'{where}: {place}="auto" cannot be filled, because nothing else says it: write a value, or leave it out')
+            raise ValueError(f'{where}: {place}="auto" cannot be filled, because no other setting gives it: write a value, or leave it out')
 
 

@@ -22,30 +22,30 @@ from engine.strategies.deepspeed_state import Spread
 from engine.utils.tree import map_tensors
 
 ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop")
-"""Optimizers of torch that treat each element by itself, so that a flat part of the parameters is stepped as the whole would be."""
+"""torch optimizers that are elementwise, so that stepping a flat shard of the parameters equals stepping the whole."""
 
 
 def check_optimizer(optimizer: Optimizer, stage: int, trusted: bool) -> None:
-    """Whether it can step flat parts of the parameters. ``trusted``: the user says so.
+    """Check that it can step flat shards of the parameters. ``trusted``: the user says so.
 
     Raises:
-        ValueError: it cannot, or is not known to.
+        ValueError: it cannot, or this is unknown.
     """
     name, module = type(optimizer).__name__, type(optimizer).__module__
     for group in optimizer.param_groups:
         if not any(p.requires_grad for p in group["params"]):
-            raise ValueError(f"{name} has a parameter group in which nothing is trained, which ZeRO cannot flatten: leave the group out")
+            raise ValueError(f"{name} has a parameter group without trained parameters, which ZeRO cannot flatten: leave the group out")
     known = (module.startswith("torch.optim") and name in ELEMENTWISE) or module.startswith("deepspeed.ops.")
     if not known and not trusted:
         raise ValueError(
-            f"{name} under ZeRO stage {stage}: DeepSpeed steps flat parts of the parameters, which is right only for optimizers that treat "
+            f"{name} under ZeRO stage {stage}: DeepSpeed steps flat shards of the parameters, which is right only for optimizers that treat "
             f"each element by itself ({', '.join(ELEMENTWISE)}, deepspeed.ops.*). Use one of them, stage=0 or strategy='fsdp'; if {name} does, "
             'say so with config={"zero_allow_untested_optimizer": True}'
         )
 
 
 class Driven(nn.Module):
-    """A model and, once it is known how it is trained, the engine of DeepSpeed that does it. Calling it calls the model."""
+    """A model and, once its optimizer is known, its DeepSpeed engine. Calling it calls the model."""
 
     def __init__(self, module: nn.Module, made: tuple[int, int, str], start: Callable[[Driven], None]) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Driven(nn.Module):
         """The optimizer that the engine steps."""
         self.spread: Spread | None = None
         self.max_norm: float | None = None
-        """For the coming step."""
+        """The clipping norm of the next step."""
         self._fed = self._inside = False
         self.backwards = 0
         """How many backward passes have reached the model."""
@@ -64,7 +64,7 @@ class Driven(nn.Module):
         self._hooks: list[Any] = []
         if made[0] == 3:  # before DeepSpeed's own hooks
             module.register_forward_hook(self._flatten)
-        self._engine: list[Any] = []  # in a list: the engine is a module that holds this one's, and is no part of it
+        self._engine: list[Any] = []  # in a list: the engine is a module too, and must not become a submodule
 
     @property
     def engine(self) -> Any:
@@ -76,30 +76,30 @@ class Driven(nn.Module):
         if optimizer is not None:
             self._divided = Divided(self.module, "DeepSpeed")
             self._frozen = [(name, p) for name, p in self.module.named_parameters() if not p.requires_grad]
-            # The optimizer has flat parts now; their gradients are buffers of DeepSpeed's that must stay.
+            # The optimizer has flat shards now; their gradients are DeepSpeed's buffers, which must stay.
             optimizer.zero_grad = self._zero_grad
         if self.made[0] and "16" in self.made[2] and engine.device.type == "cpu":
             norms = [m for m in self.module.modules() if isinstance(m, _NORMS)]
             self._hooks = [m.register_forward_pre_hook(_as_parameters) for m in norms]
 
     def _check_frozen(self) -> None:
-        """Raise if a parameter is trained that was frozen when DeepSpeed began."""
+        """Raise if a parameter is trained that was frozen when DeepSpeed was set up."""
         unfrozen = [name for name, p in self._frozen if p.requires_grad]
         if unfrozen:
             raise ValueError(
-                f"{', '.join(unfrozen[:6])}: frozen when DeepSpeed divided the model, and to be trained now, which DeepSpeed would not do: "
+                f"{', '.join(unfrozen[:6])}: frozen when DeepSpeed sharded the model, and unfrozen now, but DeepSpeed would not train it: "
                 "unfreeze before the run and resume with Resume(path, optimizer=False), or use strategy='fsdp'"
             )
 
     def release(self) -> None:
-        """Let go of the optimizer; the model can still be run."""
+        """Release the optimizer; the model can still be run."""
         self._divided = None
         if self.optimizer is not None:
             vars(self.optimizer).pop("zero_grad", None)
         self.optimizer = self.spread = None
 
     def end(self) -> None:
-        """Take the engine's hooks off the model."""
+        """Remove the engine's hooks from the model."""
         self.release()
         if self._engine:
             for hook in self._hooks:
@@ -129,7 +129,7 @@ class Driven(nn.Module):
         return out
 
     def _flatten(self, module: nn.Module, args: Any, out: Any) -> Any:
-        """At stage 3, hooks on the model look for tensors in lists and dicts only: give them a list."""
+        """At stage 3, hooks on the model find tensors only in lists and dicts: pass them a list."""
         if not self._inside or out is None or isinstance(out, Tensor):
             return out
         tensors: list[Tensor] = []
@@ -137,8 +137,8 @@ class Driven(nn.Module):
         self._tree = out
         return tensors
 
-    # DeepSpeed's own forward pass looks for tensors in lists and dicts only, divides gradients by a fixed number of micro-batches, and
-    # takes two forward passes for two backward passes. So the model is called directly, and backward begins where an output is reached.
+    # DeepSpeed's own forward pass finds tensors only in lists and dicts, divides gradients by a fixed number of micro-batches, and
+    # expects one backward pass per forward pass. So the model is called directly, and backward starts where an output is reached.
 
     def _watch(self, tensor: Tensor) -> Tensor:
         if tensor.grad_fn is not None:
@@ -154,7 +154,7 @@ class Driven(nn.Module):
             engine._backward_prologue()
 
     def step(self, divisor: float | None, max_norm: float | None, checked: bool) -> tuple[Tensor | None, bool]:
-        """Divide by ``divisor``, clip to ``max_norm``, apply; the norm of the divided gradients, and whether it was applied."""
+        """Divide by ``divisor``, clip to ``max_norm``, apply; return the divided gradients' norm, and whether the step was applied."""
         limit, self.max_norm = self.max_norm if max_norm is None else max_norm, None
         engine = self._engine[0]
         if not self.made[0]:
@@ -169,8 +169,8 @@ class Driven(nn.Module):
                 gradients.divide(wrapper.fp32_groups_gradients_flat, divisor)
             engine.step()
         else:
-            # It divides by the loss scale where it clips, so that one pass does both and the norm is that of the divided gradients. (In fp16
-            # always: in a step after which the scale grows, it would divide by the new one.)
+            # It divides by the loss scale when it clips, so that one pass does both and the norm is that of the divided gradients. (In fp16
+            # always: in a step that increases the scale, it would divide by the new one.)
             if divisor is not None or wrapper.dynamic_loss_scale:
                 wrapper.external_loss_scale, wrapper.custom_loss_scaler = wrapper.loss_scaler.cur_scale * (divisor or 1.0), True
             try:
@@ -181,7 +181,7 @@ class Driven(nn.Module):
         return None if norm is None else torch.as_tensor(norm), engine.was_step_applied()
 
     def _step_replicated(self, engine: Any, divisor: float | None, limit: float | None, checked: bool) -> tuple[Tensor | None, bool]:
-        """Stage 0: DeepSpeed reduces and steps; whole gradients are on every rank in between."""
+        """Stage 0: DeepSpeed reduces and steps; every rank has the whole gradients in between."""
         engine.buffered_allreduce_fallback()
         norm, applied = None, True
         grads = gradients.gradients(p for group in self.optimizer.param_groups for p in group["params"])
@@ -202,7 +202,7 @@ class Driven(nn.Module):
         return norm, applied
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that no step has used."""
+        """Discard gradients that no step has used."""
         engine, stage = self._engine[0], self.made[0]
         if not stage:
             engine.zero_grad()
@@ -224,7 +224,7 @@ def convert_rest(module: nn.Module, half: str) -> None:
 
 
 def _as_parameters(module: nn.Module, args: Any) -> Any:
-    """Autocast on a CPU leaves these alone, and they refuse an fp32 input with half-precision parameters."""
+    """Autocast on a CPU does not convert inputs of these, and they refuse an fp32 input with half-precision parameters."""
     weight: Any = module.weight
     if weight is None or weight.dtype == args[0].dtype:
         return None
@@ -232,7 +232,7 @@ def _as_parameters(module: nn.Module, args: Any) -> Any:
 
 
 def _forget(wrapper: Any, stage: int) -> None:
-    """What DeepSpeed does with the gradients of a step that overflowed."""
+    """How DeepSpeed handles the gradients of a step that overflowed."""
     if stage == 3:
         wrapper._pre_step()
         wrapper._overflow_clean_up(1.0)
@@ -254,7 +254,7 @@ def _forget(wrapper: Any, stage: int) -> None:
 
 
 class LossScale:
-    """The loss scale of fp16, which DeepSpeed keeps for each model, where the engine looks for it."""
+    """The loss scale of fp16, which DeepSpeed keeps per model, with the engine's interface."""
 
     def __init__(self, models: Sequence[Driven]) -> None:
         self._models = models
@@ -270,7 +270,7 @@ class LossScale:
         """The scaled gradient of the loss itself, for ``loss.backward(seed)``. Shape ``()``.
 
         Raises:
-            RuntimeError: models with different scales; they cannot share a loss.
+            RuntimeError: models have different scales, so they cannot share a loss.
         """
         scales = {engine.optimizer.loss_scaler.cur_scale for engine in self._engines()}
         if len(scales) > 1:
@@ -291,7 +291,7 @@ class LossScale:
 
 @contextmanager
 def calm(device: torch.device, local_rank: int) -> Iterator[None]:
-    """While DeepSpeed sets up: its device, no warnings of torch parts about their own deprecation, no tables of memory on the standard output."""
+    """While DeepSpeed sets up: its device, no deprecation warnings from torch, no memory tables on standard output."""
     with variables(LOCAL_RANK=_number(device, local_rank)), warnings.catch_warnings(), redirect_stdout(StringIO()):
         warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", DeprecationWarning)
         yield
@@ -303,7 +303,7 @@ def _number(device: torch.device, local_rank: int) -> str:
 
 @contextmanager
 def variables(**values: str) -> Iterator[None]:
-    """Environment variables that are read inside, and afterwards are as they were."""
+    """Set environment variables inside the block and restore them afterwards."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -320,12 +320,12 @@ _OURS_TO_SAY = ("You are using ZeRO with an untested optimizer", "OVERFLOW! Skip
 
 
 def _heard(record: logging.LogRecord) -> bool:
-    """Whether one of DeepSpeed's log lines is not said by us already."""
+    """Whether a log line of DeepSpeed does not repeat one of ours."""
     return not any(text in str(record.msg) for text in _OURS_TO_SAY)
 
 
 def import_deepspeed(device: torch.device) -> None:
-    """Import it for a kind of device, whatever else this machine has.
+    """Import DeepSpeed for a kind of device, whatever else this machine has.
 
     Raises:
         ValueError: it was imported for another kind before.
@@ -339,22 +339,22 @@ def import_deepspeed(device: torch.device) -> None:
     log.setLevel(max(log.level, logging.WARNING))
     log.addFilter(_heard)
     if found.split(":")[0] != device.type:
-        raise ValueError(f"DeepSpeed runs on {found!r} in this process (DS_ACCELERATOR, or an earlier engine), now {device.type!r} is asked for")
+        raise ValueError(f"DeepSpeed runs on {found!r} in this process (DS_ACCELERATOR, or an earlier engine), now asked for {device.type!r}")
 
 
 def use_process_group(device: torch.device, local_rank: int) -> None:
-    """Give DeepSpeed the process group that there is; a process that is alone gets one."""
+    """Give DeepSpeed the existing process group; a single process gets one."""
     import deepspeed
 
     # At stage 3 it looks for its device in LOCAL_RANK in forward passes too. Set for the whole process without torchrun's other
-    # variables, that would look like half a launcher.
+    # variables, that would look like an incomplete launcher.
     deepspeed.runtime.zero.utils.os = SimpleNamespace(environ={"LOCAL_RANK": _number(device, local_rank)})
 
     backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
     if not dist.is_initialized():
-        # Without an address: nothing else can come in.
+        # Without an address: nothing else can connect.
         dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    # On CPUs it would compile a collective of its own now, which only inference uses.
+    # On CPUs it would compile its own collective now, which only inference uses.
     possible = deepspeed.ops.__compatible_ops__
     before = possible.pop("deepspeed_shm_comm", None)
     try:
@@ -362,7 +362,7 @@ def use_process_group(device: torch.device, local_rank: int) -> None:
     finally:
         if before is not None:
             possible["deepspeed_shm_comm"] = before
-    # torch 2.13 warns of the old names at each call.
+    # torch 2.13 warns about the old names at each call.
     made: Any = deepspeed.comm.comm.cdb
     made.all_gather_function = getattr(dist, "all_gather_single", made.all_gather_function)
     made.reduce_scatter_function = getattr(dist, "reduce_scatter_single", made.reduce_scatter_function)

@@ -1,4 +1,4 @@
-"""Whole tensors from what DeepSpeed has spread over the ranks, by parameter names, and back."""
+"""Gathers full tensors by parameter name from DeepSpeed's shards, and loads them back."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from engine.strategies.base import numbered_state
 
 
 class Spread:
-    """One of DeepSpeed's optimizers, whatever its stage: where each parameter's master copy and optimizer state are.
+    """One of DeepSpeed's optimizers, at any stage: where each parameter's master copy and optimizer state are.
 
     Args:
         wrapper: DeepSpeed's optimizer of stage 1, 2 or 3.
-        optimizer: the one inside of it, which the user or the configuration gave.
-        groups: the parameters of each of its groups, before DeepSpeed put flat parts in their place.
-        share: this rank and the number of ranks, among which what is read whole is divided.
+        optimizer: the wrapped one, from the user or the configuration.
+        groups: the parameters of each of its groups, before DeepSpeed replaced them by flat shards.
+        share: this rank and the number of ranks that share the full tensors.
     """
 
     def __init__(self, wrapper: Any, optimizer: Any, groups: Sequence[Sequence[Tensor]], share: tuple[int, int]) -> None:
@@ -28,7 +28,7 @@ class Spread:
         self.managed = {id(p) for group in groups for p in group if p.requires_grad}
 
     def flat(self, group: int, parameter: Any) -> Tensor:
-        """The part that this rank's optimizer steps, in which ``parameter`` lies."""
+        """The flat shard of this rank's optimizer that contains ``parameter``."""
         found: Tensor
         if hasattr(parameter, "ds_id"):
             found = self.wrapper.fp32_partitioned_groups_flat[self.wrapper.grad_position[self.wrapper.get_param_id(parameter)][0]]
@@ -39,7 +39,7 @@ class Spread:
         return found
 
     def numbered(self) -> Iterator[tuple[int, int, Any]]:
-        """Number (as torch's ``state_dict`` counts), group and parameter of all that are trained."""
+        """Number (as in torch's ``state_dict``), group and parameter of all trained parameters."""
         number = 0
         for index, group in enumerate(self.groups):
             for parameter in group:
@@ -48,7 +48,7 @@ class Spread:
                 number += 1
 
     def read(self, parameter: Any, key: str | None = None) -> Tensor:
-        """The whole master copy of a parameter, or of its state ``key``, in fp32; a collective."""
+        """The full master copy of a parameter, or its full state ``key``, in fp32; a collective."""
         if hasattr(parameter, "ds_id"):
             found: Tensor = self.wrapper.get_full_hp_param(parameter, key)
         else:
@@ -56,10 +56,10 @@ class Spread:
         return found.detach()
 
     def write(self, parameter: Any, value: Tensor, key: str | None = None) -> None:
-        """Set this rank's part of it."""
+        """Set this rank's shard of it."""
         value = value.detach().to(torch.float32)
         if hasattr(parameter, "ds_id"):
-            # DeepSpeed's own setter fails where the last rank's part is padded.
+            # DeepSpeed's own setter fails if the last rank's shard is padded.
             size, rank = parameter.ds_tensor.numel(), self.wrapper._get_param_partition_rank(parameter)
             part = value.flatten()[rank * size : (rank + 1) * size]
             self.wrapper.set_local_hp_param(F.pad(part, (0, size - part.numel())), parameter, key)
@@ -67,12 +67,12 @@ class Spread:
             parameter.set_full_hp_param(value, key)
 
     def _link(self) -> None:
-        """Let parameters find their states. DeepSpeed does it when its first group has stepped, and the others have no state yet."""
+        """Link parameters to their states. DeepSpeed does so after its first group has stepped, when the others have no state yet."""
         if hasattr(self.wrapper, "_lazy_init_hp_params_optimizer_state"):
             self.wrapper._hp_optimizer_states_linked = False
             self.wrapper._lazy_init_hp_params_optimizer_state()
 
-    # -- as torch's optimizers: parameters by number ----------------------------------------------------------------------------
+    # -- in the form of torch: parameters by number -----------------------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -80,7 +80,7 @@ class Spread:
         return [{**group, "params": list(own)} for group, own in zip(self.optimizer.param_groups, self.groups, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Whole tensors of every ``share``-th parameter; a collective."""
+        """Full tensors of every ``share``-th parameter; a collective."""
         self._link()
         entries: dict[int, dict[str, Any]] = {}
         for number, group, parameter in self.numbered():
@@ -104,10 +104,10 @@ class Spread:
         return groups
 
     def load_state_dict(self, state: Mapping[str, Any], read: Callable[[Any], Any]) -> None:
-        """Put back what :meth:`state_dict` of all ranks, or that of a plain optimizer, gave.
+        """Load the merged :meth:`state_dict` of all ranks, or that of a plain optimizer.
 
         Args:
-            read: a value of an entry with its tensor in memory, whole; called for one at a time.
+            read: returns an entry's value with its full tensor in memory; called for one at a time.
         """
         for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
@@ -138,7 +138,7 @@ def load_optimizer(spread: Spread, module: nn.Module, state: dict[str, Any], rea
 
 
 class _Numbers:
-    """What ``numbered_state`` asks of an optimizer, without gathering anything."""
+    """The optimizer interface that ``numbered_state`` needs, without gathering anything."""
 
     def __init__(self, spread: Spread) -> None:
         self.param_groups, self._groups = spread.param_groups, spread.numbered_groups()
@@ -148,15 +148,15 @@ class _Numbers:
 
 
 def model_state(module: nn.Module, spread: Spread | None, mine: Callable[[int], bool]) -> dict[str, Any]:
-    """Whole parameters and buffers on the CPU; a collective. Parameters that are trained in half precision are their fp32 master copies.
+    """Full parameters and buffers on the CPU; a collective. For parameters in half precision these are the fp32 master copies.
 
     Args:
-        mine: whether this rank wants the tensor of that number: only one at a time is whole on the others.
+        mine: whether this rank keeps the tensor of this number; the others have only one full tensor at a time.
     """
     found: dict[str, Any] = {}
     known: dict[int, Tensor | None] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, Tensor):  # what get_extra_state gave
+        if not isinstance(tensor, Tensor):  # from get_extra_state
             found[name] = tensor
             continue
         if id(tensor) not in known:
@@ -169,10 +169,10 @@ def model_state(module: nn.Module, spread: Spread | None, mine: Callable[[int], 
 
 
 def load_model(module: nn.Module, spread: Spread | None, source: Source, strict: bool) -> Report:
-    """Read whole tensors, one after another, into parameters, master copies and buffers.
+    """Read full tensors, one after another, into parameters, master copies and buffers.
 
     Raises:
-        ValueError: names that are missing or too many.
+        ValueError: missing or unexpected names.
     """
     own = module.state_dict(keep_vars=True)
     shapes = {name: torch.empty(t.ds_shape, device="meta") if hasattr(t, "ds_shape") else t for name, t in own.items()}

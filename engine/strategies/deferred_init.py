@@ -1,4 +1,4 @@
-"""Models that are built without memory for their parameters, and get values module by module, while they are cut up."""
+"""Models that are built without memory for their parameters, and are initialized module by module while they are sharded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.transforms.blocks import user_module
 
 @contextmanager
 def parameters_deferred() -> Iterator[None]:
-    """Within it, a parameter that a module registers goes to the meta device; shared ones stay shared, buffers keep their values."""
+    """Inside the block, parameters that modules register go to the meta device; shared ones stay shared, buffers keep their values."""
     register = nn.Module.register_parameter
     known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -38,7 +38,7 @@ def parameters_deferred() -> Iterator[None]:
 
 
 def is_deferred(module: nn.Module, away: Container[Tensor] = ()) -> bool:
-    """Whether something of the module has no values, and is not ``away``, on other ranks."""
+    """Whether part of the module has no values, and is not ``away`` on other ranks."""
     return any(t.is_meta and t not in away for t in (*module.parameters(), *module.buffers()))
 
 
@@ -49,15 +49,15 @@ def materialise(
     replaced: Callable[[Tensor, Tensor], None] | None = None,
     away: Container[Tensor] = (),
 ) -> None:
-    """Give what has no values memory on ``device``, and values.
+    """Allocate and initialize on ``device`` what has no values.
 
     Args:
-        initialise: called with each submodule that has been given memory; ``None``: the memory is left as it is.
-        replaced: told of each parameter and the one that is in its place from now on.
-        away: parameters that are on other ranks, and stay as they are.
+        initialise: called with each submodule that got memory; ``None``: the memory stays uninitialized.
+        replaced: called with each parameter and its replacement.
+        away: parameters that are on other ranks, and are not touched.
 
     Raises:
-        ValueError: a module with parameters or buffers of its own that ``initialise`` cannot give values to.
+        ValueError: a module with its own parameters or buffers that ``initialise`` cannot initialize.
     """
     done: dict[Tensor, Tensor] = {}
     for inner in module.modules():
@@ -71,7 +71,7 @@ def materialise(
                     done[tensor], fresh = _with_memory(tensor, device), True
                     if replaced is not None and isinstance(tensor, nn.Parameter):
                         replaced(tensor, done[tensor])
-                elif initialise is not None:  # has its values already, from a module that shares it perhaps
+                elif initialise is not None:  # initialized already, perhaps by a module that shares it
                     real = done.get(tensor, tensor)
                     kept[real] = real.detach().clone()
                 store[key] = done.get(tensor, tensor)  # type: ignore[assignment]
@@ -83,17 +83,17 @@ def materialise(
 
 
 def return_freed_memory() -> None:
-    """Give the C library's free memory back to the system: it keeps the holes that whole tensors leave between the parts cut out of them."""
+    """Return the C library's free memory to the system: otherwise it keeps the holes that full tensors leave between their shards."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def initialiser(model: nn.Module) -> Callable[[nn.Module], None]:
-    """How a model's modules get their first values: its method ``init_weights(module)``, else each module's ``reset_parameters()``."""
+    """How a model's modules are initialized: by its method ``init_weights(module)``, else by each module's ``reset_parameters()``."""
     owner: Any = user_module(model)
     own: Any = getattr(type(owner), "init_weights", None)
-    # Hugging Face's has no argument, and is for a whole model.
+    # Hugging Face's has no argument, and initializes a whole model.
     takes_module = own is not None and len(inspect.signature(own).parameters) == 2
     found: Callable[[nn.Module], None] = owner.init_weights if takes_module else reset
     return found
@@ -103,14 +103,14 @@ def reset(module: nn.Module) -> None:
     """``module.reset_parameters()``.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the module has none.
     """
     own: Any = getattr(module, "reset_parameters", None)
     if own is None:
         names = [name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
         raise ValueError(
             f"{type(module).__name__} was built without memory and has no reset_parameters() to give {', '.join(names)} values: define it, or "
-            "init_weights(self, module) in the TrainModule, which is called for each module that needs values"
+            "init_weights(self, module) in the TrainModule, which is called for each such module"
         )
     own()
 

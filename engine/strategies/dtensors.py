@@ -1,4 +1,4 @@
-"""Tensors of which each rank holds a part (``DTensor``): their own part, their norm, the whole of them, and back."""
+"""Sharded tensors (``DTensor``): local shards, norms, gathering and scattering."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from engine.utils.tree import map_tensors
 
 @torch.no_grad()
 def local(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """This rank's parts; they share memory with the tensors. torch's foreach functions take these, but no mix of both kinds."""
+    """This rank's shards; they share memory with the tensors. torch's foreach functions accept these, but no mix of both kinds."""
     return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
 
 @torch.no_grad()
 def align(parameter: Any) -> None:
-    """Bring a gradient into its parameter's layout. Autograd leaves it as backward made it: summed over no rank yet, or whole where the
-    parameter is cut."""
+    """Bring a gradient into its parameter's layout. Autograd leaves it as backward made it: not summed over ranks yet, or whole where the
+    parameter is sharded."""
     grad = parameter.grad
     if grad is not None and grad.placements != parameter.placements:
         parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 def pieces(tensor: Tensor) -> int:
-    """How many ranks a tensor is cut over."""
+    """How many ranks a tensor is sharded over."""
     if not isinstance(tensor, DTensor):
         return 1
     count = 1
@@ -48,8 +48,8 @@ def norm(group: Group, tensors: Sequence[Tensor], norm_type: float, holders: Cal
 
     Args:
         tensors: sharded ones and whole ones.
-        holders: how many ranks a tensor has parts on, copies counted: each part is on ``holders(t) / pieces(t)`` of them.
-        device: where the result is when this rank has no tensor.
+        holders: how many ranks have a shard of a tensor, including copies: each shard is on ``holders(t) / pieces(t)`` of them.
+        device: of the result when this rank has no tensor.
     """
     dtype, largest = torch.float32, norm_type == float("inf")
     by_copies: dict[float, list[Tensor]] = {}
@@ -68,9 +68,9 @@ def norm(group: Group, tensors: Sequence[Tensor], norm_type: float, holders: Cal
 
 @torch.no_grad()
 def whole(group: Group, tree: Any, keep: bool) -> Any:
-    """``tree`` with whole tensors on the CPU; every rank calls this, those without ``keep`` get ``{}``. One tensor at a time is gathered.
+    """``tree`` with full tensors on the CPU; every rank calls this, those without ``keep`` get ``{}``. One tensor at a time is gathered.
 
-    A tensor that occurs several times is gathered once, and stays one.
+    A tensor that occurs several times is gathered once, and stays shared.
     """
     gathered: dict[int, Tensor | None] = {}
 
@@ -78,11 +78,11 @@ def whole(group: Group, tree: Any, keep: bool) -> Any:
         if not isinstance(tensor, DTensor):
             return tensor.detach()
         if id(tensor) not in gathered:
-            # Offloaded parts are on the CPU, and travel by the mesh's device.
+            # Offloaded shards are on the CPU, and are communicated through the mesh's device.
             there: Any = tensor.detach().to(group.device)
             placements = list(there.placements)
             for axis, placement in enumerate(placements):
-                if _strided(placement):  # cut last: put together first, in a step of its own
+                if _strided(placement):  # sharded last: gathered first, separately
                     placements[axis] = Replicate()
                     there = there.redistribute(placements=placements)
             there = there.full_tensor()
@@ -95,13 +95,13 @@ def whole(group: Group, tree: Any, keep: bool) -> Any:
 
 @torch.no_grad()
 def part(value: Any, like: Any) -> Any:
-    """The whole tensor ``value``, which every rank has, sharded as ``like`` is; anything of another shape, or not sharded, as it is."""
+    """The full tensor ``value``, which every rank has, sharded like ``like``; unchanged if the shape differs or ``like`` is not sharded."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor) or value.shape != like.shape:
         return value
     mesh, placements = like.device_mesh, like.placements
     axes = list(range(len(placements)))
     if any(_strided(p) for p in placements):
-        axes.reverse()  # cut by the inner axes first, as fully_shard does with what tensor parallel has cut already
+        axes.reverse()  # shard by the inner axes first, as fully_shard does after tensor parallel
     mine = value.to(like.device)
     for axis in axes:
         placement: Any = placements[axis]
@@ -117,12 +117,12 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def _strided(placement: Any) -> bool:
-    # A subclass of Shard in some versions of torch, a class of its own in others.
+    # A subclass of Shard in some versions of torch, a separate class in others.
     return type(placement).__name__ == "_StridedShard" or (isinstance(placement, Shard) and type(placement) is not Shard)
 
 
 def accumulated(models: Iterable[nn.Module]) -> WeakIdKeyDictionary:
-    """By sharded parameter, where FSDP2 keeps the gradient of micro-batches that are not reduced yet."""
+    """By sharded parameter, the object in which FSDP2 keeps gradients of micro-batches that are not reduced yet."""
     found = WeakIdKeyDictionary()
     for model in models:
         for module in model.modules():
@@ -133,18 +133,18 @@ def accumulated(models: Iterable[nn.Module]) -> WeakIdKeyDictionary:
 
 
 def gradient(parameter: Tensor, away: WeakIdKeyDictionary) -> Tensor | None:
-    """What backward passes have added up for a parameter so far: of the window's micro-batches that are not reduced yet, else of the others."""
+    """A parameter's accumulated gradient so far: that of micro-batches that are not reduced yet, else that of the others."""
     kept = away.get(parameter)
     if kept is None:
         return parameter.grad
     unreduced = kept.unsharded_accumulated_grad
-    if unreduced is None and hasattr(kept, "_unsharded_param"):  # there since the first forward pass
+    if unreduced is None and hasattr(kept, "_unsharded_param"):  # exists since the first forward pass
         unreduced = kept._unsharded_param.grad
     return parameter.grad if unreduced is None else unreduced
 
 
 def discard(models: Iterable[nn.Module]) -> None:
-    """Forget the gradients of micro-batches that are not reduced yet."""
+    """Discard the gradients of micro-batches that are not reduced yet."""
     for model in models:
         for module in model.modules():
             if isinstance(module, FSDPModule):

@@ -1,4 +1,4 @@
-"""Models that other tools have wrapped already: their gradients would be reduced twice, or by nobody who knows of windows."""
+"""Detects models that other tools have wrapped already: their gradients would be reduced twice, or in every micro-batch."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from torch import nn
 
 # By name: importing them takes longer than everything else here.
 _WRAPPERS = {
-    "torch.nn.parallel.distributed.DistributedDataParallel": "settings of it go into the strategy: DDP(find_unused_parameters=True), for example",
-    "torch.nn.parallel.data_parallel.DataParallel": "strategy='ddp' with a process for each device does its work",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "its settings belong to the strategy: DDP(find_unused_parameters=True)",
+    "torch.nn.parallel.data_parallel.DataParallel": "use strategy='ddp' with a process for each device",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "strategy='fsdp' shards it",
-    "deepspeed.runtime.engine.DeepSpeedEngine": "strategy='deepspeed' makes the engine",
+    "deepspeed.runtime.engine.DeepSpeedEngine": "strategy='deepspeed' creates the engine",
 }
 
 
 def check_plain(model: nn.Module) -> None:
-    """Raise unless no part of ``model`` is wrapped for distributed training already.
+    """Raise if any part of ``model`` is wrapped for distributed training already.
 
     Raises:
-        ValueError: names the part, the wrapper and what to give in its place.
+        ValueError: names the part, the wrapper and what to give instead.
     """
     for name, module in model.named_modules():
         for base in type(module).__mro__:
@@ -25,6 +25,6 @@ def check_plain(model: nn.Module) -> None:
             if advice is not None:
                 where = f"its part {name!r}" if name else "it"
                 raise ValueError(
-                    f"the model ({type(model).__name__}) is to be prepared, but {where} is wrapped in {base.__name__} already: give the plain module "
+                    f"the model ({type(model).__name__}) cannot be prepared: {where} is wrapped in {base.__name__} already; give the plain module "
                     f"({name + '.' if name else ''}module); {advice}"
                 )

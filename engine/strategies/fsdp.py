@@ -1,4 +1,4 @@
-"""Fully sharded data parallel: every rank holds a part of each parameter, gradient and optimizer state, and gathers a block when it computes."""
+"""Fully sharded data parallel: every rank has a shard of each parameter, gradient and optimizer state, and gathers blocks to compute."""
 
 from __future__ import annotations
 
@@ -38,41 +38,41 @@ class FSDP(Strategy):
     """``torch.distributed.fsdp.fully_shard`` with its settings as fields. On one process nothing is sharded.
 
     The model is sharded in place: it keeps its class (a subclass of it), its names and its hooks; its parameters become ``DTensor``
-    objects that hold 1/N of each. All ranks start with rank 0's parameters and buffers; buffers are each rank's own from then on.
+    objects with 1/N of each. All ranks start with rank 0's parameters and buffers; from then on each rank has its own buffers.
 
-    Under ``*-mixed`` precision the parameters are gathered in the half format and gradients are reduced in fp32; the parts that a rank
-    keeps, and its optimizer state, are fp32. Autocast stays on: softmax, norms and losses are computed in fp32 as on one process. What
-    enters a block is cast to the half format; the inputs of the whole model (targets among them) are not.
+    Under ``*-mixed`` precision the parameters are gathered in the half format and gradients are reduced in fp32; the shards and the
+    optimizer state are fp32. Autocast stays on: softmax, norms and losses are computed in fp32 as on one process. Inputs
+    of blocks are cast to the half format; inputs of the whole model (including targets) are not.
 
     After ``Fit.run`` the module stays sharded on all ranks: ``fit.test(module)`` and further runs under the same strategy work, a
-    direct call of the module does not. What ``configure_model`` builds has no memory for its parameters until it is sharded, block by
-    block: the whole is never on one rank. Its modules get their first values from the module's ``init_weights(module)``, else from their
-    own ``reset_parameters()``; a checkpoint's take their place. ``with fit.gathered(module):`` has the whole weights, to export them.
+    direct call of the module does not. Modules built in ``configure_model`` have no memory for parameters until they are sharded, block
+    by block: no rank has the whole model. ``init_weights(module)`` initializes them, else their own ``reset_parameters()``; a
+    checkpoint's values replace these. ``with fit.gathered(module):`` has the full weights, to export them.
 
     ``training_step`` must return a loss on every rank: ``Loss(out.sum() * 0, 0)`` leaves a micro-batch out, ``None`` is an error.
     """
 
     blocks: type[nn.Module] | str | Sequence[type[nn.Module] | str] | None = None
-    """What is gathered and freed as one: classes, names of classes, or names of modules (``"layers.*"``). Default: what the model's
-    method ``blocks()`` gives, if its class has one; else the members of each ``nn.ModuleList`` and ``nn.Sequential`` that holds at least
+    """Modules that are gathered and freed as one: classes, names of classes, or names of modules (``"layers.*"``). Default: what the model's
+    method ``blocks()`` returns, if its class has one; else the members of each ``nn.ModuleList`` and ``nn.Sequential`` with at least
     two modules of one class with parameters. The rest of the model is one more block."""
     min_size: int = 0
-    """A block has at least so many parameters; without ``blocks``, every part that large is one."""
+    """The minimum number of parameters of a block; without ``blocks``, every module that large is one."""
     reshard_after_forward: bool | int | None = None
-    """Free the gathered parameters after the forward pass and gather them again for backward. ``None``: all but those outside of blocks;
-    a number: keep them spread over so many ranks."""
+    """Free the gathered parameters after the forward pass and gather them again for backward. ``None``: all except those outside blocks;
+    a number: keep them sharded over this many ranks."""
     dp_replicate: int = 1
-    """Groups of ranks that hold the same parts (hybrid sharding, for example one group a node); gradients are averaged between them."""
+    """Groups of ranks with the same shards (hybrid sharding, for example one group per node); gradients are averaged between them."""
     dp_shard: int = -1
-    """Ranks that one copy of the model is spread over; -1: all that ``dp_replicate`` leaves."""
+    """Ranks that one copy of the model is sharded over; -1: all that ``dp_replicate`` leaves."""
     reduce_dtype: torch.dtype | None = None
     """Format of gradients on the wire; ``None``: fp32 under ``*-mixed`` precision, else the parameters' own."""
     cpu_offload: bool = False
-    """Keep the parts, their gradients and the optimizer's state in the host's memory."""
+    """Keep the shards, their gradients and the optimizer's state in host memory."""
     ignore: str | Sequence[str] = ()
     """Parameters, by name (``"head.*"``), that stay whole on every rank; their gradients are averaged as under DDP."""
     reduce_each_micro_batch: bool = False
-    """Reduce gradients after every micro-batch of a window rather than in its last one: a rank then never holds whole gradients."""
+    """Reduce gradients after every micro-batch of a window rather than in its last one: a rank then never has the full gradients."""
     _away: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False, repr=False)
     _initialise: Callable[[nn.Module], None] | None = field(default=None, init=False, repr=False)
     _sizes: dict[str, int] = field(default_factory=dict, init=False, repr=False)
@@ -93,7 +93,7 @@ class FSDP(Strategy):
             degrees({name: size}, 0, who)
 
     def _axes(self) -> dict[str, int]:
-        """The sizes asked for, from the outermost axis to the innermost."""
+        """The requested sizes, from the outermost axis to the innermost."""
         return {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
 
     def check(self, settings: Settings, origins: Mapping[str, str], world_size: int | None) -> None:
@@ -101,16 +101,16 @@ class FSDP(Strategy):
             self._degrees(world_size)
 
     def _degrees(self, world_size: int) -> dict[str, int]:
-        """The sizes of the axes with so many processes.
+        """The sizes of the axes for this number of processes.
 
         Raises:
-            ValueError: they do not multiply to it.
+            ValueError: their product differs from it.
         """
         who, keep = type(self).__name__, self.reshard_after_forward
         sizes = degrees(self._axes(), world_size, who)
         shard = sizes["dp_shard"]
         if shard > 1 and keep is not None and not isinstance(keep, bool) and (shard % keep if keep else True):
-            raise ValueError(f"{who}(reshard_after_forward={keep}) must divide the {shard} ranks that hold one copy of the model")
+            raise ValueError(f"{who}(reshard_after_forward={keep}) must divide the {shard} ranks that share one copy of the model")
         return sizes
 
     def connect(self, group: Group) -> None:
@@ -138,7 +138,7 @@ class FSDP(Strategy):
         if before is not None:
             if before != made:
                 raise ValueError(
-                    f"{class_name(model)} was sharded with {before}, now {made} is asked for: load a checkpoint into a new module"
+                    f"{class_name(model)} was sharded with {before}, but {made} is requested now: load a checkpoint into a new module"
                 )
             self.sync([model], True)
         else:
@@ -159,7 +159,7 @@ class FSDP(Strategy):
 
     def _check(self, model: nn.Module) -> None:
         if any(dtensors.is_sharded(p) for p in model.parameters()):
-            raise ValueError(f"parts of {class_name(model)} are sharded already, but not the whole: give a new module, or the one prepared before")
+            raise ValueError(f"{class_name(model)} is sharded in part, but not as a whole: give a new module, or the one prepared before")
         self._initialise = deferred_init.initialiser(model) if self.group.is_main else None
 
     def _shard(self, model: nn.Module) -> None:
@@ -176,7 +176,7 @@ class FSDP(Strategy):
             inside = {id(m) for m in root.modules() if m is not root}
             parts = [m for m in units if id(m) in inside]
             with_rest, between = blocks.shared(root, parts)
-            apart |= between  # no one block can free what another one uses
+            apart |= between  # a block must not free what another one uses
             for part in parts:
                 self._fully_shard(part, apart | with_rest, inputs=True)
             self._fully_shard(root, apart, inputs=False)
@@ -210,10 +210,10 @@ class FSDP(Strategy):
         """Whether the parameters of a block are complex.
 
         Raises:
-            ValueError: some are and others are not, or they differ in type otherwise.
+            ValueError: their dtypes differ.
         """
         own = {name: p for name, p in module.named_parameters() if p.requires_grad and p not in ignored and not dtensors.is_sharded(p)}
-        types = dict.fromkeys(p.dtype for p in own.values())  # a set has another order in each process
+        types = dict.fromkeys(p.dtype for p in own.values())  # a set's order differs between processes
         if len(types) > 1:
             most = max(types, key=lambda dtype: sum(p.dtype == dtype for p in own.values()))
             names = [name for name, p in own.items() if p.dtype != most]
@@ -224,7 +224,7 @@ class FSDP(Strategy):
         return any(dtype.is_complex for dtype in types)
 
     def _settle(self, module: nn.Module) -> None:
-        """What of the module is not sharded yet, on the device, with rank 0's values; what has none yet gets them there."""
+        """Move what is not sharded yet to the device, with rank 0's values; initialize what has none."""
         if deferred_init.is_deferred(module, self._away):
             deferred_init.return_freed_memory()
             deferred_init.materialise(module, self.group.device, self._initialise, self._replaced.__setitem__, self._away)
@@ -236,22 +236,22 @@ class FSDP(Strategy):
         spread(self.group, [t.detach() for t in own])
 
     def _note(self, module: nn.Module, before: dict[str, Any]) -> None:
-        """Remember which parameter has taken the place of which of ``before``; the old ones are emptied."""
+        """Remember which parameter replaced which of ``before``; the old ones are emptied."""
         after = dict(module.named_parameters(remove_duplicate=False))
         for name, old in before.items():
             if after[name] is not old:
                 self._replaced[old] = after[name]
                 if not dtensors.is_sharded(old):
-                    old.data = old.data.new_empty(0)  # an optimizer that was made before still has it
+                    old.data = old.data.new_empty(0)  # an optimizer that was created before still has it
 
     def _now(self, parameter: Tensor) -> Tensor:
-        """What has taken a parameter's place, in one step or several: cut by tensor parallel, then by ``fully_shard``."""
+        """A parameter's replacement, possibly after several steps: tensor parallel, then ``fully_shard``."""
         while parameter in self._replaced:
             parameter = self._replaced[parameter]
         return parameter
 
     def mesh(self) -> DeviceMesh:
-        """All ranks, by the axes of this strategy. Made at its first use, by all ranks together."""
+        """The mesh of all ranks with this strategy's axes. Created at its first use, by all ranks together."""
         if self._mesh is None:
             self._mesh = make_mesh(self.group, self._sizes)
         return self._mesh
@@ -270,7 +270,7 @@ class FSDP(Strategy):
                         state = optimizer.state.pop(old)
                         optimizer.state[new] = {key: dtensors.part(value, new) for key, value in state.items()}
             if type(optimizer).__module__.startswith("torchao.optim") and any(dtensors.is_sharded(p) for p in parameters):
-                warn_once(f"{type(optimizer).__name__}: a checkpoint of this training will be an error. Its states are of blocks; {SHARDED}")
+                warn_once(f"{type(optimizer).__name__}: a checkpoint of this training will be an error: {SHARDED}")
             kinds = {dtensors.is_sharded(p) for p in parameters if p not in self._away}
             if len(kinds) > 1 and not (group.get("foreach") is False and not group.get("fused")):
                 if group.get("foreach") or group.get("fused"):
@@ -300,7 +300,7 @@ class FSDP(Strategy):
         dtensors.discard(models)
 
     def _average(self, root: nn.Module, parameter: Tensor) -> None:
-        """Of a parameter that ``fully_shard`` leaves alone; averaging what is averaged already changes nothing."""
+        """Average the gradient of a parameter that ``fully_shard`` ignores; averaging twice changes nothing."""
         if vars(root)["_reduces"] and parameter.grad is not None:
             dist.all_reduce(parameter.grad, group=self.data_group.wide)
             parameter.grad.div_(self.data_group.world_size)
@@ -328,7 +328,7 @@ class FSDP(Strategy):
         return dtensors.norm(self.group, grads, norm_type, self._holders, device)
 
     def _holders(self, grad: Tensor) -> int:
-        """How many ranks hold a part of this gradient, or a copy."""
+        """How many ranks have a shard of this gradient, or a copy."""
         return self.group.world_size
 
     def agree(self, found: Tensor) -> Tensor:

@@ -25,46 +25,46 @@ from engine.transforms.blocks import user_module
 from engine.transforms.order import Transforms
 from engine.utils.errors import nearest
 
-_IN_PARTS = "its parts are on several ranks, and no rank runs the whole"
+_IN_PARTS = "its stages are on several ranks, and no rank runs the whole model"
 
 
 @dataclass(kw_only=True)
 class MeshParallel(FSDP):
-    """Ranks on the axes ``pp, dp_replicate, dp_shard, cp, tp``; the sizes multiply to the number of processes, -1 is what the others leave.
+    """Ranks on the axes ``pp, dp_replicate, dp_shard, cp, tp``; the product of the sizes is the number of processes; -1 is inferred.
 
-    Along ``tp`` (neighbouring ranks) modules are cut by a plan; along ``dp_shard`` what is left of each parameter is sharded as by
-    :class:`FSDP`, whose settings hold here too; along ``dp_replicate`` it is copied. Ranks that differ in the ``dp_`` axes see
+    Along ``tp`` (neighbouring ranks) modules are sharded by a plan; along ``dp_shard`` each parameter is sharded further as by
+    :class:`FSDP`, whose settings apply here too; along ``dp_replicate`` it is copied. Ranks that differ in the ``dp_`` axes see
     different data. Gradients, norms, clipping and checkpoints are those of the whole model.
 
-    The plan is ``plan``, else what the model's method ``parallelize(self, mesh)`` returns (it may also cut the model itself and return
-    ``None``), else a Hugging Face model's own. Of a model's parts that no plan names, every ``tp`` rank computes the same. Heads and
-    channels that a module cuts must be read from its tensors (``view(..., -1, head_size)``): a rank has 1/tp of them.
+    The plan is ``plan``, else what the model's method ``parallelize(self, mesh)`` returns (it may also shard the model itself and return
+    ``None``), else a Hugging Face model's own. Every ``tp`` rank computes the same for modules that are not in the plan. A module must
+    read its number of heads or channels from its tensors (``view(..., -1, head_size)``): a rank has 1/tp of them.
 
-    Along ``pp`` the model's depth is cut into stages: its method ``pipeline_stages(self)`` returns the modules which, called one after
-    another, are its forward pass (``nn.Sequential`` needs none). ``training_step`` is run on each part of a micro-batch where the last
-    stage is; it calls ``self(...)`` once, with tensors, and computes the loss from what comes back. A rank keeps the parameters of its
-    own stages. Hooks around backward are not called, and values are logged by the last stage's ranks.
+    Along ``pp`` the model's depth is cut into stages: its method ``pipeline_stages(self)`` returns the modules that, called one after
+    another, are its forward pass (``nn.Sequential`` needs none). On the ranks of the last stage ``training_step`` runs on each chunk of a
+    micro-batch; it calls ``self(...)`` once, with tensors, and computes the loss from the result. A rank keeps the parameters of its
+    own stages. Hooks around backward are not called, and the last stage's ranks log values.
     """
 
     tp: int = 1
-    """Ranks that the planned modules are cut over."""
+    """Ranks that the modules of the plan are sharded over."""
     pp: int = 1
     """Stages that the model's depth is cut into."""
     cp: int = 1
-    """Ranks that a sequence is cut over; more than 1 is refused for now."""
+    """Ranks that a sequence is split over; more than 1 is not supported yet."""
     plan: tensor_parallel.Plan | None = None
     """Styles of ``torch.distributed.tensor.parallel``, or their names (``"colwise"``, ``"rowwise"``, ...), by names of modules."""
     sequence_parallel: bool = False
-    """Insist on sequence parallel: the plan must have it; ``parallelize(mesh, sequence_parallel=True)`` is told where it asks."""
+    """Require sequence parallel: the plan must have it; passed to ``parallelize(mesh, sequence_parallel=True)`` if it takes it."""
     loss_parallel: bool = False
-    """Compute the cross entropy on logits that are cut over the vocabulary: the output layer's style is
-    ``ColwiseParallel(use_local_output=False)``, and nothing gathers them."""
+    """Compute the cross entropy on logits that are sharded over the vocabulary, without gathering them: the output layer's style is
+    ``ColwiseParallel(use_local_output=False)``."""
     schedule: str = "1f1b"
-    """Of the pipeline: ``"gpipe"``, ``"1f1b"``; with two stages a rank ``"interleaved"``, ``"zero_bubble"``, ``"zbv"``, ``"dualpipev"``."""
+    """``"gpipe"``, ``"1f1b"``; with two stages per rank ``"interleaved"``, ``"zero_bubble"``, ``"zbv"``, ``"dualpipev"``."""
     num_microbatches: int | None = None
-    """Parts that the pipeline cuts each micro-batch into (its samples); by default as many as it has stages."""
+    """Chunks that the pipeline splits each micro-batch into (by samples); by default as many as it has stages."""
     split: Sequence[str] = ()
-    """Names of the parts that stages after the first begin with; by default stages of about equal numbers of parameters."""
+    """Names of the modules that start the stages after the first; by default stages have about equal numbers of parameters."""
     _losses: AbstractContextManager[Any] | None = field(default=None, init=False, repr=False)
     _depth: Depth | None = field(default=None, init=False, repr=False)
     _holds: bool = field(default=False, init=False, repr=False)
@@ -89,7 +89,7 @@ class MeshParallel(FSDP):
         sequence_parallelism: bool = False,
         **settings: Any,
     ) -> MeshParallel:
-        """By the names of Megatron-LM's settings; the other ranks are data parallel, without sharding unless ``dp_shard`` says so."""
+        """Create it from Megatron-LM's names of settings; the other ranks are data parallel, sharded only if ``dp_shard`` says so."""
         data = {"dp_replicate": -1, "dp_shard": 1} if "dp_shard" not in settings and "dp_replicate" not in settings else {}
         named = {"tp": tp_degree, "pp": pp_degree, "num_microbatches": num_micro_batches, "sequence_parallel": sequence_parallelism}
         return cls(**{**named, **data, **settings})
@@ -125,12 +125,12 @@ class MeshParallel(FSDP):
     def setup(self, model: nn.Module) -> nn.Module:
         prepared = super().setup(model)
         if self.pipelined:
-            # Of an earlier run, perhaps, under another object of this class.
+            # Perhaps from an earlier run, under another object of this class.
             depth: Depth = vars(user_module(model))["_depth"]
             if self._holds and self._depth is not depth:
                 raise ValueError(
-                    f"MeshParallel(pp={self._sizes['pp']}) with two models: one object of it runs one pipeline; give the second model an Engine "
-                    "with a MeshParallel of its own, or use tp and dp_shard"
+                    f"MeshParallel(pp={self._sizes['pp']}) with two models: one MeshParallel runs one pipeline; give the second an Engine "
+                    "with its own MeshParallel, or use tp and dp_shard"
                 )
             self._depth, self._away, self._holds, depth.pipeline.weighted = depth, depth.away, True, None
         return prepared
@@ -195,7 +195,7 @@ class MeshParallel(FSDP):
 
     def run_pipeline(self, step: Step, root: Callable[[Any, float], Tensor], batch: Any, last: bool) -> Any:
         assert self._depth is not None, "run_pipeline before setup"
-        for model in self._divided:  # the schedule calls its parts
+        for model in self._divided:  # the schedule calls its modules
             model.check()
         return self._depth.train(step, root, batch, last)
 
@@ -207,7 +207,7 @@ class MeshParallel(FSDP):
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
 
     def _whole(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """On the first rank of each stage."""
+        """Save on the first rank of each stage."""
         whole: dict[str, Any] = dtensors.whole(self.group, tree, self.group.rank % (self.group.world_size // self._sizes["pp"]) == 0)
         return whole
 

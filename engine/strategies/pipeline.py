@@ -1,4 +1,4 @@
-"""Pipeline parallel: a model's depth cut into stages, each on a rank of an axis, over the schedules of ``torch.distributed.pipelining``."""
+"""Pipeline parallel: a model's depth split into stages, each on a rank of an axis, with the schedules of ``torch.distributed.pipelining``."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ SCHEDULES = {
 """Class in ``torch.distributed.pipelining.schedules``, stages on a rank, whether the second ones come in reverse order (a V)."""
 
 Step = Callable[[Any, int], Tensor | Loss]
-"""The loss of a part of a micro-batch, and how many of its samples count."""
+"""The loss of a chunk of a micro-batch, and how many of its samples count."""
 
 
 class Pipeline:
-    """One model's stages, those of this rank among them. Its ``forward`` is replaced: within a step it stands for the pipeline."""
+    """One model's stages, including this rank's. Its ``forward`` is replaced: within a step it runs the pipeline."""
 
     def __init__(
         self, model: nn.Module, schedule: str, num_microbatches: int, group: dist.ProcessGroup, device: torch.device, autocast: Callable[[], Any]
@@ -50,7 +50,7 @@ class Pipeline:
         self.weighted: bool | None = None
         """Whether the loss is a ``Loss``; known after the first step."""
         self._uncalled = (
-            f"pipeline parallel: the step of {type(model).__name__} ended before it called the model itself: compute the loss from self(...), whose "
+            f"pipeline parallel: the step of {type(model).__name__} ended before it called the model: compute the loss from self(...): its "
             "stages are on several ranks, not from submodules"
         )
         self._schedules: dict[Any, Any] = {}
@@ -60,7 +60,7 @@ class Pipeline:
         self._loss_of: Callable[[Any, Tensor], Tensor] | None = None
 
     def owner(self, stage: int) -> int:
-        """The rank (on this axis) that a stage is on."""
+        """The rank (on this axis) of a stage."""
         return 2 * self.size - 1 - stage if self._v and stage >= self.size else stage % self.size
 
     @property
@@ -69,17 +69,17 @@ class Pipeline:
         return self.owner(self.num_stages - 1) == self.rank
 
     def build(self, parts: list[list[nn.Module]]) -> None:
-        """Take this rank's stages out of all; ``forward`` of the model leads here from now on."""
+        """Take this rank's stages; the model's ``forward`` calls this object from now on."""
         flat = [part for stage in parts for part in stage]
         if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for part in flat for m in part.modules()):
-            warn_once("batch norm in a pipeline takes its statistics from each part of a micro-batch, and from samples that only fill one up")
+            warn_once("batch norm in a pipeline takes its statistics from each chunk of a micro-batch, and from padding samples")
         with FakeTensorMode(allow_non_fake_inputs=True) as self._fake:
             memo: dict[int, Any] = {}
             for part in flat:
                 for tensor in (*part.parameters(), *part.buffers()):
                     like = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
                     memo[id(tensor)] = nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
-            # What leaves each stage is found out on a copy without data: no rank need wait for another.
+            # Each stage's output is inferred on a meta copy: no rank waits for another.
             self._shadow = [[copy.deepcopy(part, memo) for part in stage] for stage in parts]
         for index, stage in enumerate(parts):
             if self.owner(index) == self.rank:
@@ -89,18 +89,18 @@ class Pipeline:
     # -- training ---------------------------------------------------------------------------------------------------------------
 
     def train(self, step: Step, root: Callable[[Any, float], Tensor], batch: Any) -> Tensor:
-        """Forward and backward of one micro-batch in ``num_microbatches`` parts.
+        """Forward and backward of one micro-batch in ``num_microbatches`` chunks.
 
         Args:
-            step: called on this rank with the whole batch, up to the model's ``forward``; where the loss is, with each part.
-            root: the scalar to start backward from, given a part's loss and what fraction of the batch it has.
+            step: called on this rank with the whole batch, up to the model's ``forward``; on ranks with the loss, with each chunk.
+            root: the scalar to start backward from, given a chunk's loss and its fraction of the batch.
 
         Returns:
             ``[weighted, sum or mean, count]``, fp64, the same on every rank.
         """
         count = batch_size(batch)
         if not count:
-            raise ValueError(f"pipeline parallel cuts a batch along dim 0 of its tensors; this one ({type(batch).__name__}) has no samples")
+            raise ValueError(f"pipeline parallel splits batches along dim 0 of tensors; this one ({type(batch).__name__}) has no samples")
         rows = -(-count // self.num_microbatches)
         padded = _rows(batch, count, torch.arange(rows * self.num_microbatches).clamp(max=count - 1))
         inputs = self._captured(step, padded)
@@ -109,7 +109,7 @@ class Pipeline:
         def loss_of(output: Any, index: Tensor) -> Tensor:
             low = int(index) * rows
             kept = max(0, min(rows, count - low))
-            if not kept:  # samples that only fill the pipeline
+            if not kept:  # padding samples
                 return _first(output).sum() * 0.0
             self._output = (_rows(output, rows, torch.arange(kept)),)
             try:
@@ -126,7 +126,7 @@ class Pipeline:
 
         self._loss_of = loss_of
         schedule = self._scheduled(inputs, rows)
-        with torch.autocast(self.device.type, enabled=False):  # forward passes have their own; backward runs without
+        with torch.autocast(self.device.type, enabled=False):  # forward passes have their own autocast; backward runs without
             arguments = inputs if 0 in self.modules else ()
             schedule.step(*arguments, target=torch.arange(self.num_microbatches))
         self._loss_of = None
@@ -134,7 +134,7 @@ class Pipeline:
         return found
 
     def _captured(self, step: Step, batch: Any) -> tuple[Tensor, ...]:
-        """The model's inputs: ``step`` is run as far as its call of the model."""
+        """The model's inputs: ``step`` is run up to its call of the model."""
         before = torch.get_rng_state()
         self._inputs = []
         try:
@@ -150,21 +150,21 @@ class Pipeline:
             inputs, self._inputs = self._inputs, None
         if not torch.equal(before, torch.get_rng_state()):
             raise ValueError(
-                "pipeline parallel: random numbers were drawn before the model was called. The rank that has the inputs and the one that has the "
+                "pipeline parallel: random numbers were drawn before the model was called. The rank with the inputs and the one with the "
                 "loss would draw different ones: do it in the dataset, the collate function or on_after_batch_transfer"
             )
         return tuple(t.contiguous() for t in inputs)  # some versions of torch compare strides with the example's
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model's ``forward`` is."""
+        """Replaces the model's ``forward``."""
         if self._output is not None:
             if not self._output:
-                raise ValueError("pipeline parallel: the model was called twice in one step; one call gives the loss")
+                raise ValueError("pipeline parallel: the model was called twice in one step; call it once")
             (output,), self._output = self._output, ()
             return output
         if kwargs or not args or not all(isinstance(a, Tensor) for a in args):
             given = [type(a).__name__ for a in args] + [f"{name}=" for name in kwargs]
-            raise TypeError(f"pipeline parallel: the model takes tensors by position, it was called with ({', '.join(given)})")
+            raise TypeError(f"pipeline parallel: the model takes positional tensors only, but was called with ({', '.join(given)})")
         if self._inputs is not None:
             self._inputs.extend(args)
             raise _Called
@@ -173,7 +173,7 @@ class Pipeline:
         return self._evaluate(args)
 
     def _scheduled(self, inputs: tuple[Tensor, ...], rows: int) -> Any:
-        """The schedule for inputs of these shapes; made once."""
+        """The schedule for inputs of these shapes; created once."""
         specs = self.specs(tuple(t[:rows] for t in inputs))
         for index, module in self.modules.items():
             module.expected = specs[index + 1]
@@ -197,7 +197,7 @@ class Pipeline:
         return self._loss_of(output, index)
 
     def specs(self, inputs: tuple[Tensor, ...]) -> list[Spec]:
-        """What goes into each stage, and what comes out of the last."""
+        """The inputs of each stage, and the output of the last."""
         key = tuple((tuple(t.shape), t.dtype) for t in inputs)
         if key not in self._specs:
             with self._fake, self.autocast(), torch.enable_grad():
@@ -208,7 +208,7 @@ class Pipeline:
                         passed = _through(stage, passed)
                     except Exception as error:
                         raise ValueError(
-                            f"pipeline parallel: stage {index} of {type(self.model).__name__} could not be run to find its output's shape: {error}"
+                            f"pipeline parallel: stage {index} of {type(self.model).__name__} failed on the meta device:  {error}"
                         ) from error
                     passed = passed if isinstance(passed, tuple) else (passed,)
                     found.append(_spec(passed))
@@ -238,7 +238,7 @@ class Pipeline:
             passed = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in specs[-1])
         for module in self.modules.values():
             if isinstance(module, FSDPModule):
-                module.reshard()  # by itself it does so after a backward pass
+                module.reshard()  # it does so by itself only after a backward pass
         passed = tuple(t.contiguous() for t in passed)
         for tensor in passed:
             dist.broadcast(tensor, group_src=self.owner(self.num_stages - 1), group=self.group)
@@ -246,11 +246,11 @@ class Pipeline:
 
 
 class _Called(BaseException):
-    """The model was called: its inputs are known, the rest of the step is for the rank that has the loss."""
+    """Raised when the model is called: its inputs are known, and the rank with the loss does the rest of the step."""
 
 
 def _rows(tree: Any, count: int, index: Tensor) -> Any:
-    """Samples of a batch: of each tensor with ``count`` rows, and of lists of as many items."""
+    """Samples of a batch: rows of each tensor with ``count`` rows, and items of lists of that length."""
     if isinstance(tree, list) and len(tree) == count and not any(isinstance(item, Tensor) for item in tree):
         return [tree[i] for i in index.tolist()]
     if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
@@ -286,7 +286,7 @@ def _note(found: Tensor, loss: Tensor | Loss, fraction: float) -> None:
 def _spec(tensors: tuple[Any, ...]) -> Spec:
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"pipeline parallel: a stage gave {type(tensor).__name__}; a tensor or a tuple of tensors goes to the next one")
+            raise TypeError(f"pipeline parallel: a stage returned {type(tensor).__name__}; it must return a tensor or a tuple of tensors")
     return tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
 
 

@@ -1,4 +1,4 @@
-"""What a rank keeps of a model that is cut in depth: its own stages' parameters, in the model, in optimizers and in checkpoints."""
+"""This rank's parameters of a pipelined model: those of its own stages, in the model, in optimizers and in checkpoints."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from engine.strategies.pipeline import Pipeline, Step
 
 
 class Depth:
-    """The pipeline of one model, and which of its parameters are here."""
+    """The pipeline of one model, and its parameters on this rank."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         self.tied: list[tuple[Tensor, Any, int]] = []
-        """Parameters of this rank that stages on several ranks use: with those ranks' process group, and their number."""
+        """Parameters of this rank that stages on several ranks share: with these ranks' process group, and their number."""
         self._joined: dict[int, tuple[Any, int]] = {}
         self.away: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """Parameters of other ranks' stages, on the meta device."""
@@ -33,10 +33,10 @@ class Depth:
         self._elsewhere: list[nn.Module] = []
 
     def cut(self, model: nn.Module, parts: list[list[nn.Module]], group: Group, settle: Callable[[nn.Module], None], now: Any, replaced: Any) -> None:
-        """Keep this rank's stages of ``parts``; the other parameters go to the meta device, one part after another.
+        """Keep this rank's stages of ``parts``; the other parameters go to the meta device, one module after another.
 
         Raises:
-            ValueError: a parameter that is to be trained is in no part.
+            ValueError: a trained parameter is in no stage.
         """
         pipeline = self.pipeline
         owners: dict[nn.Parameter, set[int]] = {}
@@ -46,7 +46,7 @@ class Depth:
                     owners.setdefault(parameter, set()).add(pipeline.owner(index))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter not in owners:
-                raise ValueError(f"pipeline parallel: {name!r} is in none of the model's parts, and nothing trains it: add its module, or freeze it")
+                raise ValueError(f"pipeline parallel: {name!r} is in no stage, and would not be trained: add its module, or freeze it")
         for parameter, ranks in owners.items():
             if len(ranks) > 1:
                 found = _column(group, pipeline.size, sorted(ranks))
@@ -78,7 +78,7 @@ class Depth:
             The loss of the whole micro-batch, without a graph, on every rank: a scalar or a :class:`Loss`.
 
         Raises:
-            TypeError: the loss is of another kind than before.
+            TypeError: the loss has another kind than before.
         """
         kept = [self._set_aside(index, parameter) for index, (parameter, _, _) in enumerate(self.tied)]
         found = self.pipeline.train(step, root, batch)
@@ -87,7 +87,7 @@ class Depth:
         for stage in self.pipeline.modules.values():
             for own in stage.parameters():
                 if last and dtensors.is_sharded(own):
-                    dtensors.align(own)  # schedules that split backward call no hooks
+                    dtensors.align(own)  # schedules that split backward do not call hooks
         for index, (parameter, group, _) in enumerate(self.tied):
             if last and parameter.grad is not None:
                 dist.all_reduce(dtensors.local([parameter.grad])[0], group=group)
@@ -99,7 +99,7 @@ class Depth:
         return Loss(found[1], found[2]) if self.pipeline.weighted else found[1].float()
 
     def _set_aside(self, index: int, parameter: Tensor) -> Tensor | None:
-        """A gradient that is summed over the stages already and that no step has used: it must not be summed again."""
+        """A gradient that is summed over the stages already and not used by a step: it must not be summed again."""
         grad, known = parameter.grad, self._joined.get(index)
         if grad is None or known is None or known[0]() is not grad or known[1] != grad._version:
             return None
@@ -107,7 +107,7 @@ class Depth:
         return grad
 
     def keep_own(self, optimizer: Optimizer) -> None:
-        """Take the parameters of other ranks out of an optimizer."""
+        """Remove the parameters of other ranks from an optimizer."""
         if optimizer in self._groups:
             return
         self._groups[optimizer] = [list(group["params"]) for group in optimizer.param_groups]
@@ -117,7 +117,7 @@ class Depth:
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
 
     def own(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What of the model's state this rank saves: all but what is in other ranks' stages only."""
+        """The model's state that this rank saves: all but what only other ranks' stages have."""
         here = {id(t) for stage in self.pipeline.modules.values() for t in (*stage.parameters(), *stage.buffers())}
         there = {id(t) for part in self._elsewhere for t in (*part.parameters(), *part.buffers())} - here
         return {name: value for name, value in state.items() if id(value) not in there}
@@ -136,13 +136,13 @@ class Depth:
         return {**state, "param_groups": groups}
 
     def own_part(self, optimizer: Any, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-        """What of a whole state is for this rank."""
+        """This rank's part of a full state."""
         names = self._named(optimizer, module)
         saved = [group["params"] for group in state["param_groups"]]
         if [set(n) for n in names] != [set(n) for n in saved]:
             here, there = {n for g in names for n in g}, {n for g in saved for n in g}
             raise ValueError(
-                f"the saved state of {type(optimizer).__name__} is of other parameters: only in the checkpoint: "
+                f"the saved state of {type(optimizer).__name__} is for other parameters: only in the checkpoint: "
                 f"{sorted(map(str, there - here))[:5]}, only in the optimizer: {sorted(map(str, here - there))[:5]}"
             )
         own = [[n for p, n in zip(g, ns, strict=True) if p not in self.away] for g, ns in zip(self._groups[optimizer], names, strict=True)]
@@ -155,7 +155,7 @@ class Depth:
         return [[names[id(p)] for p in group] for group in self._groups[optimizer]]
 
     def _gathered(self, group: Group, own: dict[str, Any]) -> list[dict[str, Any]]:
-        """What the first rank of each stage has, on rank 0. Objects are pickled: the ranks of one job trust each other."""
+        """Gather the values of each stage's first rank on rank 0. Objects are pickled: the ranks of one job trust each other."""
         each = group.world_size // self.pipeline.size
         rows = [own]
         for leader in range(each, group.world_size, each):
@@ -169,7 +169,7 @@ class Depth:
 
 
 def _column(group: Group, stages: int, ranks: list[int]) -> Any:
-    """The process group of those ranks of the pipeline axis that share this one's other coordinates; ``None`` for other ranks. A collective."""
+    """The process group of these ranks of the pipeline axis with this rank's other coordinates; ``None`` for other ranks. A collective."""
     found = None
     for members in torch.arange(group.world_size).reshape(stages, -1)[ranks].t().tolist():
         made = group.once(("column", *members), partial(dist.new_group, members))

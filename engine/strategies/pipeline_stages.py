@@ -11,18 +11,18 @@ from torch import nn
 from engine.utils.errors import nearest
 
 Spec = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
-"""Shape, dtype and ``requires_grad`` of what goes from one stage to the next."""
+"""Shape, dtype and ``requires_grad`` of a tensor between two stages."""
 
 
 class Stage(nn.Module):
-    """Parts of a model, one after another. What is no tensor between two parts is a tuple of them."""
+    """Consecutive modules of a model. A tensor or a tuple of tensors is passed from one to the next."""
 
     def __init__(self, parts: Sequence[nn.Module], autocast: Callable[[], Any]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
         self._autocast = autocast
         self.expected: Spec = ()
-        """What the next stage waits for, and has memory for."""
+        """The output that the next stage expects."""
 
     def forward(self, *inputs: Any) -> Any:
         with self._autocast():
@@ -30,24 +30,24 @@ class Stage(nn.Module):
         found = outputs if isinstance(outputs, tuple) else (outputs,)
         if [tuple(t.shape) for t in found] != [shape for shape, _, _ in self.expected]:
             raise ValueError(
-                f"pipeline parallel: a stage gave {[list(t.shape) for t in found]} where {[list(shape) for shape, _, _ in self.expected]} was found "
-                "beforehand: its output's shape must follow from its inputs' shapes"
+                f"pipeline parallel: a stage returned {[list(t.shape) for t in found]}, not {[list(shape) for shape, _, _ in self.expected]} as "
+                "inferred: its output's shape must follow from its inputs' shapes"
             )
-        # Under FSDP's mixed precision an embedding is in the half format, which it is not under autocast alone.
+        # Under FSDP's mixed precision an embedding is in the half format, unlike under autocast alone.
         cast = tuple((t if t.dtype == dtype else t.to(dtype)).contiguous() for t, (_, dtype, _) in zip(found, self.expected, strict=True))
         return cast if isinstance(outputs, tuple) else cast[0]
 
 
 def has_parts(model: nn.Module) -> bool:
-    """Whether a model says what its parts are."""
+    """Whether a model defines its stages."""
     return isinstance(model, nn.Sequential) or callable(getattr(type(model), "pipeline_stages", None))
 
 
 def stages_of(model: nn.Module, count: int, split: Sequence[str]) -> list[list[nn.Module]]:
-    """The model's parts in the order of its forward pass, in ``count`` stages.
+    """The model's modules in the order of its forward pass, in ``count`` stages.
 
     Raises:
-        ValueError: the model does not say what its parts are, has fewer than stages, or ``split`` does not fit.
+        ValueError: the model does not define them, has fewer modules than stages, or ``split`` does not fit.
     """
     if isinstance(model, nn.Sequential):
         parts = list(model)
@@ -55,15 +55,15 @@ def stages_of(model: nn.Module, count: int, split: Sequence[str]) -> list[list[n
         parts = list(model.pipeline_stages())  # type: ignore[operator]
     else:
         raise ValueError(
-            f"pipeline parallel: {type(model).__name__} does not say what its parts are; define pipeline_stages(self) that returns the modules "
-            "which, called one after another, are its forward pass: [self.embed, *self.layers, self.head]"
+            f"pipeline parallel: {type(model).__name__} does not define pipeline_stages(self): let it return the modules "
+            "that, called one after another, are its forward pass: [self.embed, *self.layers, self.head]"
         )
     inside = {id(m) for m in model.modules()}
     for part in parts:
         if not isinstance(part, nn.Module) or id(part) not in inside:
-            raise ValueError(f"{type(model).__name__}.pipeline_stages() gave {type(part).__name__}: give modules of it, in the order of forward")
+            raise ValueError(f"{type(model).__name__}.pipeline_stages() has a {type(part).__name__}: return modules in the order of forward")
     if len(parts) < count:
-        raise ValueError(f"pipeline parallel: {type(model).__name__} has {len(parts)} parts for {count} stages; cut it finer, or lower pp")
+        raise ValueError(f"pipeline parallel: {type(model).__name__} has {len(parts)} modules for {count} stages; return more, or lower pp")
     names = {id(m): name for name, m in model.named_modules()}
     starts = _starts([names[id(p)] for p in parts], split, count) if split else _balanced([_weight(p) for p in parts], count)
     return [parts[low:high] for low, high in zip(starts, [*starts[1:], len(parts)], strict=True)]
@@ -72,18 +72,18 @@ def stages_of(model: nn.Module, count: int, split: Sequence[str]) -> list[list[n
 def _starts(names: list[str], split: Sequence[str], count: int) -> list[int]:
     for name in split:
         if name not in names:
-            raise ValueError(f"MeshParallel(split=...): no part is called {name!r}{nearest(name, names)}; the parts are {', '.join(names)}")
+            raise ValueError(f"MeshParallel(split=...): no module {name!r}{nearest(name, names)}; the modules are {', '.join(names)}")
     starts = [0, *(names.index(name) for name in split)]
     if len(starts) != count or sorted(set(starts)) != starts:
         raise ValueError(
-            f"MeshParallel(split={list(split)!r}) must name the first part of each of the {count - 1} stages after the first one, in order; "
-            f"the parts are {', '.join(names)}"
+            f"MeshParallel(split={list(split)!r}) must name the first modules of the {count - 1} stages after the first one, in order; "
+            f"the modules are {', '.join(names)}"
         )
     return starts
 
 
 def _balanced(weights: list[int], count: int) -> list[int]:
-    """The first part of each stage, so that the heaviest stage is as light as can be."""
+    """The first module of each stage, such that the largest stage is as small as possible."""
     ends = [0]
     for weight in weights:
         ends.append(ends[-1] + weight)

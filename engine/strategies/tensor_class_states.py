@@ -1,4 +1,4 @@
-"""Optimizer states that are tensors of a class of their own, such as torchao's 8-bit ones: as the plain tensors that they are made of."""
+"""Optimizer states of tensor subclasses, such as torchao's 8-bit ones, as the plain tensors inside them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ CLASSES = {
     "OptimState4bit": "torchao.optim.subclass_4bit",
     "OptimStateFp8": "torchao.optim.subclass_fp8",
 }
-"""What is made again when a checkpoint is loaded, and where; a name in a file imports nothing else."""
+"""Classes that can be restored from a checkpoint, and their modules; a name in a file imports nothing else."""
 
 
 def flat(entry: Any) -> Any:
-    """A parameter's state with each tensor of these classes as a dict of its parts and numbers; others as they are.
+    """A parameter's state with each tensor of these classes as a dict of its inner tensors and numbers; others are unchanged.
 
     Raises:
-        ValueError: each rank has a part of it.
+        ValueError: it is sharded.
     """
     if not isinstance(entry, dict):
         return entry
@@ -32,13 +32,13 @@ def _flat(key: str, value: Any) -> Any:
     name = type(value).__name__
     if name not in CLASSES or type(value).__module__ != CLASSES[name]:
         if type(getattr(value, "_local_tensor", None)).__name__ in CLASSES:
-            raise ValueError(f"{key!r} of an optimizer's state is a {type(value._local_tensor).__name__} of which each rank has a part: {SHARDED}")
+            raise ValueError(f"{key!r} of an optimizer's state is a sharded {type(value._local_tensor).__name__}: {SHARDED}")
         return value
     parts, context = value.__tensor_flatten__()
     return {MADE_OF: name, **{part: getattr(value, part) for part in parts}, "context": [_plain(each) for each in context]}
 
 
-SHARDED = "the blocks of one rank are not those of another world size; use strategy='ddp', or an optimizer whose states are plain tensors"
+SHARDED = "its blocks depend on the world size; use strategy='ddp', or an optimizer whose states are plain tensors"
 
 
 def _plain(value: Any) -> Any:
@@ -57,7 +57,7 @@ def _made(parts: dict[str, Any]) -> Tensor:
 
 
 def whole_again(entry: Any) -> Any:
-    """What :func:`flat` was given."""
+    """The inverse of :func:`flat`."""
     if not isinstance(entry, dict):
         return entry
     return {key: _made(value) if isinstance(value, dict) and MADE_OF in value else value for key, value in entry.items()}

@@ -1,4 +1,4 @@
-"""Tensor parallel: which modules are cut over the ranks of an axis and how (the plan), and the cutting."""
+"""Tensor parallel: which modules are sharded over the ranks of an axis and how (the plan), and the sharding."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def plan_for(model: nn.Module, given: Plan | None, mesh: DeviceMesh, sequence_parallel: bool) -> Plan | None:
-    """The plan: the strategy's, else what the model's ``parallelize(mesh)`` gives, else a Hugging Face model's own.
+    """The plan: the strategy's, else the one that the model's ``parallelize(mesh)`` returns, else a Hugging Face model's own.
 
     Returns:
-        Styles by names of modules; ``None`` when ``parallelize`` has cut the model itself.
+        Styles by names of modules; ``None`` when ``parallelize`` has sharded the model itself.
 
     Raises:
-        ValueError: there is no plan, or sequence parallel was asked for and no style in the plan does it.
+        ValueError: there is no plan, or sequence parallel was requested and the plan has no style for it.
     """
     plan, whose = given, "MeshParallel(plan=...)"
     if plan is None:
@@ -68,7 +68,7 @@ def _asked(owner: Any, mesh: DeviceMesh, sequence_parallel: bool) -> Any:
 
 
 def _hugging_face(model: nn.Module) -> Plan | None:
-    """The plan that a Hugging Face model anywhere in ``model`` brings, with names as seen from ``model``."""
+    """The plan of a Hugging Face model anywhere in ``model``, with names relative to ``model``."""
     for prefix, module in model.named_modules():
         plan = getattr(module, "_tp_plan", None)
         if isinstance(plan, Mapping) and plan:
@@ -77,10 +77,10 @@ def _hugging_face(model: nn.Module) -> Plan | None:
 
 
 def fitting(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module, ParallelStyle]]:
-    """The modules of a plan, in the model's order; the last entry that fits a module's name holds.
+    """The modules of a plan, in the model's order; the last entry that matches a module's name applies.
 
     Raises:
-        ValueError: an entry that fits no module, or an unknown style.
+        ValueError: an entry that matches no module, or an unknown style.
     """
     # Fit's wrapper calls the module "module".
     named = [(name.removeprefix("module."), m) for name, m in model.named_modules() if m is not model]
@@ -116,15 +116,15 @@ def cut(
     note: Callable[[nn.Module, dict[str, Any]], None],
     away: Container[Tensor],
 ) -> None:
-    """Cut the modules of ``plan`` over ``mesh`` (one axis), in place.
+    """Shard the modules of ``plan`` over ``mesh`` (one axis), in place.
 
     Args:
-        settle: called with each module before it is cut: whole, on the device, the same on all ranks.
-        note: called with each module and its parameters before it was cut.
-        away: parameters that are on other ranks; modules with such ones are left alone.
+        settle: called with each module before it is sharded: moves it to the device, the same on all ranks.
+        note: called with each module and its parameters before sharding.
+        away: parameters that are on other ranks; their modules are skipped.
 
     Raises:
-        ValueError: see :func:`fitting`; or modules that share a parameter are cut in different ways.
+        ValueError: see :func:`fitting`; or modules that share a parameter are sharded in different ways.
     """
     for name, module, style in fitting(model, plan):
         _check_even(name, module, style, mesh.size())
@@ -135,13 +135,13 @@ def cut(
         try:
             parallelize_module(module, mesh, style, src_data_rank=None)
         except (RuntimeError, ValueError, NotImplementedError) as error:
-            raise ValueError(f"tensor parallel: {name!r} ({type(module).__name__}) cannot be cut by {type(style).__name__}: {error}") from error
+            raise ValueError(f"tensor parallel: {type(style).__name__} cannot shard {name!r} ({type(module).__name__}): {error}") from error
         _let_go(module)
         after = dict(module.named_parameters(remove_duplicate=False))
         replaced = {id(old): after[key] for key, old in before.items() if after[key] is not old}
         for key, old in before.items():
-            after[key].requires_grad_(old.requires_grad)  # torch's styles make every parameter a trained one
-        for other in model.modules():  # tied parameters stay one
+            after[key].requires_grad_(old.requires_grad)  # torch's styles set requires_grad on every parameter
+        for other in model.modules():  # tied parameters stay tied
             for key, parameter in other._parameters.items():
                 if parameter is not None and id(parameter) in replaced:
                     other._parameters[key] = replaced[id(parameter)]
@@ -150,7 +150,7 @@ def cut(
 
 
 def _let_go(module: nn.Module) -> None:
-    """Make parts that are views of whole tensors tensors of their own."""
+    """Copy shards that are views of full tensors, to free the full ones."""
     for inner in module.modules():
         for key, parameter in inner._parameters.items():
             if not isinstance(parameter, DTensor):
@@ -164,7 +164,7 @@ def _let_go(module: nn.Module) -> None:
 
 
 def _check_even(name: str, module: nn.Module, style: ParallelStyle, ranks: int) -> None:
-    """A linear layer whose neighbour reads its part as a plain tensor must be cut evenly: torch takes all parts for equally large."""
+    """A linear layer whose neighbour reads its shard as a plain tensor must be sharded evenly: torch assumes equal shards."""
     if not isinstance(module, nn.Linear):
         return
     if isinstance(style, ColwiseParallel) and style.use_local_output and all(p.is_shard() for p in style.output_layouts):
@@ -174,7 +174,7 @@ def _check_even(name: str, module: nn.Module, style: ParallelStyle, ranks: int) 
     else:
         return
     if size % ranks:
-        raise ValueError(f"tensor parallel: {name!r} has {size} {what}, which do not divide by tp={ranks}: change the layer's size, tp, or the plan")
+        raise ValueError(f"tensor parallel: {name!r} has {size} {what}, not divisible by tp={ranks}: change the layer, tp, or the plan")
 
 
 def _check_tied(model: nn.Module, plan: Plan) -> None:
@@ -185,6 +185,6 @@ def _check_tied(model: nn.Module, plan: Plan) -> None:
             own = list(module._parameters.values())
             shared = next(n for n, m, _ in entries if any(p is q for p in m.parameters() for q in own))
             raise ValueError(
-                f"tensor parallel: {name.removeprefix('module.')!r} shares a parameter with {shared!r}, which the plan cuts: give it a style of its "
-                "own ('embedding_rowwise' and 'colwise' cut an embedding and its output layer alike)"
+                f"tensor parallel: {name.removeprefix('module.')!r} shares a parameter with {shared!r}, which the plan shards: give it its "
+                 "own style ('embedding_rowwise' and 'colwise' shard an embedding and its output layer alike)"
             )

@@ -1,4 +1,4 @@
-"""Micro-batches that some rank repeats at weight 0, so that all ranks take part in the same collectives: their gradients are none, not zero."""
+"""Micro-batches that some rank repeats at weight 0, so that all ranks run the same collectives: their gradients are ``None``, not zero."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.distributed.group import Group
 
 
 class Reached:
-    """Which parameters the samples of a window have reached on this rank, those of a repeated micro-batch left out."""
+    """Which parameters the samples of a window have reached on this rank, except those of a repeated micro-batch."""
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
@@ -23,12 +23,12 @@ class Reached:
         """The window ends without a step."""
         self._remove()
         self._without: set[int] | None = None
-        """Parameters (by id) that had no gradient when the window began; ``None``: it has not begun."""
+        """Parameters (by id) without gradient at the start of the window; ``None``: it has not started."""
         self._found: set[int] = set()
         self._over = False
 
     def watch(self, parameters: Iterable[Tensor], repeated: bool) -> None:
-        """A forward pass begins, of a ``repeated`` micro-batch or of samples that count."""
+        """Start a forward pass, of a ``repeated`` micro-batch or of samples that count."""
         if self._over:
             self.forget()
         if self._without is None:
@@ -40,10 +40,10 @@ class Reached:
 
     @torch.no_grad()
     def settle(self, ranks: Group, parameters: Sequence[Tensor]) -> None:
-        """Take the gradients away from parameters that no sample of any rank has reached. A collective."""
+        """Remove the gradients of parameters that no sample of any rank has reached. A collective."""
         self._remove()
         self._over, without = True, self._without
-        # A model that this rank has not called in the window, as in manual optimization, keeps what it has.
+        # A model that this rank has not called in the window, as in manual optimization, keeps its gradients.
         known = [without is None or id(p) in self._found or id(p) not in without for p in parameters]
         anywhere = torch.tensor(known, dtype=torch.uint8, device=ranks.device)
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)

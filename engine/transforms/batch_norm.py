@@ -1,4 +1,4 @@
-"""Batch norm over the samples of all ranks (``sync_batchnorm=True``): a micro-batch on N ranks is normalised as on one."""
+"""Batch norm over the samples of all ranks (``sync_batchnorm=True``): a micro-batch on N ranks is normalised as on one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.distributed.group import Group
 
 
 class Ranks:
-    """Who computes the statistics of a layer together.
+    """The ranks that compute the statistics of a layer together.
 
     Args:
         group: the ranks that see different data.
@@ -27,14 +27,14 @@ class Ranks:
         self.group, self.counts = group, counts
 
     def __deepcopy__(self, memo: Any) -> Ranks:
-        return self  # a copy of the model (an average of weights, say) is of the same job
+        return self  # a copy of the model (such as an average of weights) belongs to the same job
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a pickle is of none
+        return type(None), ()  # a pickle belongs to none
 
 
 class Synchronised(_BatchNorm):
-    """A batch norm whose statistics in training are those of all ranks' samples; in evaluation it is the plain one."""
+    """A batch norm whose statistics in training are those of all ranks' samples; in evaluation it is a plain batch norm."""
 
     ranks: Ranks | None
 
@@ -60,17 +60,17 @@ class Synchronised(_BatchNorm):
 
 
 class Layers:
-    """The batch norms of one engine that compute over all ranks. Switched off, or on one process, every method does nothing."""
+    """The batch norms of one engine that compute over all ranks. When switched off, or with one process, every method does nothing."""
 
     def __init__(self, enabled: bool, group: Group, counts: Callable[[], bool]) -> None:
         self._ranks = Ranks(group, counts) if enabled and group.world_size > 1 else None
         self._changed: list[tuple[nn.Module, type[nn.Module]]] = []
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """``model``, whose batch norms compute over all ranks from now on. In place: names, parameters, hooks and references stay.
+        """Make the batch norms of ``model`` compute over all ranks, in place: names, parameters, hooks and references stay.
 
         Raises:
-            ValueError: a batch norm with a forward pass of its own.
+            ValueError: a batch norm has its own forward pass.
         """
         for name, module in model.named_modules() if self._ranks is not None else ():
             if not isinstance(module, _BatchNorm) or isinstance(module, nn.SyncBatchNorm):
@@ -79,7 +79,7 @@ class Layers:
             if not isinstance(module, Synchronised):
                 if own.forward is not _BatchNorm.forward or "forward" in vars(module):
                     raise ValueError(
-                        f"sync_batchnorm=True: {name or 'the model'} ({own.__name__}) is a batch norm with a forward pass of its own, which would "
+                        f"sync_batchnorm=True: {name or 'the model'} ({own.__name__}) is a batch norm with its own forward pass, which would "
                         "not be synchronised: use nn.BatchNorm1d, 2d or 3d there, or synchronise it yourself and leave the setting out"
                     )
                 module.__class__ = _synchronised(own)  # type: ignore[assignment]
@@ -91,7 +91,7 @@ class Layers:
         """Called when a rank has no loss.
 
         Raises:
-            ValueError: the other ranks' backward passes wait for this one.
+            ValueError: the other ranks' backward passes would wait for this one.
         """
         if self._changed and self._ranks is not None:
             raise ValueError(
@@ -100,7 +100,7 @@ class Layers:
             )
 
     def restore(self) -> None:
-        """Make the layers plain again, but for those whose class was changed once more (by sharding)."""
+        """Restore the plain layers, except those whose class was changed again (by sharding)."""
         for module, own in self._changed:
             if isinstance(module, Synchronised):
                 module.ranks = None
@@ -114,16 +114,16 @@ _made: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _synchronised(own: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of both, so that ``isinstance`` and the check of the input's dims stay."""
+    """A subclass of both, so that ``isinstance`` and the check of the input's dims still work."""
     if own not in _made:
         _made[own] = type(own.__name__, (Synchronised, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
     return _made[own]
 
 
 class _Normalise(torch.autograd.Function):
-    """``[N, C, ...]`` normalised by the mean and variance of all ranks' samples, with these (``[C]``) and their number (``[]``).
+    """``[N, C, ...]`` normalised by the mean and variance of all ranks' samples; also returns these (``[C]``) and the number of samples (``[]``).
 
-    One collective in each direction, and nothing that waits for a device. Statistics of halves are computed in fp32.
+    One collective in each direction, without waiting for a device. Statistics of half formats are computed in fp32.
     """
 
     @staticmethod

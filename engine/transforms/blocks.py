@@ -1,4 +1,4 @@
-"""The parts that a model repeats: what is gathered and freed, recomputed or compiled as one, unless the user says otherwise."""
+"""A model's repeated blocks: the default units of sharding, activation checkpointing and compilation."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from engine.utils.errors import nearest
 
 Choice = type[nn.Module] | str
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # without a forward pass of their own
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # without a forward pass
 
 
 def user_module(model: nn.Module) -> nn.Module:
-    """The user's own module: Fit hands on a wrapper around its steps, which says so."""
+    """The user's own module, which Fit may have wrapped."""
     found: nn.Module = getattr(model, "user_module", model)
     return found
 
@@ -23,11 +23,11 @@ def user_module(model: nn.Module) -> nn.Module:
 def units(model: nn.Module, chosen: Sequence[Choice], min_size: int) -> list[nn.Module]:
     """The modules to shard one by one, inner ones first; never ``model`` itself.
 
-    By ``chosen`` (classes, names of classes, names of modules with ``*``); else by ``min_size`` (parameters); else what the first module
-    with a method ``blocks()`` names; else :func:`repeated`.
+    By ``chosen`` (classes, names of classes, names of modules with ``*``); else by ``min_size`` (parameters); else by the first
+    module's method ``blocks()``; else :func:`repeated`.
 
     Raises:
-        ValueError: a choice that fits no module, or one without a forward pass; ``blocks()`` gave something that is no part of the model.
+        ValueError: a choice that matches no module, or one without a forward pass; ``blocks()`` returned something that is not in the model.
     """
     if chosen:
         found = [m for choice in chosen for m in _fitting(model, choice)]
@@ -38,7 +38,7 @@ def units(model: nn.Module, chosen: Sequence[Choice], min_size: int) -> list[nn.
     else:
         named = _named_by_model(model)
         wanted = {id(m) for m in (repeated(model) if named is None else named)}
-    # Pre-order reversed: a module comes after everything inside of it.
+    # Reversed pre-order: a module comes after everything inside it.
     return [m for m in reversed(list(model.modules())) if id(m) in wanted and m is not model]
 
 
@@ -56,7 +56,7 @@ def repeated(model: nn.Module) -> list[nn.Module]:
 
 
 def shared(model: nn.Module, parts: Iterable[nn.Module]) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
-    """Parameters that several parts hold: those that the rest of the model has too, and those that only parts have."""
+    """Shared parameters: those of several blocks and the rest of the model, and those of blocks only."""
     ids = {id(m) for m in parts}
     owners: dict[nn.Parameter, set[int]] = {}
 
@@ -74,10 +74,10 @@ def shared(model: nn.Module, parts: Iterable[nn.Module]) -> tuple[set[nn.Paramet
 
 
 def matching(named: Iterable[tuple[str, Tensor]], patterns: Sequence[str], setting: str) -> list[Tensor]:
-    """The tensors whose name fits one of ``patterns``.
+    """The tensors whose name matches one of ``patterns``.
 
     Raises:
-        ValueError: a pattern that fits none; names ``setting``.
+        ValueError: a pattern matches none; the message names ``setting``.
     """
     pairs = [(name.removeprefix("module."), tensor) for name, tensor in named]
     for pattern in patterns:
@@ -88,7 +88,7 @@ def matching(named: Iterable[tuple[str, Tensor]], patterns: Sequence[str], setti
 
 
 def _fitting(model: nn.Module, choice: Choice) -> list[nn.Module]:
-    # Fit shards a module inside of a wrapper, where it is called "module".
+    # Fit shards a module inside a wrapper, where it is named "module".
     pairs = [(name.removeprefix("module."), m) for name, m in model.named_modules() if m is not model]
     if isinstance(choice, str):
         found = [m for name, m in pairs if fnmatchcase(name, choice) or type(m).__name__ == choice]
@@ -97,14 +97,14 @@ def _fitting(model: nn.Module, choice: Choice) -> list[nn.Module]:
     label = choice if isinstance(choice, str) else choice.__name__
     if not found:
         known = sorted({type(m).__name__ for _, m in pairs})
-        raise ValueError(f"FSDP(blocks=...): no module is or is called {label!r}{nearest(label, known)}; classes: {', '.join(known)}")
+        raise ValueError(f"FSDP(blocks=...): no class or module is called {label!r}{nearest(label, known)}; classes: {', '.join(known)}")
     if any(isinstance(m, _CONTAINERS) for m in found):
         raise ValueError(f"FSDP(blocks=...): {label!r} is a list of modules and has no forward pass; give its members, {label + '.*'!r}")
     return found
 
 
 def _named_by_model(model: nn.Module) -> list[nn.Module] | None:
-    # By the class: many models have an attribute of this name, a ModuleList.
+    # From the class: many models have an attribute of this name, a ModuleList.
     owner = next((m for m in model.modules() if callable(getattr(type(m), "blocks", None))), None)
     if owner is None:
         return None
@@ -112,12 +112,12 @@ def _named_by_model(model: nn.Module) -> list[nn.Module] | None:
     inside = {id(m) for m in model.modules()}
     for m in given:
         if not isinstance(m, nn.Module) or id(m) not in inside or isinstance(m, _CONTAINERS):
-            raise ValueError(f"{type(owner).__name__}.blocks() gave {type(m).__name__}: give modules of the model that have a forward pass")
+            raise ValueError(f"{type(owner).__name__}.blocks() returned {type(m).__name__}: return modules of the model that have a forward pass")
     return given
 
 
 def _large(module: nn.Module, least: int, wanted: set[int]) -> int:
-    """Choose from the inside out; the size of what is left of ``module`` for those around it."""
+    """Choose from the inside out; return the size of the rest of ``module`` for its parents."""
     left = sum(p.numel() for p in module.parameters(recurse=False)) + sum(_large(child, least, wanted) for child in module.children())
     if left < least or isinstance(module, _CONTAINERS):
         return left

@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks whose intermediate results are computed again in the backward pass, rather than kept for it."""
+"""Activation checkpointing: blocks whose intermediate results are recomputed in the backward pass rather than stored."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _KEPT = (
     "_scaled_dot_product_efficient_attention.default",
     "_scaled_dot_product_cudnn_attention.default",
 )
-"""The operations whose results "selective" keeps: they cost the most to compute again."""
+"""The operations whose results "selective" keeps: they are the most expensive to recompute."""
 
 def recompute(model: nn.Module, setting: Recompute) -> None:
-    """Let the model's repeated blocks be computed again in the backward pass, in place: classes and names stay. ``None`` undoes it.
+    """Recompute the model's repeated blocks in the backward pass, in place: classes and names stay. ``None`` undoes it.
 
-    Random numbers are drawn as in the first pass, so that dropout leaves out the same units. Buffers (running statistics) and torchmetrics
-    objects are updated once. What else a block's forward pass does, such as appending to a list, happens twice.
+    Random numbers are the same as in the first pass, so dropout drops the same units. Buffers (running statistics) and torchmetrics
+    objects are updated once. Other side effects of a block's forward pass, such as appending to a list, happen twice.
 
     Raises:
         ValueError: the model has no blocks.
@@ -45,7 +45,7 @@ def recompute(model: nn.Module, setting: Recompute) -> None:
     if not blocks:
         raise ValueError(
             f"activation_checkpointing={setting!r}: {type(user_module(model)).__name__} has no repeated blocks; define blocks(self) that returns "
-            "the modules to compute again"
+            "the modules to recompute"
         )
     every = setting if isinstance(setting, int) else 1
     for block in blocks[::every]:
@@ -56,7 +56,7 @@ def _recomputed(block: nn.Module, selective: bool, buffers: Buffers, *args: Any,
     forward = partial(type(block).forward, block)
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    if torch.compiler.is_compiling():  # the compiler's graph updates buffers once by itself
+    if torch.compiler.is_compiling():  # the compiled graph updates buffers once
         context: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _kept())} if selective else {}
         return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
     first = buffers.before(block)
@@ -66,7 +66,7 @@ def _recomputed(block: nn.Module, selective: bool, buffers: Buffers, *args: Any,
 
 
 def _contexts(first: Pass, selective: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """What the two passes run in."""
+    """The contexts of the two passes."""
     once: AbstractContextManager[Any] = nullcontext()
     if selective:
         once, first.inner = create_selective_checkpoint_contexts(_kept())

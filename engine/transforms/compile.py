@@ -9,11 +9,11 @@ from engine.transforms.blocks import units, user_module
 
 
 def compile_model(model: nn.Module, setting: Compile) -> None:
-    """Compile the model's forward pass and those of its direct children, so that steps that call a child instead of ``self(x)`` gain too; or
-    each of its repeated blocks. Compilation itself happens at the first call.
+    """Compile the model's forward pass and those of its direct children, so that steps that call a child instead of ``self(x)`` are faster too; or
+    each of its repeated blocks. Compilation happens at the first call.
 
     Raises:
-        ValueError: blocks were asked for, and the model has none.
+        ValueError: blocks were requested, and the model has none.
     """
     options = dict(setting) if isinstance(setting, dict) else {}
     by_block = options.pop("blocks", setting == "blocks")
@@ -33,5 +33,5 @@ def compile_model(model: nn.Module, setting: Compile) -> None:
 
 
 def is_whole(setting: Compile) -> bool:
-    """Whether the whole model is to be compiled, rather than its blocks."""
+    """Whether to compile the whole model rather than its blocks."""
     return bool(setting) and setting != "blocks" and not (isinstance(setting, dict) and setting.get("blocks"))

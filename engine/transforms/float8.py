@@ -22,37 +22,37 @@ from engine.utils.log import logger, warn_once
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 BACKENDS = ("torchao", "te")
 SIDE = 16
-"""Matrix products in fp8 need sizes that divide by this."""
+"""Matrix products in fp8 need sizes divisible by this."""
 
 
 @dataclass(frozen=True, slots=True)
 class FP8:
     """fp8 in detail, for ``precision=``; ``"fp8-mixed"`` is ``FP8()``.
 
-    The products of ``nn.Linear`` layers, forward and backward, take inputs in fp8, scaled anew each time; everything else runs as under
+    The products of ``nn.Linear`` layers, forward and backward, take inputs in fp8 with new scales each time; everything else runs as under
     ``bf16-mixed``. Parameters, gradients and optimizer state stay fp32, and names and checkpoints are those of the plain model. Layers are
-    changed in place when the model is prepared and changed back when the run or the engine lets it go (sharded models stay as they are).
+    changed in place when the model is prepared and changed back when the run or the engine releases it (sharded models are not changed back).
 
-    Left alone, in bf16: layers whose inputs or outputs do not divide by 16 (said once); subclasses of ``nn.Linear``; an output layer that
+    These stay in bf16: layers whose inputs or outputs are not divisible by 16 (logged once); subclasses of ``nn.Linear``; an output layer that
     shares its weight with an embedding, because the embedding reads the weight in full precision, and the logits suffer most from rounding.
 
-    The speed comes with ``compile``: it fuses the scaling and the casts, which cost more than fp8 saves when they run one by one.
+    It is faster only with ``compile``, which fuses the scaling and the casts; run one by one they cost more than fp8 saves.
     """
 
     recipe: str = "tensorwise"
-    """``"tensorwise"``: one scale a tensor, the fastest. ``"rowwise"``: one a row, more exact. ``"rowwise_with_gw_hp"``: and the gradient
-    of the weight in bf16, the most exact."""
+    """``"tensorwise"``: one scale per tensor, the fastest. ``"rowwise"``: one per row, more exact. ``"rowwise_with_gw_hp"``: also with
+    the gradient of the weight in bf16, the most exact."""
     ignore: str | Sequence[str] = ()
-    """Layers that stay in bf16, by name; ``"head"`` or ``"layers.0"`` (all inside of it), ``"*.out"``."""
+    """Layers that stay in bf16, by name; ``"head"`` or ``"layers.0"`` (all inside it), ``"*.out"``."""
     all_gather: bool | None = None
-    """Under FSDP, gather weights in fp8: half of bf16's traffic, with scales for all weights from one reduction a step. ``None``: where the
-    recipe allows it, which is ``"tensorwise"``, for layers that tensor parallel has not cut."""
+    """Under FSDP, gather weights in fp8: half of bf16's traffic, with scales for all weights from one reduction per step. ``None``: if the
+    recipe allows it, which is ``"tensorwise"``, for layers that tensor parallel has not sharded."""
     emulate: bool | None = None
-    """Round as fp8 does but multiply in the wide format: the same numbers nearly, no speed. ``None``: where the device has no fp8, which is
-    the CPU and GPUs of a compute capability under 8.9."""
+    """Round to fp8 but multiply in the wide format: nearly the same numbers, no speedup. ``None``: on devices without fp8: the CPU and
+    GPUs with a compute capability below 8.9."""
     backend: str = "torchao"
     """``"torchao"``, or ``"te"``: the model is built of ``transformer_engine.pytorch`` modules, and its forward pass runs in their
-    autocast with their default recipe; no layer is replaced. This backend has had no test on a machine with Transformer Engine."""
+    autocast with their default recipe; no layer is replaced. This backend is not tested with Transformer Engine."""
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
@@ -87,11 +87,11 @@ class Layers:
         self._changed: list[tuple[nn.Linear, list[str]]] = []
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """``model``, whose linear layers compute in fp8 from now on. In place: names, parameters, hooks and references stay.
+        """Make the linear layers of ``model`` compute in fp8, in place: names, parameters, hooks and references stay.
 
         Raises:
             ImportError: the backend is not installed.
-            ValueError: no layer can be converted, a name in ``ignore`` fits none, or the device has no fp8 and ``emulate=False``.
+            ValueError: no layer can be converted, a name in ``ignore`` matches none, or the device has no fp8 and ``emulate=False``.
         """
         fp8 = self.fp8
         if fp8 is None:
@@ -113,7 +113,7 @@ class Layers:
         return model
 
     def restore(self) -> None:
-        """Make the layers plain again, but for those of sharded models."""
+        """Restore the plain layers, except those of sharded models."""
         for linear, added in self._changed:
             if type(linear) is _layer_class() and not _sharded(linear.weight):
                 linear.__class__ = nn.Linear
@@ -125,14 +125,14 @@ class Layers:
 def gather_low(module: nn.Module, ignored: Collection[Tensor]) -> None:
     """Before ``fully_shard``: wrap the weights of converted layers in ``module``, so that they are cast before they are gathered.
 
-    Those in ``ignored``, those that are sharded already and those that tensor parallel has cut are left alone.
+    Those in ``ignored``, those that are sharded already and those that tensor parallel has sharded are skipped.
     """
     torchao, apart = _torchao(), {id(p) for p in ignored}
     parameters = {id(p) for p in module.parameters() if not _sharded(p)} - apart
     layers = [m for m in module.modules() if isinstance(m, _layer_class()) and id(m.weight) in parameters]
     wrapped: dict[int, Any] = {}
     if parameters == {id(layer.weight) for layer in layers} and any(layer.weight.device.type == "cpu" for layer in layers):
-        return  # nothing else is gathered with them: they would travel as fp8 rather than as bytes, which gloo does not know
+        return  # nothing else is gathered with them: they would be sent as fp8 rather than as bytes, which gloo does not support
     for layer in layers:
         weight = layer.weight
         if id(weight) not in wrapped:
@@ -145,14 +145,14 @@ def gather_low(module: nn.Module, ignored: Collection[Tensor]) -> None:
 
 
 class Scales:
-    """The scales of all weights that are gathered in fp8, from one reduction, in the first forward pass after they have changed.
+    """The scales of all weights that are gathered in fp8, computed in one reduction in the first forward pass after a change.
 
-    As a hook of the sharded root it comes before the first gathering. Beside optimizers' steps (fused ones leave the version counters
-    alone) it sees what else writes into weights, so that a loaded checkpoint never meets old scales, which would cut off what has grown.
+    As a hook of the sharded root it runs before the first gathering. Besides optimizers' steps (fused ones do not change version
+    counters) it detects other writes to weights, so that a loaded checkpoint is never used with old scales, which would clip it.
     """
 
     steps = 0
-    """Of all optimizers of this process."""
+    """Steps of all optimizers of this process."""
 
     def __init__(self, root: nn.Module, fp8: FP8) -> None:
         low = _layer_class()
@@ -160,8 +160,8 @@ class Scales:
         self.weights = [w for w in found if hasattr(w.to_local(), "fsdp_pre_all_gather")]
         if fp8.all_gather and len(self.weights) < len(found):
             raise ValueError(
-                "FP8(all_gather=True): weights that tensor parallel has cut, and on the CPU those that are alone in a block of FSDP, are gathered in "
-                "bf16; leave all_gather out"
+                "FP8(all_gather=True): weights that tensor parallel has sharded, and on the CPU those that are alone in an "
+                "FSDP block, are gathered in bf16; leave all_gather out"
             )
         self.seen = (-1, -1)
         if self.weights:
@@ -184,7 +184,7 @@ def _count_steps() -> None:
 
 
 class TransformerEngine:
-    """bf16 autocast and Transformer Engine's own, entered together; may be entered again after it was left."""
+    """bf16 autocast and Transformer Engine's own, entered together; can be entered again after exit."""
 
     def __init__(self, autocast: torch.autocast) -> None:
         self.autocast, self._open = autocast, ExitStack()
@@ -201,7 +201,7 @@ class TransformerEngine:
 
 
 def _sharded(weight: Tensor) -> bool:
-    return hasattr(weight, "placements")  # DTensor, whose import takes longer than all of this library's
+    return hasattr(weight, "placements")  # DTensor, whose import takes longer than this whole library's
 
 
 def _torchao() -> Any:
@@ -224,20 +224,20 @@ def _check_te(model: nn.Module) -> None:
     _transformer_engine()
     if not any(type(m).__module__.startswith("transformer_engine.") for m in model.modules()):
         raise ValueError(
-            f"FP8(backend='te'): {_name(model)} has no module of transformer_engine.pytorch; build it of those, or use backend='torchao'"
+            f"FP8(backend='te'): {_name(model)} has no module of transformer_engine.pytorch; build it from those, or use backend='torchao'"
         )
 
 
 def _emulated(fp8: FP8, device: torch.device) -> bool:
     capable = device.type == "cuda" and (torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 9))
     if fp8.emulate is False and not capable:
-        raise ValueError(f"FP8(emulate=False): {device} has no fp8 (it takes a GPU of compute capability 8.9 or later); leave emulate out")
+        raise ValueError(f"FP8(emulate=False): {device} has no fp8 (it needs a GPU of compute capability 8.9 or later); leave emulate out")
     return not capable if fp8.emulate is None else fp8.emulate
 
 
 @cache
 def _layer_class() -> Any:
-    """A class of its own for two things that torchao's leaves to its user. Made at its first use, because its base is imported then."""
+    """A subclass with two things that torchao leaves to its user. Created at its first use, which imports its base."""
     base: Any = _torchao().float8_linear.Float8Linear
 
     class Float8Layer(base):
@@ -245,7 +245,7 @@ def _layer_class() -> Any:
             kind = input.device.type
             if not torch.is_autocast_enabled(kind):
                 return self._multiply(input)
-            # torchao asks for CUDA's autocast only, and by a function that warns.
+            # torchao checks only CUDA's autocast, with a function that warns.
             with torch.autocast(kind, enabled=False):
                 return self._multiply(input.to(torch.get_autocast_dtype(kind)))
 
@@ -255,7 +255,7 @@ def _layer_class() -> Any:
             if rows and rows % SIDE == 0:
                 out = super().forward(input)
                 return out
-            # The gradient of the weight is a product over the rows, whose number must divide too; rows of zeros add nothing to it.
+            # The gradient of the weight is a product over the rows, whose number must be divisible too; rows of zeros add nothing.
             flat = nn.functional.pad(input.reshape(rows, self.in_features), (0, 0, 0, SIDE - rows % SIDE))
             out = super().forward(flat)[:rows]
             return out.reshape(*input.shape[:-1], self.out_features)
@@ -271,13 +271,13 @@ def __getattr__(name: str) -> Any:
 
 
 def _chosen(model: nn.Module, fp8: FP8) -> list[nn.Linear]:
-    """The layers to convert; says which ones stay because of their sizes.
+    """The layers to convert; reports which ones stay because of their sizes.
 
     Raises:
-        ValueError: there are none, and none was converted before; or a name to ignore fits no layer.
+        ValueError: there are none, and none was converted before; or a name to ignore matches no layer.
     """
     low = _layer_class()
-    # Fit's wrapper calls the module "module".
+    # Fit's wrapper names the module "module".
     named = [(name.removeprefix("module."), m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
     read = {id(p) for m in model.modules() if not isinstance(m, nn.Linear) for p in m._parameters.values() if p is not None}
     for pattern in fp8.ignore:
@@ -299,15 +299,15 @@ def _chosen(model: nn.Module, fp8: FP8) -> list[nn.Linear]:
     if not chosen and not done:
         raise ValueError(
             f"precision='fp8-mixed': no layer of {_name(model)} can compute in fp8. It has {len(named)} linear layer(s); those of class nn.Linear "
-            f"with sizes that divide by {SIDE}, not ignored and not tied to an embedding, can. Not of such sizes: {_some(odd)}. Use 'bf16-mixed'"
+            f"with sizes divisible by {SIDE}, not ignored and not tied to an embedding, can. Other sizes: {_some(odd)}. Use 'bf16-mixed'"
         )
     if odd:
-        warn_once(f"fp8: {len(odd)} linear layer(s) of {_name(model)} stay in bf16, their sizes do not divide by {SIDE}: {_some(odd)}")
+        warn_once(f"fp8: {len(odd)} linear layer(s) of {_name(model)} stay in bf16, their sizes are not divisible by {SIDE}: {_some(odd)}")
     return chosen
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Whether a pattern names the layer or what it is in."""
+    """Whether a pattern matches the layer or one of its parents."""
     parts, pattern = name.split("."), pattern.removeprefix("module.")
     return any(fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1))
 

@@ -1,4 +1,4 @@
-"""What a forward pass that runs twice leaves behind: buffers and metrics, as if it had run once."""
+"""Buffers and metrics of a forward pass that runs twice, as if it had run once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Seen = list[tuple[nn.Module, dict[str, tuple[Tensor, int]]]]
 
 
 class Buffers:
-    """The buffers of one block, where its forward pass changes them: running statistics, power iterations, codebooks.
+    """The buffers of one block that its forward pass changes: running statistics, power iterations, codebooks.
 
-    The second pass starts from the values that the first one started from, so that it computes the same, and what it changes is dropped.
-    Copied before a pass are the buffers of modules whose passes change them, and of those that are seen for the first time: a constant mask is
-    copied once.
+    The second pass starts from the same values as the first one, so that it computes the same, and its changes are discarded.
+    Before a pass, the buffers of modules whose passes change them are copied, and those of modules in their first pass: a constant mask
+    is copied once.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Buffers:
         """Whether a pass changes a module's buffers, by the module's mode (whether it trains)."""
 
     def __getstate__(self) -> dict[str, object]:
-        return {"_": None}  # a copy of the block finds out by itself
+        return {"_": None}  # a copy of the block detects this itself
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self._changes = WeakKeyDictionary()
@@ -47,7 +47,7 @@ class Buffers:
         return Pass(block, modes, start, seen)
 
     def after(self, first: Pass) -> None:
-        """Called after it. Comparing values waits for the device, in a module's first pass only."""
+        """Called after a first pass. Comparing values waits for the device, in a module's first pass only."""
         for module, before in first.seen:
             verdicts, mode = self._changes.setdefault(module, {}), module.training
             now = {name: b for name, b in module._buffers.items() if b is not None}
@@ -62,12 +62,12 @@ class Buffers:
 
 
 class Pass:
-    """A first pass: what its second one starts from. As a context, the second one runs in it, more than once where a graph is kept."""
+    """A first pass: the starting values of its second one. A context for the second one, entered several times if the graph is retained."""
 
     def __init__(self, block: nn.Module, modes: list[tuple[nn.Module, bool]], start: State, seen: Seen) -> None:
         self.block, self.modes, self.start, self.seen = block, modes, start, seen
         self.inner: AbstractContextManager[Any] = nullcontext()
-        """What else the second pass runs in."""
+        """Further contexts of the second pass."""
         self._open = ExitStack()
 
     def __enter__(self) -> None:
@@ -82,7 +82,7 @@ class Pass:
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
-        """Modes and buffers are those that the first pass found."""
+        """Set modes and buffers as at the start of the first pass."""
         now = {module: dict(module._buffers) for module in self.start}
         modes = [(module, module.training) for module, _ in self.modes]
         for module, mode in self.modes:

@@ -1,1 +1,1 @@
-"""What every other folder may use: errors, log, nested batches, seeds, devices."""
+"""Helpers for every other folder: errors, log, nested batches, seeds, devices."""

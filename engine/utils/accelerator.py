@@ -16,7 +16,7 @@ def device_type(accelerator: str) -> str:
 
     Raises:
         ValueError: unknown name.
-        RuntimeError: CUDA was asked for and is not there.
+        RuntimeError: CUDA was requested but is not available.
     """
     if accelerator not in ACCELERATORS:
         raise ValueError(f"accelerator={accelerator!r} is unknown{nearest(accelerator, ACCELERATORS)}; possible: {', '.join(ACCELERATORS)}")
@@ -24,7 +24,7 @@ def device_type(accelerator: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if accelerator in ("cuda", "gpu"):
         if not torch.cuda.is_available():
-            raise RuntimeError(f"accelerator={accelerator!r} was asked for, but torch {torch.__version__} sees no CUDA device; use 'cpu' or 'auto'")
+            raise RuntimeError(f"accelerator={accelerator!r} was requested, but torch {torch.__version__} sees no CUDA device; use 'cpu' or 'auto'")
         return "cuda"
     return "cpu"
 
@@ -39,7 +39,7 @@ def count(kind: str, devices: int | str) -> int:
     if devices in ("auto", -1):
         return there or 1
     if there is not None and int(devices) > there:
-        raise ValueError(f"devices={devices} was asked for, but this machine has {there} CUDA device(s)")
+        raise ValueError(f"devices={devices} was requested, but this machine has {there} CUDA device(s)")
     return int(devices)
 
 
@@ -48,11 +48,11 @@ def device(kind: str, index: int, *, own: bool = False) -> torch.device:
 
     Args:
         kind: of :func:`device_type`.
-        index: the local rank, or the device that was asked for.
-        own: the launcher may hide the other processes' devices from this one: a single visible device is then its own, whatever its index.
+        index: the local rank, or the requested device.
+        own: the launcher may hide the other processes' devices: then a single visible device is this process's, whatever its index.
 
     Raises:
-        ValueError: local rank without a device of its own.
+        ValueError: the local rank has no device.
     """
     if kind == "cpu":
         return torch.device("cpu")
@@ -62,11 +62,11 @@ def device(kind: str, index: int, *, own: bool = False) -> torch.device:
 
 
 def visible_index(index: int, there: int, own: bool) -> int:
-    """The index of a process's device among the ``there`` that it sees; ``own`` as for :func:`device`, which it raises for."""
+    """The index of a process's device among the ``there`` visible ones; ``own`` and errors as for :func:`device`."""
     if own and there == 1:
         return 0
     if index >= there:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = f" (CUDA_VISIBLE_DEVICES={visible!r})" if visible is not None else ""
-        raise ValueError(f"local rank {index} has no device: this process sees {there} CUDA device(s){hidden}. Start fewer processes a node")
+        raise ValueError(f"local rank {index} has no device: this process sees {there} CUDA device(s){hidden}. Start fewer processes per node")
     return index

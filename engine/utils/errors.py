@@ -1,4 +1,4 @@
-"""The errors that this library raises by a name of its own, and what all of them share: the nearest legal name."""
+"""The library's own exception classes, and hints with the nearest valid name."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ def nearest(name: object, choices: Iterable[str]) -> str:
     """A hint for an unknown name: ``"; did you mean 'ddp'?"``, or an empty string when nothing is close."""
     known = {choice.lower(): choice for choice in choices}
     asked = str(name).lower()
-    begun = [choice for choice in known if len(asked) > 2 and choice.startswith(asked)]  # a long name cut short is far by the letters it lacks
-    least = 0.0 if begun else 0.55 if len(asked) > 3 else 0.5  # of two letters one may be another's
+    begun = [choice for choice in known if len(asked) > 2 and choice.startswith(asked)]  # a prefix of a long name differs by many letters
+    least = 0.0 if begun else 0.55 if len(asked) > 3 else 0.5  # for two letters one may differ
     found = begun if len(begun) == 1 else difflib.get_close_matches(asked, begun or known, n=1, cutoff=least)
     return f"; did you mean {known[found[0]]!r}?" if found else ""
 
 
 class RankError(RuntimeError):
-    """Another rank of this job failed. The message names it and carries its traceback."""
+    """Another rank of this job failed. The message names it and has its traceback."""
 
 
 class HangError(RuntimeError):
-    """No batch was finished for the time that ``Fit(timeout=)`` allows. The message names the ranks that lag, and where they are."""
+    """No batch finished within ``Fit(timeout=)``. The message names the ranks that lag, and where they are."""
 
     waiting = False
     """This rank only waited for those that lag."""
 
 
 class MismatchError(RuntimeError):
-    """The ranks came to one collective with different operations, shapes or dtypes (found by ``debug=True``)."""
+    """The ranks entered one collective with different operations, shapes or dtypes (found by ``debug=True``)."""
 
 
 class FolderInUse(RuntimeError):
-    """Another run that is going on writes into the folder that this one would go on in. The message names it."""
+    """Another run is writing into the folder that this one would continue in. The message names it."""
 
 
 class CheckError(RuntimeError):
-    """What ``check=True`` found to differ between the ranks before the first step."""
+    """``check=True`` found differences between the ranks before the first step."""
 
 
 class DoesNotFit(ValueError):
-    """The weights of a checkpoint are not those of the module. The message names what differs, and how the saved module was made."""
+    """The weights of a checkpoint are not those of the module. The message names what differs, and how the saved module was created."""

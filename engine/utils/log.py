@@ -1,4 +1,4 @@
-"""The library's logger, and warnings that are worth saying once."""
+"""The library's logger, and warnings that appear once."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import logging
 import warnings
 
 logger = logging.getLogger("engine")
-"""Everything the library reports goes through here: configure it as any other ``logging`` logger."""
+"""All of the library's messages go through this logger: configure it like any other ``logging`` logger."""
 
 _said: set[str] = set()
 
 
 def warn_once(message: str, *, stacklevel: int = 3) -> None:
-    """Raise a ``UserWarning`` with this text, once in the life of the process."""
+    """Issue a ``UserWarning`` with this text, once per process."""
     if message not in _said:
         _said.add(message)
         warnings.warn(message, UserWarning, stacklevel=stacklevel)

@@ -1,4 +1,4 @@
-"""Random numbers of python, numpy, torch and CUDA: seed them, and take and put back their state."""
+"""Random numbers of python, numpy, torch and CUDA: seeding, and saving and restoring of their states."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def seed_everything(seed: int) -> int:
         The seed.
 
     Raises:
-        TypeError: ``seed`` is no int.
+        TypeError: ``seed`` is not an int.
         ValueError: it is not in [0, 2**32 - 1].
     """
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
@@ -43,8 +43,8 @@ def seed_everything(seed: int) -> int:
 def capture() -> dict[str, Any]:
     """The state of every generator that this process uses, as JSON values and tensors; see :func:`restore`.
 
-    Numpy's is there when numpy was imported, CUDA's (of the current device) when CUDA was initialised: neither is woken
-    for this. No device is waited for: CUDA keeps its generator's state on the host.
+    Numpy's is included if numpy was imported, CUDA's (of the current device) if CUDA was initialised: neither is loaded
+    for this. This does not wait for a device: CUDA keeps its generator's state on the host.
     """
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
@@ -61,7 +61,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put back what :func:`capture` took. A generator that ``state`` lacks is left as it is, and so is CUDA's where there is no CUDA.
+    """Restore a state from :func:`capture`. A generator that ``state`` lacks is not changed, nor is CUDA's without CUDA.
 
     Raises:
         ValueError: ``state`` is not of :func:`capture`'s form.
@@ -79,12 +79,12 @@ def restore(state: dict[str, Any]) -> None:
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"].cpu())
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"no state of random generators: {type(error).__name__}: {error}; give what capture() returned") from error
+        raise ValueError(f"not a state of random generators: {type(error).__name__}: {error}; give what capture() returned") from error
 
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Whatever random numbers the block takes, the code after it sees those it would have seen without the block."""
+    """Restore all random numbers after the block, as if it had used none."""
     state = capture()
     try:
         yield

@@ -16,9 +16,9 @@ _UNCHANGED: dict[torch.dtype, torch.dtype] = {}
 
 @cache
 def formats(dtype: torch.dtype) -> dict[torch.dtype, torch.dtype]:
-    """What tensors of which types become where floating point numbers are to be ``dtype``; those of other types (integers, fp8) stay.
+    """Conversions of tensor dtypes to ``dtype`` for floating point numbers; other dtypes (integers, fp8) stay.
 
-    Complex numbers stay complex: of parts as wide as ``dtype``, but no narrower than fp32, because there are hardly any operations for those.
+    Complex numbers stay complex, with parts as wide as ``dtype`` but at least fp32, because few operations support narrower ones.
     """
     real = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     complex_ = torch.complex128 if dtype == torch.float64 else torch.complex64
@@ -30,7 +30,7 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return fn(tree)
     kind = type(tree)
-    # The containers that collate functions make are handled here: a general tree walk costs 10 us a batch, this one 1 us.
+    # The usual containers of collate functions are handled here: a general tree walk costs 10 us per batch, this one 1 us.
     if kind is list:
         return [map_tensors(fn, item) for item in tree]
     if kind is tuple:
@@ -69,14 +69,14 @@ def move(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> A
 
 
 def cast(tree: Any, dtype: torch.dtype | None) -> Any:
-    """``tree`` with its floating point tensors in ``dtype``, on their devices; ``None``: as it is. Objects with their own ``to`` are left alone."""
+    """``tree`` with its floating point tensors in ``dtype``, on their devices; ``None``: unchanged. Objects with their own ``to`` are not changed."""
     if dtype is None or (not isinstance(tree, (Tensor, list, tuple, dict)) and callable(getattr(tree, "to", None))):
         return tree
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor that is cut over ranks (``DTensor``) as the whole one on each of them, with its graph; a collective. Others as they are."""
+    """A sharded tensor (``DTensor``) as the full one on each rank, with its graph; a collective. Others are unchanged."""
     if type(tensor) is Tensor:
         return tensor
     gather: Any = getattr(tensor, "full_tensor", None)
@@ -86,7 +86,7 @@ def whole(tensor: Tensor) -> Tensor:
 def batch_size(tree: Any) -> int | None:
     """The number of samples: the first dimension of the first tensor in ``tree``; ``None`` when there is none."""
     if type(tree) in (tuple, list) and tree and type(tree[0]) is Tensor and tree[0].ndim:
-        return tree[0].size(0)  # the usual case first: this may be asked in every step
+        return tree[0].size(0)  # the usual case first: this may be called in every step
     if isinstance(tree, Tensor):
         return tree.shape[0] if tree.ndim else None
     if isinstance(tree, Mapping):

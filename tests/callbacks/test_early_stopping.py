@@ -10,7 +10,7 @@ from callbacks import EarlyStopping
 @pytest.mark.parametrize(
     ("arguments", "scores", "checks"),
     [
-        ({"patience": 3}, [1.0, 0.9, 0.95, 0.93, 0.9, 0.1], 5),  # best at check 2; checks 3, 4, 5 are no better
+        ({"patience": 3}, [1.0, 0.9, 0.95, 0.93, 0.9, 0.1], 5),  # best at check 2; checks 3, 4, 5 are not better
         ({"patience": 1, "min_delta": 0.1}, [1.0, 0.95, 0.1], 2),  # 0.05 better is not 0.1 better
         ({"patience": 1, "min_delta": 0.1}, [1.0, 0.85, 0.8, 0.1], 3),
         ({"patience": 2, "mode": "max"}, [0.1, 0.5, 0.4, 0.5, 0.9], 4),
@@ -47,7 +47,7 @@ def test_missing_monitor_names_the_metrics_there_are(make_fit, scripted, batches
 
 
 def test_without_validation_it_checks_at_the_end_of_each_epoch(make_fit, scripted, batches):
-    # The weight falls by 1 a step, its epoch mean by 4 an epoch: with mode="max" the second epoch is no better.
+    # The weight falls by 1 a step, its epoch mean by 4 an epoch: with mode="max" the second epoch is not better.
     stopping = EarlyStopping("train/weight", mode="max", patience=1)
     result = make_fit(max_epochs=5, log_every_n_steps=1, callbacks=[stopping]).run(scripted(), batches)
     assert result.step == 8

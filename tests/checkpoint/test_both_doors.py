@@ -103,7 +103,7 @@ def test_a_loop_goes_on_from_a_run(tmp_path: Path, step: int, expected: Any, cap
     loop = Loop(module, DataLoader(DATA))  # one for validation as well
     with caplog.at_level(logging.WARNING, "engine"):
         manifest = loop.engine.load_state(tmp_path / "checkpoints" / "here")
-    assert "a loop of your own does not take its callbacks" in caplog.text
+    assert "your own loop does not use its callbacks" in caplog.text
     assert manifest["counters"]["step"] == step
     loop.done = step
     loop.run(10)
@@ -128,7 +128,7 @@ def test_what_a_run_cannot_know_of_a_loop(tmp_path: Path) -> None:
     engine, module = Engine(accelerator="cpu"), Net()
     engine.prepare(module, *module.configure_optimizers()[0])
     engine.save_state(tmp_path / "without")
-    with pytest.raises(ValueError, match="prepared no loader, so that its place in the data is not known"):
+    with pytest.raises(ValueError, match="prepared no loader, so its position in the data is unknown"):
         run(tmp_path, Net(), 3, resume=tmp_path / "without")
     assert run(tmp_path, Net(), 3, resume=Resume(tmp_path / "without", weights_only=True)).step == 3
 

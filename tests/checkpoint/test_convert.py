@@ -179,7 +179,7 @@ def test_a_pickle_needs_the_flag(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     for source in ("a.pt", "dcp"):
-        with pytest.raises(ValueError, match=r"is a pickle, which can run code when it is opened: --trust-pickle .* reads it all the same"):
+        with pytest.raises(ValueError, match=r"is a pickle, which can run code when it is opened: --trust-pickle .* reads it anyway"):
             convert(tmp_path / source, tmp_path / "ours")
         assert not (tmp_path / "ours").exists()
         assert convert(tmp_path / source, tmp_path / f"ours-{source}", trust_pickle=True).tensors == 1
@@ -357,7 +357,7 @@ def test_what_cannot_be_converted_says_why(tmp_path: Path) -> None:
             convert(source, tmp_path / "out", trust_pickle=True)
         assert not list(tmp_path.glob("*out*"))
     save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
-    with pytest.raises(FileExistsError, match="exists already: choose another place"):
+    with pytest.raises(FileExistsError, match="exists already: choose another path"):
         convert(tmp_path / "a.safetensors", ours)
 
 

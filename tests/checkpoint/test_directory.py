@@ -77,7 +77,7 @@ def test_views_of_one_memory(tmp_path: Path) -> None:
         ({"optim": {"a": object()}}, r"the state\['a'\]"),
         ({"facts": {"a": torch.zeros(1)}}, "manifest"),
         ({"facts": {1: 1}}, "manifest"),
-        ({"facts": {"files": {}}}, r"\['files'\] are the store's own"),
+        ({"facts": {"files": {}}}, r"\['files'\] are reserved"),
     ],
 )
 def test_an_error_leaves_the_earlier_checkpoint(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -170,7 +170,7 @@ def rewritten(path: Path, **changes: Any) -> Path:
         ({"files": {"/etc/hostname": {"bytes": 1, "crc32": [""]}}}, "leads out"),
         ({"files": {"a\0b": {"bytes": 1, "crc32": [""]}}}, "leads out"),
         ({"files": {"\ud800": {"bytes": 1, "crc32": [""]}}}, "leads out"),
-        ({"files": {"model/a": 3}}, "nothing usable"),
+        ({"files": {"model/a": 3}}, "no usable entry"),
         ({"files": {"model": 3}}, "is not part of one"),
         ({"files": {"other/a": {"bytes": 1, "crc32": [""]}}}, "is not part of one"),
         ({"files": {"model/\x1b[2J": {"bytes": 1, "crc32": [""]}}}, "is not part of one"),

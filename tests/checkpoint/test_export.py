@@ -66,7 +66,7 @@ def test_a_number_that_fp16_does_not_have_is_an_error(tmp_path: Path) -> None:
         export_checkpoint(path, tmp_path / "out", dtype="fp16", max_shard_size=1)
     assert not list((tmp_path / "out").iterdir())  # nor the files before it
     found = load_file(export_checkpoint(path, tmp_path / "out", dtype="fp16", exclude=["*.bias"]).files[0])
-    assert found["mask"].tolist() == [-torch.inf, -torch.inf]  # what was infinite before is no loss
+    assert found["mask"].tolist() == [-torch.inf, -torch.inf]  # what was infinite before is not lost
 
 
 def test_shards_and_their_index(trained: tuple[Tied, Path], tmp_path: Path) -> None:
@@ -106,11 +106,11 @@ def test_names_are_chosen_and_stripped(trained: tuple[Tied, Path], tmp_path: Pat
     assert set(load_file(done.files[0])) == {"up.weight", "norm.weight", "head.weight"}
     assert "model.embed.weight" in done.left_out
     for arguments, message in (
-        ({"include": ["nothing*"]}, "the pattern 'nothing\\*' fits none of the model's names, such as model"),
+        ({"include": ["nothing*"]}, "the pattern 'nothing\\*' matches none of the model's names, such as model"),
         ({"exclude": ["*"]}, "no tensor of the model's .* is chosen"),
-        ({"prefix_strip": "module."}, "no name begins with 'module.'"),
+        ({"prefix_strip": "module."}, "no name starts with 'module.'"),
         ({"dtype": "int8"}, "dtype='int8' is unknown; possible: bf16, fp16, fp32"),
-        ({"max_shard_size": "big"}, "max_shard_size='big' is no size"),
+        ({"max_shard_size": "big"}, "max_shard_size='big' is not a size"),
     ):
         with pytest.raises(ValueError, match=message):
             export_checkpoint(path, tmp_path / "b", **arguments)  # type: ignore[arg-type]
@@ -155,7 +155,7 @@ def test_from_a_folder_and_to_a_url(trained: tuple[Tied, Path], tmp_path: Path) 
     assert {path.rpartition("/")[2] for path in memory.ls("/exported/here", detail=False)} == {
         *(file.rpartition("/")[2] for file in done.files), "model.safetensors.index.json",
     }  # fmt: skip
-    with pytest.raises(FileExistsError, match="memory://exported/here holds something already"):
+    with pytest.raises(FileExistsError, match="memory://exported/here is not empty"):
         export_checkpoint(trained[1], "memory://exported/here")
     memory.rm("/exported", recursive=True)
 

@@ -83,8 +83,8 @@ def test_what_a_checkpoint_cannot_hold_is_said(tmp_path: Path, caplog: pytest.Lo
     assert "engine" not in {each.name for each in caplog.records}
     Acts.load_from_checkpoint(path)
     logger.removeHandler(caplog.handler)
-    assert "the module was made with act=<built-in function gelu>, which a checkpoint cannot hold: defaults stand" in caplog.text
-    with pytest.raises(ValueError, match=r"\[4, 6\] here.*; it was made with width=3$"):
+    assert "the module was made with act=<built-in function gelu>, which a checkpoint cannot hold: give them here" in caplog.text
+    with pytest.raises(ValueError, match=r"\[4, 6\] here.*; it was created with width=3$"):
         fit(tmp_path).validate(Acts(4), batches(1), checkpoint=path)
 
 
@@ -224,12 +224,12 @@ def test_from_a_url(tmp_path: Path) -> None:
     assert same(Tied.load_from_checkpoint("memory://runs"), module)
     assert same(Tied.load_from_checkpoint(f"file://{path}"), module)
     fsspec.filesystem("memory").rm("/runs", recursive=True)
-    with pytest.raises(FileNotFoundError, match=r"memory://runs/step=00000002 is no checkpoint"):
+    with pytest.raises(FileNotFoundError, match=r"memory://runs/step=00000002 is not a checkpoint"):
         Tied.load_from_checkpoint("memory://runs/step=00000002")
 
 
 def test_nothing_there_and_damage(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"is no checkpoint, and holds none .*beside it: none"):
+    with pytest.raises(FileNotFoundError, match=r"is not a checkpoint, and contains none .*beside it: none"):
         Tied.load_from_checkpoint(tmp_path / "nothing")
     path = save(tmp_path, Tied(3))
     with pytest.raises(FileNotFoundError, match=r"complete ones beside it: step=00000002"):
@@ -238,7 +238,7 @@ def test_nothing_there_and_damage(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(DamagedCheckpoint, match=r"rank=00000.safetensors has \d+ bytes, and had \d+"):
         Tied.load_from_checkpoint(path)
-    with pytest.raises(DamagedCheckpoint, match=r"rank=00000.safetensors has .*no complete checkpoint is there"):
+    with pytest.raises(DamagedCheckpoint, match=r"rank=00000.safetensors has .*there is no complete checkpoint"):
         Tied.load_from_checkpoint(path.parent)
 
 

@@ -147,7 +147,7 @@ def unreadable(path: Path) -> None:
 UNUSABLE = {
     "newer": (of_format(FORMAT + 1), "the newer version that wrote it"),
     "older": (of_format(1), "an older version"),
-    "cut short": (cut_short, "model/rank=00000.safetensors has"),
+    "interrupted": (cut_short, "model/rank=00000.safetensors has"),
     "flipped": (flipped, "is not what was written"),
     "without a manifest": (without_manifest, "manifest.json is missing"),
     "unreadable": (unreadable, "manifest.json"),

@@ -81,7 +81,7 @@ def test_a_new_run_has_a_folder_of_its_own(tmp_path: Path, caplog: pytest.LogCap
     trainer = fit(tmp_path)
     second = trainer.run(Net(rate=10.0), DATA, DATA)
     assert second.folder == tmp_path / "version_1"
-    assert f"{tmp_path} has another run: this one writes into {second.folder}" in caplog.text
+    assert f"{tmp_path} belongs to another run: this one writes into {second.folder}" in caplog.text
     assert second.last_checkpoint == tmp_path / "version_1" / "checkpoints" / "step=00000008"
     assert trainer.run(Net(), DATA, DATA).folder == tmp_path / "version_2"  # of the same Fit, too
     after = files(tmp_path)
@@ -142,7 +142,7 @@ def test_an_evaluation_writes_into_no_other_run(two: Path) -> None:
     after = files(two)
     assert {name: after[name] for name in before} == before
     assert "version_2/metrics.csv" in after
-    assert weight(fit(two), "auto") == -80.0  # a folder of an evaluation is no run to go on with
+    assert weight(fit(two), "auto") == -80.0  # an evaluation's folder is not a run to continue
     trainer = fit(two)
     folder = trainer.run(Net(), DATA, DATA).folder
     rows = (folder / "metrics.csv").read_text().count("\n")
@@ -179,7 +179,7 @@ def test_a_place_of_the_users_own(tmp_path: Path, kind: str, caplog: pytest.LogC
     before, logs = there(), (tmp_path / "runs" / "metrics.csv").read_bytes()
     assert str(first.last_checkpoint) == f"{place}/step=00000008"
     second = trained(rate=10.0)
-    assert f"{place} has another run: this one writes into {tmp_path}/runs/version_1, its checkpoints into {place}/version_1" in caplog.text
+    assert f"{place} belongs to another run: this one writes into {tmp_path}/runs/version_1, its checkpoints into {place}/version_1" in caplog.text
     assert str(second.last_checkpoint) == f"{place}/version_1/step=00000008"
     assert second.folder == tmp_path / "runs" / "version_1"
     trained(keeping())  # keeps its own in runs/version_2

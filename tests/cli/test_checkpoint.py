@@ -118,7 +118,7 @@ def test_show(written: Path, run: Output) -> None:
 
 
 def test_verify(folder: Path, run: Output) -> None:
-    assert run("verify", folder / NAMES[0], folder / NAMES[1]).count("all is as it was written") == 2
+    assert run("verify", folder / NAMES[0], folder / NAMES[1]).count("intact") == 2
     assert list(run.json("verify", folder)) == [str(folder / name) for name in NAMES]
     one = damage(folder / NAMES[0])
     two = folder / NAMES[0] / "state" / "shared.json"
@@ -131,7 +131,7 @@ def test_verify(folder: Path, run: Output) -> None:
     assert found[str(folder / NAMES[2])] == []
     text = run("verify", folder / NAMES[0], folder / NAMES[2], status=1)
     assert f"{folder / NAMES[0]}: model/{one.name} is not what was written" in text
-    assert f"{folder / NAMES[2]}: all is as it was written" in text
+    assert f"{folder / NAMES[2]}: intact" in text
 
 
 def test_verify_finds_what_is_no_checkpoint_or_has_more(folder: Path, run: Output) -> None:
@@ -139,13 +139,13 @@ def test_verify_finds_what_is_no_checkpoint_or_has_more(folder: Path, run: Outpu
     assert run.json("verify", folder / NAMES[2], status=1)[str(folder / NAMES[2])] == ["model/more.safetensors is not in the manifest"]
     (folder / NAMES[0] / "manifest.json").write_text("{}")
     assert "manifest.json has no format version" in run("verify", folder / NAMES[0], status=1)
-    assert "is no checkpoint" in run("verify", folder / "nothing", status=1)
+    assert "is not a checkpoint" in run("verify", folder / "nothing", status=1)
     (folder / NAMES[1] / "manifest.json").unlink()
     assert "manifest.json is missing" in run("verify", folder / NAMES[1], status=1)
 
 
 def test_verify_opens_the_files(folder: Path, run: Output) -> None:
-    """A file whose checksum is right and that is no safetensors file."""
+    """A file whose checksum is right and that is not a safetensors file."""
     path = folder / NAMES[0]
     file = next((path / "model").glob("*.safetensors"))
     file.write_bytes(b"x" * 100)
@@ -244,9 +244,9 @@ def test_places_that_fsspec_reaches(written: Path, url: str, tmp_path: Path, run
         (["list"], "required: root"),
         (["lst", "a"], "invalid choice"),
         (["prune", "a"], "required: --keep"),
-        (["prune", "a", "--keep", "0"], "'0' is no whole number of at least 1"),
+        (["prune", "a", "--keep", "0"], "'0' is not a whole number of at least 1"),
         (["export", "a", "b", "--dtype", "int8"], "invalid choice: 'int8'"),
-        (["export", "a", "b", "--max-shard-size", "big"], "'big' is no size: give bytes, or text such as '5GB'"),
+        (["export", "a", "b", "--max-shard-size", "big"], "'big' is not a size: give bytes, or text such as '5GB'"),
         ([], "required"),
     ],
 )
@@ -261,7 +261,7 @@ def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.Capt
 def test_nothing_there(action: str, tmp_path: Path, run: Output) -> None:
     more = {"prune": ["--keep", "1"], "export": [str(tmp_path / "out")]}.get(action, [])
     text = run(action, tmp_path / "nothing", *more, status=1)
-    assert f"{tmp_path / 'nothing'} is no checkpoint, and holds none" in text
+    assert f"{tmp_path / 'nothing'} is not a checkpoint, and contains none" in text
     assert len(text.splitlines()) == 1
     assert not list(tmp_path.iterdir())
 

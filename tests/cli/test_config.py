@@ -86,10 +86,10 @@ def test_a_file_is_not_overwritten_unless_it_is_asked_for(in_tmp: Path, capsys: 
 def test_check(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("a.yaml").write_text("seed: 1\nmodel: {width: 3}\nstrategy:\n  name: fsdp\n  cpu_ofload: true\n")
     assert main(["config", "--check", "a.yaml"]) == 1
-    assert "file a.yaml:5: strategy.cpu_ofload is no setting of 'fsdp'; did you mean 'cpu_offload'" in capsys.readouterr().err
+    assert "file a.yaml:5: 'fsdp' has no setting 'cpu_ofload'; did you mean 'cpu_offload'" in capsys.readouterr().err
     Path("a.yaml").write_text("seed: 1\nmodel: {width: 3}\n")
     assert main(["config", "--check", "a.yaml"]) == 0
-    assert capsys.readouterr().out == "a.yaml: 1 setting(s), all right: seed\na.yaml: model: read by 'fit run', not checked here\n"
+    assert capsys.readouterr().out == "a.yaml: 1 setting(s), all valid: seed\na.yaml: model: read by 'fit run', not checked here\n"
 
 
 def test_without_a_terminal_it_says_what_to_give(in_tmp: Path) -> None:
@@ -113,10 +113,10 @@ def test_questions_in_a_terminal(in_tmp: Path) -> None:
         ("Strategy:", "depspeed", "did you mean 'deepspeed'"),
         ("Strategy:", "deepspeed", ""),
         ("ZeRO stage", "three", "strategy.stage='three' is of type str"),
-        ("ZeRO stage", "5", "is no stage of ZeRO"),
+        ("ZeRO stage", "5", "is not a ZeRO stage"),
         ("ZeRO stage", "3", ""),
         ("Precision:", "bf16", ""),
-        ("Largest gradient norm", "?", "null or 0 does not clip"),
+        ("Largest gradient norm", "?", "null or 0: no clipping"),
         ("Largest gradient norm", "0.5", ""),
     ]
     told = _talk(controller, script)

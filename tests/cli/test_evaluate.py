@@ -66,9 +66,9 @@ def test_predictions_without_a_file_are_described(fit) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--output", "out.pt"), "the ending says what is written, .safetensors or .jsonl"),
+        (("--output", "out.pt"), "the suffix must be .safetensors or .jsonl"),
         (("--output", "none/out.jsonl"), "there is no directory 'none'"),
-        (("--output", "out.safetensors", "--set", "model.kind=FANCY"), "predictions hold 'sample 0' of type str, which is no tensor"),
+        (("--output", "out.safetensors", "--set", "model.kind=FANCY"), "predictions hold 'sample 0' of type str, which is not a tensor"),
         (("--checkpoint", "last"), "no complete checkpoint in"),
         (("--checkpoint", "nowhere"), "nowhere"),
     ],

@@ -154,14 +154,14 @@ def test_a_run_that_goes_on_has_the_same_module(fit, nets: None, here: Path) -> 
 def test_what_is_given_wins_and_the_difference_is_said(fit, nets: None, here: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(fit, "nets:Net", "model.width=5", "model.scale=2")
     assert found(fit, "nets:Net", "--checkpoint", "last", "--set", "model.scale=7") == (5.0, 7.0)
-    assert "command line model.scale: model.scale=7.0 stands, not the 2.0 of" in caplog.text
+    assert "command line model.scale: using model.scale=7.0, not the 2.0 of" in caplog.text
     data = "data:\n  class_path: nets:Numbers\n  init_args: {count: 2}\n"
     (here / "fit.yaml").write_text(f"model:\n  class_path: nets:Net\n  init_args:\n    scale: 4.0\n{data}")
     caplog.clear()
     ended = fit("test", "--checkpoint", "last", "--json")
     assert json.loads(ended.out)[0] == {"rows": 5.0, "scale": 4.0}
-    assert "file fit.yaml:4: model.scale=4.0 stands, not the 2.0 of" in caplog.text
-    assert "data.count=2 stands, not the 4 of" in caplog.text  # a data module has its own parameters, or those that are given
+    assert "file fit.yaml:4: using model.scale=4.0, not the 2.0 of" in caplog.text
+    assert "using data.count=2, not the 4 of" in caplog.text  # a data module has its own parameters, or those that are given
 
 
 def test_enums_dataclasses_and_lists_come_back(fit, nets: None) -> None:
@@ -219,14 +219,14 @@ def test_without_hyperparameters_the_error_says_what_to_pass(fit, nets: None, mo
     monkeypatch.setattr(module.Bare, "width", 3)
     _, err = metrics_of(fit, "nets:Bare", "--checkpoint", "last")
     assert "of another shape: w ([2, 2] there, [3, 2] here)" in err
-    assert "it holds no hyperparameters (save_hyperparameters): make the module with the arguments that it was trained with" in err
+    assert "it has no hyperparameters (save_hyperparameters): create the module with the arguments that it was trained with" in err
     assert "--set model.NAME=VALUE" in err
 
 
 def test_other_arguments_that_do_not_fit_are_named(fit, nets: None) -> None:
     run(fit, "nets:Saves", "model.width=5")
     _, err = metrics_of(fit, "nets:Saves", "--checkpoint", "last", "--set", "model.width=4")
-    assert "it was made with width=5; the module's arguments are given as --set model.NAME=VALUE" in err
+    assert "it was created with width=5; give the module's arguments as --set model.NAME=VALUE" in err
 
 
 def test_the_printed_configuration_has_them(fit, nets: None) -> None:

@@ -146,7 +146,7 @@ def test_a_default_without_a_text_is_named_and_taken_from_the_class(fit, here: P
     )
     (here / "odd.py").write_text(source)
     printed = fit("run", "odd.py", "--print-config").out
-    assert "# table: the default of Odd, an object that has no text\n" in printed
+    assert "# table: the default of Odd, an object without a text form\n" in printed
     assert yaml.safe_load(printed)["model"]["init_args"]["scale"] == float("inf")
     (here / "fit.yaml").write_text(printed)
     assert fit("run", "--data", "net:numbers").status == 0
@@ -200,18 +200,18 @@ ERRORS = [
     (("net:Nett",), "has no 'Nett'; did you mean 'Net'?"),
     (("neet.py",), "'neet.py', which does not exist"),
     (("neet.py",), "did you mean 'net.py'?"),
-    (("net:numbers",), "'net:numbers' is a function, no TrainModule"),
-    (("net:Numbers",), "'net:Numbers' is the class Numbers, no TrainModule"),
+    (("net:numbers",), "'net:numbers' is a function, not a TrainModule"),
+    (("net:Numbers",), "'net:Numbers' is the class Numbers, not a TrainModule"),
     ((), "nothing to run: name a TrainModule"),
     (("net:Net", "--data", "net:Numberz"), "--data 'net:Numberz'"),
     (("net:Net", "--callback", "ModelChekpoint"), "did you mean 'ModelCheckpoint'?"),
-    (("net:Net", "--callback", "net:Options"), "gives a Options, no engine.Callback"),
+    (("net:Net", "--callback", "net:Options"), "gives a Options, not an engine.Callback"),
     (("net:Net", "--callback", "net:Tell"), "callbacks.0 Tell needs path: give --set callbacks.0.path=VALUE"),
     (("net:Net", "--set", "model.strt=1"), "command line model.strt: model Net has no parameter 'strt'; did you mean 'start'?"),
     (("net:Net", "--set", "model.options.rl=1"), "model.options has no parameter 'rl'; did you mean 'lr'?"),
     (("net:Net", "--set", "model.start=big"), "command line model.start: model.start does not fit: Expected a <class 'float'>. Got value: big"),
     (("net:Net", "--set", "model.kind=FNCY"), "{PLAIN,FANCY}"),
-    (("net:Net", "--set", "model.optimizer=AdamW"), "AdamW is no class with its module, such as torch.optim.AdamW"),
+    (("net:Net", "--set", "model.optimizer=AdamW"), "AdamW is not a class with its module, such as torch.optim.AdamW"),
     (("net:Net", "--set", "model.optimizer=torch.optim.Adm"), "model Net does not fit: module 'torch.optim' has no attribute 'Adm'"),
     (("net:Net", "--set", "model.layer=torch.nn.Linear", "model.layer.in_featurs=1"), "Option 'in_featurs' is not accepted (given: in_featurs=1)"),
     (("net:Net", "--set", "model.layer=torch.nn.Linear", "model.layer.in_features=-1", "model.layer.out_features=2"), "negative dimension -1"),
@@ -222,10 +222,10 @@ ERRORS = [
     (("net:Net", "--set", "data.count=1"), "there is no data"),
     (("net:Net", "--set", "callbacks.0.path=1"), "there is no callback '0'"),
     (("net:Net", "--set", "model=1"), "names no parameter"),
-    (("--set", "max_epochs=1", "net:Net"), "the target stands before the options"),
-    (("net:Net", "--config", "none.yaml"), "'none.yaml', which is no file"),
+    (("--set", "max_epochs=1", "net:Net"), "the target comes before the options"),
+    (("net:Net", "--config", "none.yaml"), "'none.yaml', which is not a file"),
     (("net:Net",), "(fit run: --data my.module:Data)"),
-    (("--resume", "auto", "start=1"), "the target 'start=1': a setting stands behind --set"),
+    (("--resume", "auto", "start=1"), "the target 'start=1': give a setting with --set"),
     (("net:Net", "--data", "net:numbers", "--set", "strategy=ddpp"), "did you mean 'ddp'?"),
     (("net:Net", "--data", "net:numbers", "--resume", "last"), "no complete checkpoint"),
     (("net:Net", "--callback", "ModelCheckpoint", "--set", "callbacks.0.save_top_k=-5"), "ModelCheckpoint(save_top_k=-5)"),
@@ -255,7 +255,7 @@ FILES = [
     ("model: {class_path: net:Net, init_args: {strt: 1}}", "file fit.yaml:1: model Net has no parameter 'strt'"),
     ("model:\n  class_path: net:Net\n  init_args:\n    start: big\n", "file fit.yaml:4: model.start does not fit"),
     ("model:\n  class_path: net:Net\n  init_args:\n    options:\n      rl: 1\n", "file fit.yaml:5: model.options has no parameter 'rl'"),
-    ("model:\n  class_path: net:Net\n  start: 1\n", "'start' beside class_path; parameters stand under init_args"),
+    ("model:\n  class_path: net:Net\n  start: 1\n", "'start' besides class_path; parameters belong under init_args"),
     ("model:\n  class_pth: net:Net\n", "model has no class_path"),
     ("\nmodel: net:Nett\n", "file fit.yaml:2: model 'net:Nett'"),
     ("model: [net:Net]", "model is of type list"),

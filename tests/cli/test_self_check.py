@@ -52,7 +52,7 @@ def test_a_check_that_ends_its_process_has_failed_and_the_others_are_made(folder
         ("store", True, ""),
         ("bf16", False, "the process ended with exit code 3: no bf16 here"),
         ("single", True, ""),
-        ("resume", False, "no end after 1 s"),
+        ("resume", False, "not finished after 1 s"),
         ("ddp", False, ""),
     ]
     assert [each.mend for each in found] == ["", CHECKS["bf16"][1], "", CHECKS["resume"][1], CHECKS["ddp"][1]]

@@ -47,7 +47,7 @@ def test_none_stays_none() -> None:
         ("3 stpes", ValueError, "did you mean 'steps'"),
         ("soon", ValueError, "'3 epochs'"),
         ("", ValueError, "'3 epochs'"),
-        ("-1 steps", ValueError, "no duration"),
+        ("-1 steps", ValueError, "not a duration"),
         (-1, ValueError, "from 0"),
         (1 << 63, ValueError, "a number from 0 to"),
         ("9" * 400 + " s", ValueError, "from 0 to 3153600000"),

@@ -95,7 +95,7 @@ def test_text_is_read_by_the_type_of_the_setting(in_tmp: Path, name: str, text: 
 
 
 def test_names_are_checked_everywhere(in_tmp: Path) -> None:
-    with pytest.raises(TypeError, match="'precison' is no argument of Fit; did you mean 'precision'"):
+    with pytest.raises(TypeError, match="'precison' is not an argument of Fit; did you mean 'precision'"):
         resolve({"precison": 1}, {})
     with pytest.raises(ValueError, match=r"environment FIT_PRECISON.*did you mean 'precision'"):
         resolve({}, {"FIT_PRECISON": "1"})
@@ -117,7 +117,7 @@ def test_variables_of_the_launcher_are_no_settings(in_tmp: Path) -> None:
         ("\n\nmax_epochs: [1]", r"file fit.yaml:3: max_epochs=\[1\] is of type list"),
         ("- seed", "holds a sequence"),
         ("seed: 1\nseed: 2", "fit.yaml:2: 'seed' was given already in file fit.yaml:1"),
-        ("a: b: c", "no YAML"),
+        ("a: b: c", "not valid YAML"),
         ("callbacks: []", "in code only"),
         ("seed: !!python/object/apply:os.system ['touch pwned']", r"fit.yaml:1: the tag '!!python/object/apply:os.system' is refused"),
     ],

@@ -100,7 +100,7 @@ def test_the_command_line_is_above_code() -> None:
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ("strategy:\n  name: deepspeed\n  stagee: 3", r"file fit.yaml:3: strategy.stagee is no setting of 'deepspeed'; did you mean 'stage'\?"),
+        ("strategy:\n  name: deepspeed\n  stagee: 3", r"file fit.yaml:3: 'deepspeed' has no setting 'stagee'; did you mean 'stage'\?"),
         ("strategy:\n  name: depspeed\n  stage: 3", r"file fit.yaml:2: strategy='depspeed' is unknown; did you mean 'deepspeed'"),
         ("strategy:\n  stage: 3", r"file fit.yaml:1: strategy=.* has no 'name'"),
         ("strategy:\n  name: [a]\n  stage: 3", r"file fit.yaml:1: strategy.name=\['a'\] is of type list"),
@@ -112,14 +112,14 @@ def test_the_command_line_is_above_code() -> None:
         ("strategy:\n  name: ddp\n  comm_hook: fp17", r"file fit.yaml:3: strategy 'ddp': DDP\(comm_hook='fp17'\) is unknown; did you mean 'fp16'"),
         ("strategy:\n  name: ddp\n  comm_hook: 16", r"file fit.yaml:3: strategy.comm_hook=16 is of type int: give str or None .*in quotes"),
         ("strategy:\n  name: fsdp\n  ignore: [a, 1]", r"file fit.yaml:3: strategy.ignore.1=1 is of type int"),
-        ("strategy:\n  name: fsdp\n  reduce_dtype: fp15", r"file fit.yaml:3: strategy.reduce_dtype='fp15': no number format .*did you mean 'fp16'"),
+        ("strategy:\n  name: fsdp\n  reduce_dtype: fp15", r"file fit.yaml:3: strategy.reduce_dtype='fp15': unknown dtype .*did you mean 'fp16'"),
         ("strategy:\n  name: mesh\n  plan:\n    a: 1", r"file fit.yaml:4: strategy.plan.a=1 is of type int"),
         ("strategy:\n  name: deepspeed_stage_2\n  stage: 3", r"file fit.yaml:3: strategy.stage=3 contradicts the name .*'deepspeed'"),
         ("strategy:\n  name: auto\n  stage: 3", r"file fit.yaml:3: strategy 'auto' takes no settings"),
         ("\nstrategy: dpd", r"strategy='dpd' is unknown; did you mean 'ddp'.*\[strategy: file fit.yaml:2\]"),
         ("strategy: [ddp]", r"file fit.yaml:1: strategy=\['ddp'\] is of type list"),
         ("precision: [bf16]", r"file fit.yaml:1: precision=\['bf16'\] is of type list"),
-        ("strategy:\n  name: single\n  stage: 3", r"file fit.yaml:3: strategy.stage is no setting of 'single'; it takes none"),
+        ("strategy:\n  name: single\n  stage: 3", r"file fit.yaml:3: 'single' has no setting 'stage'; it takes none"),
         ("precision:\n  name: bf16\n  recipe: rowwise", r"file fit.yaml:3: precision 'bf16' takes no settings"),
         ("precision:\n  name: fp8\n  recipe: rowwize", r"file fit.yaml:3: precision 'fp8-mixed': FP8\(recipe='rowwize'\) is unknown"),
         ("compile:\n  dynamic: true\n  mod: x", r"file fit.yaml:3: compile has the key 'mod', which is unknown; did you mean 'mode'"),
@@ -138,11 +138,11 @@ def test_what_is_wrong_is_told_with_its_line(file: str, message: str) -> None:
         ("max_epochs", "command line max_epochs: write name=value"),
         ("=3", "write name=value"),
         ("strategy..stage=3", "write name=value"),
-        ("max_epoch=3", "'max_epoch' is no setting of Fit; did you mean 'max_epochs'"),
+        ("max_epoch=3", "'max_epoch' is not a Fit setting; did you mean 'max_epochs'"),
         ("max_epochs=", "command line max_epochs=: max_epochs is empty"),
         ("max_epochs=three", "command line max_epochs=three: max_epochs='three' is of type str"),
         ("strategy.stage=", "strategy.stage is empty"),
-        ("seed.x=1", "seed is no mapping and has no keys"),
+        ("seed.x=1", "seed is not a mapping and has no keys"),
         ("callbacks=[]", "in code only"),
         ("compile.options.x.y=1", ""),
     ],
@@ -198,7 +198,7 @@ def test_strategies_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert strategies.get({"name": "plain", "rate": 2}).rate == 2.0  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"strategy.mode='c' is unknown.*possible: 'a', 'b'"):
         strategies.get({"name": "plain", "rate": 1, "mode": "c"})
-    with pytest.raises(ValueError, match=r"strategy.evry is no setting of 'theirs'; did you mean 'every'"):
+    with pytest.raises(ValueError, match=r"'theirs' has no setting 'evry'; did you mean 'every'"):
         strategies.get({"name": "theirs", "evry": 2})
     with pytest.raises(TypeError, match="rate"):
         strategies.get({"name": "plain", "mode": "b"})

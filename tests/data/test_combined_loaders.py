@@ -332,7 +332,7 @@ def test_an_empty_member(other: Any) -> None:
         if expected:
             assert len(read(loader)) == expected
         else:
-            with pytest.raises(ValueError, match="CombinedLoader gave no batch"):
+            with pytest.raises(ValueError, match="CombinedLoader yielded no batch"):
                 read(loader)
 
 
@@ -355,7 +355,7 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="got no loaders"):
         CombinedLoader({})
     _, loader = prepared(CombinedLoader([iter([torch.ones(1)]), stream()], "max_size_cycle"))
-    with pytest.raises(ValueError, match="was begun again and gave no batch"):
+    with pytest.raises(ValueError, match="yielded no batch when it was read again"):
         read(loader)
     _, loader = prepared(CombinedLoader([[], small()], "max_size_cycle"))
     with pytest.raises(ValueError, match="a list is empty and cannot be read again"):

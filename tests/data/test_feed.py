@@ -404,7 +404,7 @@ def test_a_stream_is_told_its_epoch() -> None:
 
 def test_a_streams_middle_is_reached_by_reading() -> None:
     source = feed(DataLoader(Flow(8), batch_size=2))
-    with pytest.warns(UserWarning, match="2 batches are read and thrown away"):
+    with pytest.warns(UserWarning, match="2 batches are read and discarded"):
         assert read(source, start=2) == [[4, 5], [6, 7]]
     assert read(source, limit=3, window=2) == [[0, 1], [2, 3], [4, 5]]
 

@@ -73,7 +73,7 @@ def test_a_shuffled_stream_is_resumed_exactly_and_says_what_it_costs(make: Any, 
     del batches
     other = prepared(kind(make(), batch_size=2))
     other.load_state_dict(state)
-    with pytest.warns(UserWarning, match=r"does not hold what is in its shuffle buffer\): 4 batches are read and thrown away"):
+    with pytest.warns(UserWarning, match=r"does not include its shuffle buffer\): 4 batches are read and discarded"):
         assert found + read(other) == expected
 
 
@@ -87,7 +87,7 @@ def test_with_workers() -> None:
     del batches
     other = prepared(DataLoader(shuffled(), batch_size=2, num_workers=2))
     other.load_state_dict(state)
-    with pytest.warns(UserWarning, match="3 batches are read and thrown away"):
+    with pytest.warns(UserWarning, match="3 batches are read and discarded"):
         assert read(other) == expected[6:]
 
 
@@ -105,7 +105,7 @@ def test_beside_other_data() -> None:
     next(batches), next(batches)
     other = make()
     other.load_state_dict(first.state_dict())
-    with pytest.warns(UserWarning, match="2 batches are read and thrown away"):
+    with pytest.warns(UserWarning, match="2 batches are read and discarded"):
         assert pairs(other) == expected[4:]
 
 

@@ -182,5 +182,5 @@ def test_a_resume_continues_the_kind_of_order_that_it_began_with(monkeypatch: py
     assert flat(old) == permutation(100, 7, 1).tolist()  # for the rest of the run
     assert flat(new) == Permutation(100, 7, 0)[8:]
     assert "order" not in old.state_dict()
-    with pytest.raises(ValueError, match="kind that is unknown here: 'other'"):
+    with pytest.raises(ValueError, match="unknown kind 'other'"):
         new.load_state_dict({**state, "order": "other"})

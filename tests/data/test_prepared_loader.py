@@ -120,14 +120,14 @@ def test_the_users_attributes_are_there() -> None:
 def test_a_one_shot_generator_is_an_error_from_the_second_epoch_on() -> None:
     _, loader = prepared(torch.ones(1) for _ in range(3))
     assert len(read(loader)) == 3
-    with pytest.raises(ValueError, match=r"generator gave no batch in epoch 1: it is empty, or a generator, which can be read only once"):
+    with pytest.raises(ValueError, match=r"generator yielded no batch in epoch 1: it is empty, or a generator, which can be read only once"):
         read(loader)
 
 
 @pytest.mark.parametrize("data", [[], iter(())])
 def test_empty_data_is_an_error(data: Any) -> None:
     _, loader = prepared(data)
-    with pytest.raises(ValueError, match="gave no batch in epoch 0: it is empty"):
+    with pytest.raises(ValueError, match="yielded no batch in epoch 0: it is empty"):
         read(loader)
 
 
@@ -257,5 +257,5 @@ def test_skipping_reads_no_sample_of_what_is_skipped() -> None:
 
 def test_skipping_in_a_stream_counts() -> None:
     engine, _ = prepared()
-    with pytest.warns(UserWarning, match="3 batches are read and thrown away"):
+    with pytest.warns(UserWarning, match="3 batches are read and discarded"):
         assert read(engine.skip_first_batches((torch.tensor([i]) for i in range(5)), 3)) == [[3], [4]]

@@ -146,7 +146,7 @@ class Endless(Sampler[int]):
 def test_a_sampler_without_an_end_needs_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.data.sampler_order._ENDLESS", 1000)
     loader = loaded(Endless())
-    with pytest.raises(ValueError, match=r"Endless has no length, and gave more than 1000 indices for 20 samples.*limit_train_batches"):
+    with pytest.raises(ValueError, match=r"Endless has no length, and yielded more than 1000 indices for 20 samples.*limit_train_batches"):
         read(loader)
     loader = loaded(Endless())
     loader.limit = 7
@@ -274,7 +274,7 @@ def test_an_order_that_cannot_be_drawn_again_is_reported() -> None:
     next(batches)
     other = loaded(Unseeded(), batch_size=2, count=10**9)
     other.load_state_dict(first.state_dict())
-    with pytest.warns(UserWarning, match="Unseeded gives another order after the resume than it gave in epoch 0 before"):
+    with pytest.warns(UserWarning, match="Unseeded yields another order after the resume than before in epoch 0"):
         read(other)
 
 
@@ -428,7 +428,7 @@ def test_a_misfit_is_reported_by_all_ranks(two: Any) -> None:
 
 def test_parts_that_nothing_speaks_of_are_an_error(two: Any) -> None:
     assert len(set(two["unknown_parts"])) == 1
-    assert two["unknown_parts"][0].startswith("Parts gives each rank other samples, and nothing says that it divides the data")
+    assert two["unknown_parts"][0].startswith("Parts yields different samples on each rank, without declaring that it divides the data")
 
 
 def test_random_states_of_ranks_give_one_order(two: Any) -> None:

@@ -330,7 +330,7 @@ def test_what_has_no_state_is_counted() -> None:
         assert state == {"epoch": 0, "position": 3 + workers, "stream": None}
         _, other = prepared(DataLoader(Numbers(), batch_size=3, num_workers=workers))
         other.load_state_dict(state)
-        with pytest.warns(UserWarning, match=f"{3 + workers} batches are read and thrown away"):
+        with pytest.warns(UserWarning, match=f"{3 + workers} batches are read and discarded"):
             assert bare(other) == whole[3 + workers :]
 
 

@@ -268,8 +268,8 @@ def test_a_shell_of_srun_pty_is_told_by_its_terminal():
         ({"SLURM_LOCALID": "1"}, r"SLURM_LOCALID must be less than the 1 task\(s\) of this node"),
         ({"SLURM_LOCALID": ""}, "SLURM_LOCALID is not set"),
         ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, r"'1\(x2\)' means 2 tasks on 2 nodes, where there are 3 on 2"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2;1"}, "'2;1' is no list of counts"),
-        ({"SLURM_STEP_NODELIST": "node[1"}, "is no list of nodes.*or set MASTER_ADDR"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2;1"}, "'2;1' is not a list of counts"),
+        ({"SLURM_STEP_NODELIST": "node[1"}, "is not a list of nodes.*or set MASTER_ADDR"),
         ({"SLURM_STEP_NODELIST": ""}, "neither SLURM_STEP_NODELIST nor MASTER_ADDR is set"),
     ],
 )
@@ -308,13 +308,13 @@ def test_two_processes_that_are_tried_in_one_pod():
 def test_the_only_pod_starts_its_processes_itself(processes):
     variables = PET | {"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": processes}
     assert detect(variables) == Environment("single")
-    assert "a pod of a job with one pod" in hints(variables, detect(variables))[0]
+    assert "the only pod of its job" in hints(variables, detect(variables))[0]
 
 
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"PET_NPROC_PER_NODE": "4"}, r"several processes \(PET_NPROC_PER_NODE=4\), and nothing has started them.*torchrun script.py"),
+        ({"PET_NPROC_PER_NODE": "4"}, r"several processes \(PET_NPROC_PER_NODE=4\), but nothing has started them.*torchrun script.py"),
         ({"PET_NPROC_PER_NODE": "auto"}, "PET_NPROC_PER_NODE=auto"),
         ({"PET_NPROC_PER_NODE": "4", "PET_NNODES": "1"}, "nothing has started them"),
         ({"PET_NNODES": "1:4"}, r"may change \(1:4\), which needs a launcher in each pod"),

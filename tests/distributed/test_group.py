@@ -216,5 +216,5 @@ def test_exits_never_abort():
 
 
 def test_an_environment_without_an_address_is_an_error():
-    with pytest.raises(RuntimeError, match=r"rank 1 of 2 does not know where to meet the others: .*no master_addr or no master_port"):
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 does not know the address of the others: .*no master_addr or no master_port"):
         join(Environment("mine", 1, 2, 1, 2), torch.device("cpu"), timeout=timedelta(seconds=1))

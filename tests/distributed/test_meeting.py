@@ -43,7 +43,7 @@ def test_attempts_of_different_sizes_share_nothing(server: dist.TCPStore) -> Non
 
 def test_a_rank_that_died_while_it_waited_is_not_counted(server: dist.TCPStore) -> None:
     with ThreadPoolExecutor(3) as pool:
-        with pytest.raises(RuntimeError, match=r"rank 0 did not come to here within 0.3 s"):
+        with pytest.raises(RuntimeError, match=r"rank 0 did not connect to here within 0.3 s"):
             come(pool, server, 1, 3, timedelta(seconds=0.3)).result()
         first = come(pool, server, 0, 3)
         second = come(pool, server, 2, 3)
@@ -56,5 +56,5 @@ def test_a_rank_that_died_while_it_waited_is_not_counted(server: dist.TCPStore) 
 def test_rank_0_tells_how_many_came(server: dist.TCPStore) -> None:
     with ThreadPoolExecutor(2) as pool:
         come(pool, server, 1, 3)
-        with pytest.raises(RuntimeError, match=r"only 2 of 3 ranks came to here within 0.5 s"):
+        with pytest.raises(RuntimeError, match=r"only 2 of 3 ranks connected to here within 0.5 s"):
             come(pool, server, 0, 3, timedelta(seconds=0.5)).result()

@@ -23,7 +23,7 @@ def test_names(text: str, names: list[str]) -> None:
 
 @pytest.mark.parametrize("text", ["", "a,", "a[1", "a]1", "a[3-1]", "a[x]", "a[1-]", "a[]", "a b", "[1-2]"])
 def test_what_is_no_list_of_nodes(text: str) -> None:
-    with pytest.raises(ValueError, match="is no list of nodes"):
+    with pytest.raises(ValueError, match="is not a list of nodes"):
         expand_nodelist(text)
 
 
@@ -31,5 +31,5 @@ def test_counts() -> None:
     assert expand_counts("2(x3),1") == [2, 2, 2, 1]
     assert expand_counts("4") == [4]
     for text in ("", "2(3)", "x", "1,", "-1"):
-        with pytest.raises(ValueError, match="is no list of counts"):
+        with pytest.raises(ValueError, match="is not a list of counts"):
             expand_counts(text)

@@ -291,7 +291,7 @@ def test_one_rank_needs_no_others():
 def test_another_number_of_ranks_is_refused():
     ran = run_script(WHERE.replace('os.chdir("/")', "") + "\nif relaunch.current():\n    relaunch.start(3)\n", check=False)
     assert ran.returncode == 1
-    assert "3 ranks asked for, but this process has started 2" in ran.stderr
+    assert "3 ranks were requested, but this process has started 2" in ran.stderr
 
 
 ONE_THEN_TWO = """
@@ -319,8 +319,8 @@ for devices in sys.argv[2:]:
 @pytest.mark.parametrize(
     ("devices", "said"),
     [
-        ((1, 2), "2 processes asked for, but an earlier Fit or Engine of this script has run in one process"),
-        ((2, 1), "1 ranks asked for, but this process has started 2 before"),
+        ((1, 2), "2 processes were requested, but an earlier Fit or Engine of this script has run in one process"),
+        ((2, 1), "1 ranks were requested, but this process has started 2 before"),
     ],
 )
 def test_runs_of_one_script_need_the_same_number_of_ranks(tmp_path, devices, said):

@@ -99,7 +99,7 @@ def test_a_disk_that_fills(caplog: pytest.LogCaptureFixture) -> None:
     with small_disk("5m") as root, caplog.at_level(logging.ERROR, "engine"):
         with pytest.raises(OSError, match="No space"):
             fit(root, ModelCheckpoint(max_failures=9)).run(Wide(), DATA)
-        assert "training goes on" in caplog.text
+        assert "training continues" in caplog.text
         assert names(root) == ["step=00000004"]
         model = Wide()
         result = fit(root, max_epochs=2).run(model, DATA, resume="auto")
@@ -145,7 +145,7 @@ def test_damage_is_passed_over_by_name(tmp_path: Path, caplog: pytest.LogCapture
         assert result.last_checkpoint == folder / "step=00000004"
         assert "step=00000008: optim/rank=00000.safetensors is not what was written" in caplog.text
     shutil.rmtree(folder / "step=00000004")
-    with pytest.raises(DamagedCheckpoint, match=r"can be used, and these are there:\n.*step=00000012: .*\n.*step=00000008: "):
+    with pytest.raises(DamagedCheckpoint, match=r"can be used; these exist:\n.*step=00000012: .*\n.*step=00000008: "):
         fit(tmp_path).run(Net(), DATA, resume="auto")
 
 

@@ -227,7 +227,7 @@ def test_hidden_names_are_refused(tmp_path: Path, filename: str) -> None:
         def on_train_start(self, run: Any, module: Any) -> None:
             run.metrics["word"] = ""
 
-    with pytest.raises(ValueError, match="must not be empty, begin with a dot"):
+    with pytest.raises(ValueError, match="must not be empty, start with a dot"):
         fit(tmp_path, Word(), ModelCheckpoint(filename=filename)).run(Net(), DATA)
 
 

@@ -1,4 +1,4 @@
-"""A real SLURM cluster of two nodes on this machine: srun, ``fit launch --slurm``, the time limit, requeueing, and what is no task."""
+"""A real SLURM cluster of two nodes on this machine: srun, ``fit launch --slurm``, the time limit, requeueing, and what is not a task."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ def test_an_address_that_is_not_known(tmp_path: Path) -> None:
         tmp_path, "--nnodes", 2, "--rdzv", "no-such-host.invalid:1", "--join-timeout", 1, "--nproc", 1, script(tmp_path, "")
     ) as job:
         assert job.wait(30) == 1, job.text
-    assert "no-such-host.invalid:1 is not known here yet" in job.stderr
+    assert "no-such-host.invalid:1 cannot be resolved yet" in job.stderr
     assert "this machine did not find it within 1 s" in job.stderr
     assert "Traceback" not in job.stderr
 

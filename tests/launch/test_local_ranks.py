@@ -77,5 +77,5 @@ def test_requests_that_one_process_does_not_meet_are_errors(tmp_path: Path) -> N
         fit(tmp_path, num_nodes=2, devices=3).run(Weight(), ones(1))
     with pytest.raises(ValueError, match="strategy='single' and devices=2: one process cannot use 2 devices; use strategy='ddp'"):
         fit(tmp_path, devices=2, strategy="single").run(Weight(), ones(1))
-    with pytest.raises(RuntimeError, match=r"2 processes asked for.*it is a pytest session.*torchrun --nproc-per-node 2"):
+    with pytest.raises(RuntimeError, match=r"2 processes were requested.*it is a pytest session.*torchrun --nproc-per-node 2"):
         fit(tmp_path, devices=2).run(Weight(), ones(1))

@@ -105,8 +105,8 @@ def test_time_limits_are_sbatchs(text: str, seconds: int | None) -> None:
         ({"time": "3"}, "--time 3 is 180 s, and SIGTERM comes 120 to 180 s before its end"),
         ({"further": ("nodes=3",)}, "give it as --nnodes"),
         ({"further": ("--signal=USR1",)}, "give it as --signal"),
-        ({"further": ("N=3",)}, "by its long name"),
-        ({"further": ("comment=a\nb",)}, "by its long name"),
+        ({"further": ("N=3",)}, "give the long name"),
+        ({"further": ("comment=a\nb",)}, "give the long name"),
         ({"partition": "a\nb"}, "partition='a.nb' has a line break"),
     ],
 )
@@ -130,13 +130,13 @@ def test_the_command_prints_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--slurm", "--ray", "train.py"], "--slurm and --ray: one of them"),
+        (["--slurm", "--ray", "train.py"], "--slurm and --ray: give one of them"),
         (["--slurm", "--rdzv", "a:1", "train.py"], "--rdzv has no effect with --slurm"),
         (["--dry-run", "train.py"], "--dry-run has no effect without --slurm"),
         (["--ray", "--partition", "a", "train.py"], "--partition has no effect with --ray"),
         (["--ray-address", "a", "train.py"], "--ray-address has no effect without --ray"),
         (["--slurm", "--nproc", "gpu", "train.py"], "the machines are not known yet"),
-        (["--slurm", "--signal", "USR1@60", "train.py"], "the ranks save at SIGTERM: TERM@SECONDS"),
+        (["--slurm", "--signal", "USR1@60", "train.py"], "the ranks save at SIGTERM: give TERM@SECONDS"),
         (["--slurm", "--dry-run", "tain.py"], "there is no script 'tain.py'; did you mean 'train.py'"),
         (["--ray", "--nproc", "cpu", "train.py"], "--nproc 'cpu' with --ray: a number, auto or gpu"),
     ],

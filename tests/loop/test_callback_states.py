@@ -62,7 +62,7 @@ def test_a_state_that_nobody_takes_is_a_warning(tmp_path: Path, caplog: pytest.L
     with caplog.at_level(logging.WARNING, "engine"):
         resumed(tmp_path, [Keyed(1), Keyed(10)], [other, Keyed(10)])
     assert other.count == 14
-    assert "has the state of Keyed[by=1], which no callback takes" in caplog.text
+    assert "has the state of Keyed[by=1], which no callback has" in caplog.text
     assert "those here: Keyed[by=10], Keyed[by=7]" in caplog.text
 
 
@@ -125,7 +125,7 @@ def test_what_else_nobody_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING, "engine"):
         fit(tmp_path, max_epochs=2).run(Weight(), ones(2), resume="last")
     assert "has the state of a DataModule, and this run has none" in caplog.text
-    assert "has entries of on_save_checkpoint (ema), and nothing here has on_load_checkpoint" in caplog.text
+    assert "has entries of on_save_checkpoint (ema), and nothing here defines on_load_checkpoint" in caplog.text
 
 
 def test_early_stopping_goes_on_beside_another(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_checkpoints_with_another_interval_keep_their_scores(tmp_path: Path, cap
         fit(tmp_path, max_epochs=2, callbacks=[best, after]).run(Weight(), ones(2), ones(1), resume="last")
     assert sorted(after.scores) == [1, 2, 4]
     assert sorted(best.scores) == [2, 4]  # the epoch that was saved before its end is validated now
-    assert not [record for record in caplog.records if "which no callback takes" in record.getMessage()]
+    assert not [record for record in caplog.records if "which no callback has" in record.getMessage()]
 
 
 def test_checkpoints_of_versions_that_numbered_callbacks_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,7 @@ def test_the_first_evaluation_is_not_repeated(tmp_path: Path) -> None:
 )
 def test_what_does_not_go_with_a_closure(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     module = Module("lbfgs", False)
-    with pytest.raises(ValueError, match=f"LBFGS evaluates the loss inside of its step.*{message}"):
+    with pytest.raises(ValueError, match=f"LBFGS evaluates the loss inside its step.*{message}"):
         fit(tmp_path, **settings).run(module, DataLoader(TensorDataset(*inputs()), batch_size=4))
     assert module.evaluations == 0
 
@@ -198,7 +198,7 @@ def test_gradients_that_are_kept_and_would_be_divided_twice(tmp_path: Path) -> N
 
         def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None: ...
 
-    with pytest.raises(RuntimeError, match="optimizer_zero_grad has left gradients of an earlier step"):
+    with pytest.raises(RuntimeError, match="optimizer_zero_grad did not clear an earlier step's gradients"):
         fit(tmp_path, accumulate_grad_batches=2).run(Keeps(), ones(4))
 
 

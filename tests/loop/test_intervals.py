@@ -208,7 +208,7 @@ def empty(root: str) -> Any:
 def test_an_empty_validation_loader_is_told_before_the_first_step(tmp_path: Path) -> None:
     for found in (empty(str(tmp_path)), *on_ranks(empty, 2, tmp_path)):
         (first, before), (second, weight), one = found
-        assert first == "the validation loader (DataLoader) is empty; leave it out, or look at its dataset"
-        assert second == "the validation loader 1 (DataLoader) is empty; leave it out, or look at its dataset"
+        assert first == "the validation loader (DataLoader) is empty; leave it out, or check its dataset"
+        assert second == "the validation loader 1 (DataLoader) is empty; leave it out, or check its dataset"
         assert before == weight == 0.0
         assert one == [{"val": 6.0}]  # the second rank has no batch

@@ -150,7 +150,7 @@ def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path) -> None:
             return torch.optim.SGD(self.parameters(), 1.0)
 
     fit(tmp_path, callbacks=Calls(lambda run: run.save_checkpoint())).run(Two(), ones(1))
-    with pytest.raises(ValueError, match=r"has 2 optimizer\(s\) and 0 scheduler\(s\), configure_optimizers gave 1 and 0"):
+    with pytest.raises(ValueError, match=r"has 2 optimizer\(s\) and 0 scheduler\(s\), configure_optimizers returned 1 and 0"):
         fit(tmp_path).run(One(), ones(1), resume="last")
 
 

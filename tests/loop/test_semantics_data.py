@@ -415,7 +415,7 @@ def test_data_that_runs_out_earlier_on_one_rank(two: Any) -> None:
 def test_a_generator_that_is_empty_in_the_second_epoch(small_world: Any) -> None:
     for steps, message in small_world["generator"]:
         assert steps == 4 // len(small_world["generator"])
-        assert "generator gave no batch in epoch 1: it is empty, or a generator, which can be read only once" in message
+        assert "generator yielded no batch in epoch 1: it is empty, or a generator, which can be read only once" in message
 
 
 @pytest.mark.parametrize(("ranks", "expected"), [("one", [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), ("two", [0.5, 2.5, 4.5, 6.0])])

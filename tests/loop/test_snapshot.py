@@ -249,13 +249,13 @@ def test_one_name_for_all_and_what_is_kept_for_ever(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("filename", ["{", "{epoch:x.y}", "{step.a}"])
 def test_wrong_names(filename: str) -> None:
-    with pytest.raises(ValueError, match="is no format"):
+    with pytest.raises(ValueError, match="is not a format"):
         ModelCheckpoint(filename=filename)
 
 
 @pytest.mark.parametrize("filename", ["", "..", ".{step}", "a\x1b[31m{step}", "x" * 300])
 def test_names_that_are_not_possible_are_an_error_at_once(filename: str) -> None:
-    with pytest.raises(ValueError, match="names must not be empty, begin with a dot"):
+    with pytest.raises(ValueError, match="names must not be empty, start with a dot"):
         ModelCheckpoint(filename=filename)
 
 

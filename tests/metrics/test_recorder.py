@@ -247,7 +247,7 @@ def test_a_metric_that_gives_no_number(tmp_path: Path) -> None:
             self.each.update(GUESSES, TARGETS)
             self.log("each", self.each)
 
-    with pytest.raises(ValueError, match=r"log\('each'\): MulticlassAccuracy.compute\(\) gave tensor"):
+    with pytest.raises(ValueError, match=r"log\('each'\): MulticlassAccuracy.compute\(\) returned tensor"):
         fit(tmp_path).validate(Bad(), ones(1))
 
 

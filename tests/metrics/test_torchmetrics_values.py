@@ -353,7 +353,7 @@ def test_settings_that_a_value_over_all_ranks_cannot_honour(by_rank: Any) -> Non
         assert on_step.startswith("Refused.metric: MeanMetric(dist_sync_on_step=True), but logged values are always over all ranks")
         assert on_compute.startswith("log('x'): MeanMetric(sync_on_compute=False), but")
         assert function.startswith("log('x'): MeanMetric(dist_sync_fn=<built-in function print>), but")
-        assert foreign.startswith("log('x') got Foreign, which is not a torchmetrics Metric: its value over all ranks is not known")
+        assert foreign.startswith("log('x') got Foreign, which is not a torchmetrics Metric: its value over all ranks is unknown")
 
 
 def test_on_one_process_they_hold() -> None:
@@ -365,7 +365,7 @@ def test_on_one_process_they_hold() -> None:
 
 @pytest.mark.parametrize("metric", [Foreign(), torchmetrics.wrappers.Running(torchmetrics.SumMetric(), window=2)])
 def test_objects_whose_steps_cannot_be_told_apart(metric: Any) -> None:
-    with pytest.raises(ValueError, match=r"log\('x'\): what (Foreign|Running) sees in one step cannot be told apart; give on_step=False"):
+    with pytest.raises(ValueError, match=r"log\('x'\): what (Foreign|Running) sees in one step cannot be separated; give on_step=False"):
         rows(Refused(metric), data([1.0, 2.0]))
 
 

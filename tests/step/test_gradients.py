@@ -197,11 +197,11 @@ def test_kinds_cannot_be_mixed() -> None:
     window.accumulating = True
     window.share = Share(1, 2.0, 1.0, last=False)
     window.root(w * 1, 1, False)
-    with pytest.raises(TypeError, match="earlier one of the same window gave a scalar"):
+    with pytest.raises(TypeError, match="earlier one of the same window has a scalar"):
         window.root(Loss(w * 1, 1), 1, False)
     window.discard()
     window.root(Loss(w * 1, 1), 1, False)
-    with pytest.raises(TypeError, match=r"earlier one of the same window gave Loss\(sum, count\)"):
+    with pytest.raises(TypeError, match=r"earlier one of the same window has Loss\(sum, count\)"):
         window.root(w * 1, 1, False)
 
 

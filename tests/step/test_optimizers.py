@@ -70,13 +70,13 @@ def test_what_a_schedule_says() -> None:
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ("adam", TypeError, "gave str where a torch.optim.Optimizer belongs; possible: an optimizer, a list"),
-        ([ONE, 3], TypeError, "gave int where a torch.optim.Optimizer"),
+        ("adam", TypeError, "returned str, not a torch.optim.Optimizer; possible: an optimizer, a list"),
+        ([ONE, 3], TypeError, "returned int, not a torch.optim.Optimizer"),
         ([ONE, ONE], ValueError, "the same optimizer twice"),
         ({"optimiser": ONE}, ValueError, "unknown key 'optimiser'; did you mean 'optimizer'"),
         ({"lr_scheduler": STEP}, ValueError, 'needs the key "optimizer"'),
-        ({"optimizer": ONE, "lr_scheduler": 3}, TypeError, "gave int where a learning rate scheduler belongs|has no step"),
-        (([ONE], [3]), TypeError, "gave int where a learning rate scheduler belongs"),
+        ({"optimizer": ONE, "lr_scheduler": 3}, TypeError, "returned int, not a learning rate scheduler|has no step"),
+        (([ONE], [3]), TypeError, "returned int, not a learning rate scheduler"),
         ({"optimizer": ONE, "lr_scheduler": {"interval": "step"}}, ValueError, 'needs the key "scheduler"'),
         ({"optimizer": ONE, "lr_scheduler": {"scheduler": 3}}, TypeError, r"lr_scheduler has no step\(\): got int"),
         ({"optimizer": ONE, "lr_scheduler": {"scheduler": STEP, "freqency": 3}}, ValueError, "'freqency' in lr_scheduler; did you mean 'frequency'"),
@@ -181,7 +181,7 @@ def test_parameters_that_were_replaced_are_an_error_and_not_left_untrained(tmp_p
         def on_train_epoch_end(self) -> None:
             self.load_state_dict({name: value.clone() for name, value in self.state_dict().items()}, assign=True)
 
-    with pytest.raises(ValueError, match=r"replaced by others after their optimizer was made, .* train nothing: w\. "):
+    with pytest.raises(ValueError, match=r"replaced after their optimizer was created, .* train nothing: w\. "):
         fit(tmp_path, max_epochs=2).run(Module(), ones(4))
 
 

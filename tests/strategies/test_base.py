@@ -110,5 +110,5 @@ def test_numbered_optimizer_states_are_taken_as_torch_does(tmp_path: Path) -> No
 def test_a_state_of_other_parameters_is_refused(tmp_path: Path) -> None:
     small, large = torch.nn.Sequential(torch.nn.Linear(2, 1)), torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(1, 1))
     source = source_of(tmp_path / "a", optimizer=Single().optimizer_parts(two_groups(large), large))
-    with pytest.raises(ValueError, match=r"state of Adam is of other parameters.*only in the checkpoint: \['1.bias', '1.weight'\]"):
+    with pytest.raises(ValueError, match=r"state of Adam has other parameters.*only in the checkpoint: \['1.bias', '1.weight'\]"):
         Single().load_optimizer(two_groups(small), small, source.optim["0"], source)

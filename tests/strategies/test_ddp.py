@@ -277,7 +277,7 @@ def test_setup_makes_ranks_equal(found: Any) -> None:
 
 def test_a_model_that_is_wrapped_already_is_refused(found: Any) -> None:
     for alone, member, compiled, ours_before, in_fit, in_manual in found["wrapped"]:
-        assert "it is wrapped in DistributedDataParallel already: give the plain module (module)" in alone
+        assert "it is wrapped in DistributedDataParallel already; give the plain module (module)" in alone
         assert "its part '1' is wrapped in DistributedDataParallel already" in member
         assert "its part '_orig_mod' is wrapped" in compiled
         assert "it is wrapped in DistributedDataParallel already" in ours_before

@@ -678,11 +678,11 @@ CONTRADICTIONS = {
     "global": "ValueError: train_batch_size=32 in DeepSpeed(config={...}) contradicts global_batch_size=8 (code)",
     "value": "ValueError: gradient_clip_algorithm='value' (code) under DeepSpeed, which clips by norm only",
     "optimizer": "ValueError: SGD was given, and \"optimizer\" in DeepSpeed(config={...}) is 'AdamW': keep one of them",
-    "scheduler": 'ValueError: "scheduler" in DeepSpeed(config={...}) goes with "optimizer" there',
+    "scheduler": 'ValueError: "scheduler" in DeepSpeed(config={...}) needs "optimizer" there',
     "no lr": 'ValueError: DeepSpeed(config={...}): optimizer.params.lr="auto", and the module has no hparams.lr',
     "auto": 'ValueError: DeepSpeed(config={...}): aio.block_size="auto" cannot be filled',
     "scheduler name": "ValueError: DeepSpeed(config={...}): scheduler type 'WarmupLr' is unknown; did you mean 'WarmupLR'?",
-    "zero": "ValueError: DeepSpeed(config={...}): zero_optimization.overlap_com is no setting of DeepSpeed; did you mean 'overlap_comm'?",
+    "zero": "ValueError: DeepSpeed(config={...}): zero_optimization.overlap_com is not a DeepSpeed setting; did you mean 'overlap_comm'?",
 }
 
 
@@ -693,7 +693,7 @@ def test_contradictions_name_both(found: Any, name: str) -> None:
 
 
 REFUSED = {
-    "lbfgs": "ValueError: LBFGS under ZeRO stage 3: DeepSpeed steps flat parts",
+    "lbfgs": "ValueError: LBFGS under ZeRO stage 3: DeepSpeed steps flat shards",
     "adagrad": "ValueError: Adagrad under ZeRO stage 2",
     "sparse": "ValueError: SparseAdam under ZeRO stage 3",
     "two": "ValueError: SGD is a second optimizer of With: DeepSpeed trains a model with one",
@@ -704,7 +704,7 @@ REFUSED = {
     "part": "ValueError: clip_grad_norm_ under DeepSpeed takes all parameters of one prepared model",
     "value": "ValueError: clip_grad_value_ under DeepSpeed, which clips by norm only",
     "closure": "RuntimeError: optimizer.step(closure) under DeepSpeed",
-    "sharded": "ValueError: Net has parameters that ZeRO stage 3 has sharded, now stage 2 is asked for",
+    "sharded": "ValueError: Net has parameters that ZeRO stage 3 has sharded, but stage 2 is requested now",
     "sharded, ddp": "ValueError: strategy='ddp' with Net, whose parameters are sharded already",
     "sharded, bf16": "ValueError: the model was sharded with (stage, world size, precision) = (3, 2, '32-true')",
 }
@@ -764,7 +764,7 @@ def test_processes_that_fit_starts(stage: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"stage": 4}, r"stage=4 in DeepSpeed\(\.\.\.\) is no stage of ZeRO; possible: 0, 1, 2, 3"),
+        ({"stage": 4}, r"stage=4 in DeepSpeed\(\.\.\.\) is not a ZeRO stage; possible: 0, 1, 2, 3"),
         ({"stage": "2"}, r"stage='2'"),
         ({"stage": 0, "offload_optimizer": True}, r"offload_optimizer='cpu' with stage 0 .*use stage=2"),
         ({"stage": 2, "offload_parameters": True}, r"offload_parameters='cpu' with stage 2 .*use stage=3"),
@@ -773,7 +773,7 @@ def test_processes_that_fit_starts(stage: int) -> None:
         ({"offload_optimizer": "nvme"}, r"needs nvme_path="),
         ({"stage": 1, "overlap_comm": True}, r"overlap_comm=True with stage 1"),
         ({"stage": 3, "config": {"zero_optimization": {"stage": 2}}}, r"stage=2 in DeepSpeed\(config=.* contradicts DeepSpeed\(stage=3\)"),
-        ({"config": {"zero_optimisation": {}}}, r"'zero_optimisation' is no setting of DeepSpeed; did you mean 'zero_optimization'\?"),
+        ({"config": {"zero_optimisation": {}}}, r"'zero_optimisation' is not a DeepSpeed setting; did you mean 'zero_optimization'\?"),
         ({"config": {"bf16": True}}, r"bf16=True must be an object"),
         ({"config": {"torch_autocast": {"enabled": True}}}, r"'torch_autocast' cannot be used with Fit or Engine: give precision= instead"),
         ({"config": {"gradient_allreduce_op": "sum"}}, r"gradient_allreduce_op='sum' is not possible"),
@@ -787,7 +787,7 @@ def test_wrong_settings(settings: dict[str, Any], words: str) -> None:
 def test_wrong_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no such file"):
         DeepSpeed(config=tmp_path / "none.json")
-    for text, words in (("{", "is no JSON"), ("[1]", "has a list at its top"), ("{a: 1}", "is no JSON")):
+    for text, words in (("{", "is not valid JSON"), ("[1]", "has a list at its top"), ("{a: 1}", "is not valid JSON")):
         (tmp_path / "ds.json").write_text(text)
         with pytest.raises(ValueError, match=words):
             DeepSpeed(config=tmp_path / "ds.json")

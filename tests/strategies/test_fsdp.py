@@ -425,7 +425,7 @@ def test_wrong_settings(settings: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "size", "words"),
     [
-        ({"dp_replicate": 2, "dp_shard": 2}, 6, r"needs 4 processes, this job has 6: the sizes must multiply to it"),
+        ({"dp_replicate": 2, "dp_shard": 2}, 6, r"needs 4 processes, this job has 6: the product of the sizes must equal it"),
         ({"dp_replicate": 4}, 6, r"FSDP\(dp_replicate=4, dp_shard=-1\) needs a multiple of 4 processes, this job has 6"),
         ({"dp_shard": 2}, 1, r"needs 2 processes, this job has 1"),
         ({"reshard_after_forward": 3}, 4, r"reshard_after_forward=3\) must divide the 4 ranks"),

@@ -228,7 +228,7 @@ def rank_fp16() -> Any:
 
 def rank_batch_norm() -> Any:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-    with pytest.warns(UserWarning, match="batch norm in a pipeline takes its statistics from each part"):
+    with pytest.warns(UserWarning, match="batch norm in a pipeline takes its statistics from each chunk"):
         Engine(accelerator="cpu", strategy=MeshParallel(pp=2)).prepare(model)
 
 
@@ -385,21 +385,21 @@ def test_a_hugging_face_models_own_plan(found: Any) -> None:
         ("no plan", "tensor parallel needs a plan for Plain: give MeshParallel(plan="),
         ("missing module", "the tensor parallel plan has 'upp', but Net has no such module; did you mean 'up'?"),
         ("unknown style", "gives 'up' the style 'columns', which is unknown; did you mean 'colwise'?"),
-        ("uneven", "'head' has 7 outputs, which do not divide by tp=2"),
+        ("uneven", "'head' has 7 outputs, not divisible by tp=2"),
         ("sequence", "sequence_parallel=True, but Net.parallelize has no SequenceParallel style"),
-        ("not linear", "'accuracy' (MulticlassAccuracy) cannot be cut by ColwiseParallel"),
-        ("no stages", "Plain does not say what its parts are; define pipeline_stages(self)"),
-        ("too few parts", "Net has 3 parts for 4 stages; cut it finer, or lower pp"),
-        ("split", "no part is called 'haed'; did you mean 'head'?; the parts are up, down, head"),
-        ("split count", "must name the first part of each of the 1 stages after the first one"),
+        ("not linear", "ColwiseParallel cannot shard 'accuracy' (MulticlassAccuracy)"),
+        ("no stages", "Plain does not define pipeline_stages(self)"),
+        ("too few parts", "Net has 3 modules for 4 stages; return more, or lower pp"),
+        ("split", "no module 'haed'; did you mean 'head'?; the modules are up, down, head"),
+        ("split count", "must name the first modules of the 1 stages after the first one"),
         ("around", "ended before it called the model itself"),
         ("random", "random numbers were drawn before the model was called"),
-        ("keyword", "the model takes tensors by position, it was called with (x=)"),
-        ("extra", "'extra.weight' is in none of the model's parts"),
+        ("keyword", "the model takes positional tensors only, but was called with (x=)"),
+        ("extra", "'extra.weight' is in no stage"),
         ("context", "MeshParallel(cp=2): context parallel is not supported. On the CPU torch has no backward pass"),
         ("degrees", "needs a multiple of 3 processes, this job has 2"),
         ("ddp over tp", "strategy='ddp' with Net, whose parameters are sharded already"),
-        ("two models", "MeshParallel(pp=2) with two models: one object of it runs one pipeline"),
+        ("two models", "MeshParallel(pp=2) with two models: one MeshParallel runs one pipeline"),
         ("forward", "forward and backward run together; train with Fit, or Engine.forward_backward"),
     ],
 )
@@ -461,7 +461,7 @@ def test_wrong_settings(settings: dict[str, Any], words: str) -> None:
     ("settings", "size", "words"),
     [
         ({"tp": 2, "pp": 2, "dp_shard": 1}, 8, "needs 4 processes, this job has 8"),
-        ({"tp": -1}, 4, "only one axis can be -1, the ranks that the others leave; dp_shard and tp are"),
+        ({"tp": -1}, 4, r"only one axis can be -1 \(inferred\); dp_shard and tp are"),
         ({"tp": 3}, 4, "needs a multiple of 3 processes, this job has 4"),
     ],
 )

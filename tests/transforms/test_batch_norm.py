@@ -263,7 +263,7 @@ def test_layers_stay_what_they_are(found: Any) -> None:
         assert inside == [True, True]
         assert alike
         assert restored == [True, True]
-        assert "sync_batchnorm=True: 1 (Own) is a batch norm with a forward pass of its own" in message
+        assert "sync_batchnorm=True: 1 (Own) is a batch norm with its own forward pass" in message
         assert "training_step returned None on rank" in none
 
 

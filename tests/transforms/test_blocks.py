@@ -90,15 +90,15 @@ def test_by_the_models_own_word() -> None:
     assert names(Telling()) == ["head"]
     assert names(Telling(), "Block") == ["layers.1", "layers.0"]
     for told in ([nn.Linear(1, 1)], [3]):
-        with pytest.raises(ValueError, match=r"Telling.blocks\(\) gave .*: give modules of the model"):
+        with pytest.raises(ValueError, match=r"Telling.blocks\(\) returned .*: return modules of the model"):
             units(Telling(told), [], 0)
 
 
 @pytest.mark.parametrize(
     ("choice", "words"),
     [
-        ("Blok", "no module is or is called 'Blok'; did you mean 'Block'"),
-        (nn.Conv2d, "no module is or is called 'Conv2d'.*classes: Block, Embedding"),
+        ("Blok", "no class or module is called 'Blok'; did you mean 'Block'"),
+        (nn.Conv2d, "no class or module is called 'Conv2d'.*classes: Block, Embedding"),
         ("layers", r"'layers' is a list of modules and has no forward pass; give its members, 'layers\.\*'"),
     ],
 )

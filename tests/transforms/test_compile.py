@@ -70,7 +70,7 @@ def rank_runs() -> Any:
         settings = [False, {**EAGER, "blocks": True}] + [EAGER] * (name != "pp")
         found[name] = [train(setting, strategy) for setting in settings]
         found[name].append(train({**EAGER, "blocks": True}, strategy, activation_checkpointing="full"))
-    with pytest.raises(ValueError, match=r"compile=True under MeshParallel: its parts are on several ranks.*use compile='blocks'"):
+    with pytest.raises(ValueError, match=r"compile=True under MeshParallel: its stages are on several ranks.*use compile='blocks'"):
         train(True, strategies["pp"])
     return found
 

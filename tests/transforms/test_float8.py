@@ -197,9 +197,9 @@ def rank_saved() -> Any:
 
 def rank_refused() -> Any:
     Engine(accelerator="cpu", strategy="fsdp", precision="fp8")  # the process group
-    with pytest.raises(ValueError, match=r"FP8\(all_gather=True\): weights that tensor parallel has cut"):
+    with pytest.raises(ValueError, match=r"FP8\(all_gather=True\): weights that tensor parallel has sharded"):
         float8_cut()
-    with pytest.raises(ValueError, match="on the CPU those that are alone in a block"):
+    with pytest.raises(ValueError, match="on the CPU those that are alone in an FSDP block"):
         Engine(accelerator="cpu", strategy="fsdp", precision=FP8(all_gather=True)).prepare(nn.Sequential(nn.Linear(32, 32, bias=False)))
     model = Engine(accelerator="cpu", strategy="fsdp", precision="fp8").prepare(nn.Sequential(nn.Linear(32, 32, bias=False)))
     return bool(model(torch.ones(2, 32)).isfinite().all())
@@ -386,7 +386,7 @@ def test_products_are_made_in_bf16_around_fp8() -> None:
     for name, layer in model.named_children():
         layer.register_forward_hook(lambda m, i, o, name=name: seen.update({name: o.dtype}))
     engine = Engine(accelerator="cpu", precision="fp8")
-    with pytest.warns(UserWarning, match=r"1 linear layer\(s\) of Sequential stay in bf16, their sizes do not divide by 16: 1 \(32 to 10\)"):
+    with pytest.warns(UserWarning, match=r"1 linear layer\(s\) of Sequential stay in bf16, their sizes are not divisible by 16: 1 \(32 to 10\)"):
         engine.prepare(model)
     assert model(torch.randn(4, 32)).dtype == torch.float32
     assert seen == {"0": torch.bfloat16, "1": torch.bfloat16}
@@ -425,11 +425,11 @@ class Tiny(nn.Module):
 @pytest.mark.parametrize(
     ("model", "precision", "words"),
     [
-        (Tiny, "fp8", r"no layer of Tiny can compute in fp8. It has 2 linear layer\(s\).*Not of such sizes: first \(8 to 32\), last \(32 to 10\)"),
+        (Tiny, "fp8", r"no layer of Tiny can compute in fp8. It has 2 linear layer\(s\).*Other sizes: first \(8 to 32\), last \(32 to 10\)"),
         (lambda: nn.Conv2d(1, 1, 1), "fp8-mixed", r"no layer of Conv2d can compute in fp8. It has 0 linear.*sizes: none. Use 'bf16-mixed'"),
         (Net, FP8(ignore="layers.*"), "no layer of Net can compute in fp8"),
         (Net, FP8(ignore=["layer.0"]), r"FP8\(ignore=...\) has 'layer.0', but Net has no such linear layer; did you mean 'layers.0"),
-        (Net, FP8(emulate=False), r"FP8\(emulate=False\): cpu has no fp8 \(it takes a GPU of compute capability 8.9 or later\)"),
+        (Net, FP8(emulate=False), r"FP8\(emulate=False\): cpu has no fp8 \(it needs a GPU of compute capability 8.9 or later\)"),
     ],
     ids=["sizes", "no linear", "ignored", "unknown name", "emulate"],
 )

@@ -62,7 +62,7 @@ def test_a_state_is_a_copy() -> None:
 
 
 def test_a_wrong_state_is_refused() -> None:
-    with pytest.raises(ValueError, match="no state of random generators"):
+    with pytest.raises(ValueError, match="not a state of random generators"):
         restore({"python": 3})
 
 

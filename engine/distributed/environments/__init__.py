@@ -1,1 +1,1 @@
-"""One file for each family of launchers: the variables that it sets, and what they say."""
+"""One file for each family of launchers: the variables that it sets, and their meaning."""

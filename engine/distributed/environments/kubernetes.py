@@ -10,7 +10,7 @@ _BY_TORCHRUN = "torchrun script.py (which reads these variables)"
 
 
 class Kubernetes:
-    """``PET_*`` variables are torchrun's defaults, and describe pods; the older ``RANK`` and ``WORLD_SIZE`` count pods, too."""
+    """``PET_*`` variables are torchrun's defaults, and describe pods; the older ``RANK`` and ``WORLD_SIZE`` also count pods."""
 
     names = (
         *("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"),
@@ -26,7 +26,7 @@ class Kubernetes:
         if "KUBERNETES_SERVICE_HOST" not in read or "RANK" not in read:
             return None
         if is_loopback(read.text("MASTER_ADDR")) and read.text("RANK") != "0":
-            return None  # somebody tries several processes in one pod; the first pod's own address may be localhost
+            return None  # someone runs several processes in one pod; the first pod's own address may be localhost
         return self._pods(read, "RANK", read.integer("WORLD_SIZE", least=1), "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
     def _pet(self, read: Variables) -> Environment:
@@ -36,12 +36,12 @@ class Kubernetes:
         least, _, most = nodes.partition(":")
         if most and most != least:
             raise read.error(f"the number of pods may change ({nodes}), which needs a launcher in each pod: {_BY_TORCHRUN}")
-        # PyTorchJob's default is "auto", and it counts its pods as ranks (WORLD_SIZE) all the same.
+        # PyTorchJob's default is "auto", and it still counts its pods as ranks (WORLD_SIZE).
         counted = processes == "auto" and read.text("WORLD_SIZE") == least
         if processes != "1" and not counted:
             raise read.error(
-                f"each pod shall run several processes (PET_NPROC_PER_NODE={processes}), and nothing has started them. Start the container's "
-                f"command with {_BY_TORCHRUN} or fit launch, or ask for one process a pod"
+                f"each pod should run several processes (PET_NPROC_PER_NODE={processes}), but nothing has started them. Start the container's "
+                f"command with {_BY_TORCHRUN} or fit launch, or request one process per pod"
             )
         if not least.isdigit() or least == "0":
             raise read.error("PET_NNODES must be a number of at least 1")

@@ -1,4 +1,4 @@
-"""What ``mpirun`` tells its processes. MPI itself is not used: it starts the processes, torch connects them."""
+"""The variables that ``mpirun`` sets. MPI itself is not used: it starts the processes, torch connects them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.distributed.environments.place import LOOPBACK, Environment, Variabl
 
 @dataclass(frozen=True)
 class Mpi:
-    """The names that one MPI gives to rank and size; several names for one thing are those of different versions."""
+    """One MPI's names of rank and size; several names for one value are those of different versions."""
 
     name: str
     rank: str
@@ -21,11 +21,11 @@ class Mpi:
     local_size: tuple[str, ...]
     nodes: tuple[str, ...] = ()
     job: tuple[str, ...] = ()
-    """What all processes of one ``mpirun`` share and no other has, on whatever machine."""
+    """A value that all processes of one ``mpirun`` share, on all machines, and no others have."""
     forward: str = ""
-    """How its ``mpirun`` hands a variable to all processes."""
+    """How its ``mpirun`` passes a variable to all processes."""
     telling: tuple[str, ...] = ()
-    """One of these must be there besides ``rank``: others than this MPI set that one, too."""
+    """One of these must be set besides ``rank``, which other launchers set too."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -34,7 +34,7 @@ class Mpi:
     def detect(self, environ: Mapping[str, str]) -> Environment | None:
         if not environ.get(self.rank) or (self.telling and not any(environ.get(name) for name in self.telling)):
             return None
-        read = Variables(environ, self.names, f"Start the script with mpirun; it hands variables on with: {self.forward.format('NAME', 'VALUE')}.")
+        read = Variables(environ, self.names, f"Start the script with mpirun; it passes variables on with: {self.forward.format('NAME', 'VALUE')}.")
         rank, world_size = read.integer(self.rank), read.integer(self.size, least=1)
         local_rank, local_world_size = read.integer(*self.local_rank), read.integer(*self.local_size, least=1)
         read.less(self.rank, rank, self.size, world_size)

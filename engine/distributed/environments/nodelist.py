@@ -16,7 +16,7 @@ def expand_nodelist(text: str) -> list[str]:
     found: list[str] = []
     for word in re.split(r",(?![^\[]*\])", text):  # at commas outside of brackets
         if not re.fullmatch(r"[^\s\[\],]+(\[[^\[\]]+\][^\s\[\],]*)*", word):
-            raise ValueError(f"{text!r} is no list of nodes: {word!r} is no name")
+            raise ValueError(f"{text!r} is not a list of nodes: {word!r} is not a name")
         names = [""]
         for ranges, literal in re.findall(r"\[([^\[\]]+)\]|([^\[\]]+)", word):
             ends = [literal] if literal else _ranges(ranges, text)
@@ -30,10 +30,10 @@ def _ranges(text: str, whole: str) -> list[str]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
         if match is None:
-            raise ValueError(f"{whole!r} is no list of nodes: {part!r} is no range")
+            raise ValueError(f"{whole!r} is not a list of nodes: {part!r} is not a range")
         first, last = match[1], match[2] or match[1]
         if int(last) < int(first):
-            raise ValueError(f"{whole!r} is no list of nodes: {part!r} counts down")
+            raise ValueError(f"{whole!r} is not a list of nodes: {part!r} counts down")
         found += [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
     return found
 
@@ -48,6 +48,6 @@ def expand_counts(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if match is None:
-            raise ValueError(f"{text!r} is no list of counts: {part!r} is neither a number nor of the form 2(x3)")
+            raise ValueError(f"{text!r} is not a list of counts: {part!r} is neither a number nor of the form 2(x3)")
         found += [int(match[1])] * int(match[2] or 1)
     return found

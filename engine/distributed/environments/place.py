@@ -1,4 +1,4 @@
-"""A process's place in its job, and how variables are read: every complaint shows those that were found."""
+"""A process's rank and job, and reading of variables: every error shows those that were found."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Environment:
-    """One process's place in its job. ``engine.distributed.environment.detect`` reads it from the environment.
+    """One process's rank, job and addresses. ``engine.distributed.environment.detect`` reads them from the environment.
 
     Raises:
         ValueError: numbers that contradict each other.
     """
 
     name: str
-    """Who launched the process: ``"single"`` (nobody), ``"torchrun"``, ``"relaunch"`` (rank 0 of a ``Fit(devices=n)``), ``"openmpi"``,
-    ``"mpich"``, ``"mvapich"``, ``"slurm"``, ``"kubernetes"``, ``"ray"``, ``"deepspeed"``, or ``"manual"`` (variables that were set by hand)."""
+    """The launcher of the process: ``"single"`` (none), ``"torchrun"``, ``"relaunch"`` (rank 0 of a ``Fit(devices=n)``), ``"openmpi"``,
+    ``"mpich"``, ``"mvapich"``, ``"slurm"``, ``"kubernetes"``, ``"ray"``, ``"deepspeed"``, or ``"manual"`` (variables set by hand)."""
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
@@ -33,13 +33,13 @@ class Environment:
     restart_count: int = 0
     """How often the launcher has restarted the job, as far as this machine knows."""
     parent_pid: int | None = None
-    """The process without which this one shall not live (rank 0 of a relaunched job)."""
+    """This process ends when that one does (rank 0 of a relaunched job)."""
     error_file: str | None = None
     """Where the launcher looks for the traceback of this process (Torch Elastic's JSON)."""
     binds_devices: bool = False
-    """The launcher may hide from each process all devices but its own (``srun --gpus-per-task``): a single visible one is the process's."""
+    """The launcher may hide all devices but its own from each process (``srun --gpus-per-task``): a single visible one is the process's."""
     variables: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """Those that it was read from."""
+    """The variables that it was read from."""
 
     def __post_init__(self) -> None:
         port = self.master_port
@@ -65,11 +65,11 @@ class Environment:
 
 
 class Detector(Protocol):
-    """One kind of launcher. ``None`` when its variables are absent, ``RuntimeError`` when they make no sense."""
+    """One kind of launcher. ``None`` when its variables are absent, ``RuntimeError`` when they are inconsistent."""
 
     @property
     def names(self) -> Sequence[str]:
-        """Every variable that it reads."""
+        """All variables that it reads."""
 
     def detect(self, environ: Mapping[str, str]) -> Environment | None: ...
 
@@ -79,8 +79,8 @@ class Variables:
 
     Args:
         environ: all variables.
-        names: those that this launcher's description is read from, and that an error shows.
-        advice: what an error tells the reader to do.
+        names: the variables of this launcher, which errors show.
+        advice: the advice in errors.
     """
 
     def __init__(self, environ: Mapping[str, str], names: Sequence[str], advice: str) -> None:
@@ -95,7 +95,11 @@ class Variables:
         return next((self.found[name] for name in names if self.found.get(name)), None)
 
     def integer(self, *names: str, least: int = 0, default: int | None = None) -> int:
-        """The first of ``names`` that is set, as a number. Raises ``RuntimeError``: none is, and there is no default; not a number; too small."""
+        """The first of ``names`` that is set, as a number.
+
+        Raises:
+            RuntimeError: none is set and there is no default, or it is not a number or too small.
+        """
         name = next((name for name in names if self.found.get(name)), None)
         if name is None:
             if default is None:
@@ -121,7 +125,7 @@ class Variables:
             raise self.error(f"{name} must be less than {bound_name}")
 
     def port(self, *names: str, default: int | None = None) -> int:
-        """A port's number."""
+        """A port number."""
         value = self.integer(*names, least=1, default=default)
         if value > 65535:
             raise self.error(f"{names[0]} must not exceed 65535")
@@ -138,10 +142,10 @@ def shown(variables: Mapping[str, str]) -> str:
 
 
 def derived_port(*marks: object) -> int:
-    """A port from 10000 to 29999 (below those that systems give out by themselves) that everybody who knows ``marks`` finds."""
+    """A port from 10000 to 29999 (below the ephemeral ports) that follows from ``marks``."""
     return 10000 + zlib.crc32("/".join(map(str, marks)).encode()) % 20000
 
 
 def is_loopback(address: str | None) -> bool:
-    """Whether an address can only mean the machine that it is used on."""
+    """Whether an address always means the local machine."""
     return address is not None and (address in ("localhost", "::1") or address.startswith("127."))

@@ -1,4 +1,4 @@
-"""The tasks of ``srun``. A shell inside an allocation, a batch script and a notebook are processes of their own, not rank 0 of many."""
+"""The tasks of ``srun``. A shell inside an allocation, a batch script and a notebook are single processes, not rank 0 of many."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from engine.distributed.environments.nodelist import expand_counts, expand_nodel
 from engine.distributed.environments.place import LOOPBACK, Environment, Variables, derived_port
 
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""Batch scripts, interactive and external steps have the numbers from here on."""
+"""Batch scripts, interactive and external steps have numbers from this one on."""
 
 
 class Slurm:
-    """A task of a job step with several tasks, heterogeneous jobs with one step over all components included."""
+    """A task of a job step with several tasks, including heterogeneous jobs with one step over all components."""
 
     names = (
         *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_PTY_PORT"),
@@ -49,7 +49,7 @@ class Slurm:
 
 
 def why_no_task(environ: Mapping[str, str]) -> str | None:
-    """``None`` for one of several tasks that ``srun`` has started; else why the process counts as alone (empty: no SLURM at all)."""
+    """``None`` for one of several tasks that ``srun`` has started; else why the process counts as single (empty: no SLURM at all)."""
     if not environ.get("SLURM_JOB_ID"):
         return ""
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID")
@@ -60,7 +60,7 @@ def why_no_task(environ: Mapping[str, str]) -> str | None:
     tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS")
     if tasks == "1":
         return "the step has one task"
-    # sbatch hands its own variables on: a batch script that was submitted from within a step still has that step's numbers, but is alone.
+    # sbatch passes its own variables on: a batch script submitted from within a step has that step's numbers, but is a single process.
     there = environ.get("SLURM_GTIDS")
     if there and environ["SLURM_PROCID"] not in there.split(","):
         return "SLURM_STEP_ID is another step's"
@@ -69,11 +69,11 @@ def why_no_task(environ: Mapping[str, str]) -> str | None:
         try:
             expected = expand_counts(counts)
         except ValueError:
-            return None  # told as an error by who reads it
+            return None  # the reader reports it as an error
         node = int(environ["SLURM_NODEID"])
         if node < len(expected) and expected[node] != len(there.split(",")):
             return "SLURM_STEP_ID is another step's: the job was submitted from within a step"
-    # A step that is started from a shell of `srun --pty` inherits the variable, but not the terminal.
+    # A step started from a shell of `srun --pty` inherits the variable, but not the terminal.
     if environ.get("SLURM_PTY_PORT") and _has_terminal():
         return "it runs in a shell of srun --pty"
     return None

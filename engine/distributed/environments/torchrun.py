@@ -1,4 +1,4 @@
-"""torchrun and all who set its variables: Torch Elastic, DeepSpeed's and Ray's launchers, and people."""
+"""torchrun and others that set its variables: Torch Elastic, DeepSpeed's and Ray's launchers, and users."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from engine.distributed.environments.place import Environment, Variables, is_loopback
 
 TELLING = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""The address alone is a leftover of many notebooks and says nothing about other processes."""
+"""The address alone is a leftover in many notebooks and does not imply other processes."""
 
 _ADVICE = "Start the script with torchrun, which sets all of them, or unset them to train in this process alone."
 
@@ -15,7 +15,7 @@ _ADVICE = "Start the script with torchrun, which sets all of them, or unset them
 class Torchrun:
     """``torchrun``, ``fit launch``, ``accelerate launch``, ``deepspeed``, Ray Train, and the ranks that a relaunch starts: the whole set.
 
-    A part of the set is left to :class:`Manual`, because another launcher may know the rest.
+    An incomplete set is left to :class:`Manual`, because another launcher may know the rest.
     """
 
     required = (*TELLING, "MASTER_ADDR", "MASTER_PORT")
@@ -27,7 +27,7 @@ class Torchrun:
 
     def detect(self, environ: Mapping[str, str]) -> Environment | None:
         read = Variables(environ, self.names, _ADVICE)
-        # DeepSpeed's launcher says LOCAL_SIZE and CROSS_SIZE where torchrun says LOCAL_WORLD_SIZE and GROUP_WORLD_SIZE.
+        # DeepSpeed's launcher sets LOCAL_SIZE and CROSS_SIZE instead of LOCAL_WORLD_SIZE and GROUP_WORLD_SIZE.
         local_size = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in read else "LOCAL_SIZE"
         if not all(name in read for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", local_size, "MASTER_ADDR", "MASTER_PORT")):
             return None
@@ -37,7 +37,7 @@ class Torchrun:
         read.less("LOCAL_RANK", local_rank, local_size, local_world_size)
         if local_world_size > world_size:
             raise read.error(f"{local_size} must not exceed WORLD_SIZE")
-        # torchrun's groups are its agents, one a node; nodes may have unequal numbers of processes.
+        # torchrun's groups are its agents, one per node; nodes may have different numbers of processes.
         nodes = read.integer("GROUP_WORLD_SIZE", "CROSS_SIZE", least=1, default=-(-world_size // local_world_size))
         if nodes > world_size:
             raise read.error(f"{nodes} nodes cannot share {world_size} process(es)")
@@ -70,15 +70,15 @@ class Torchrun:
 
     @staticmethod
     def elastic(environ: Mapping[str, str]) -> bool:
-        """Whether a launcher has set the variables for this very process, under whatever it runs itself."""
+        """Whether a launcher has set the variables for this process itself, whatever the launcher runs under."""
         return any(environ.get(name) for name in ("TORCHELASTIC_RUN_ID", "FIT_PARENT_PID", "CROSS_SIZE"))
 
 
 class Manual:
     """``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` set by hand, as for ``init_process_group("env://")``.
 
-    Without ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` the place on the machine is known in two cases: there is one process, or the address is a
-    loopback address, so that all processes are here, and the local rank is the rank. Anything else is an error.
+    Without ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` the local rank is known in two cases: there is one process, or the address is a
+    loopback address, so all processes are on this machine, and the local rank is the rank. Anything else is an error.
     """
 
     names = Torchrun.required
@@ -95,7 +95,7 @@ class Manual:
         address = read.text("MASTER_ADDR")
         if world_size > 1 and not is_loopback(address):
             raise read.error(
-                f"LOCAL_RANK, LOCAL_WORLD_SIZE are not set, and MASTER_ADDR is not 127.0.0.1, so that it is unknown which of the {world_size} "
+                f"LOCAL_RANK, LOCAL_WORLD_SIZE are not set, and MASTER_ADDR is not 127.0.0.1, so it is unknown which of the {world_size} "
                 "processes are on this machine"
             )
         return Environment(
