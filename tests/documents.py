@@ -89,3 +89,10 @@ def wrong_links(path: Path, text: str) -> list[str]:
         if not file.exists() or (anchor and anchor not in anchors(text if file == path else file.read_text())):
             wrong.append(link)
     return wrong
+
+
+def wrong_rows(text: str) -> list[str]:
+    """The rows of tables that have another number of cells than the row above."""
+    lines = list(prose(text))
+    cells = [len(re.split(r"(?<!\\)\|", line.strip())) if line.lstrip().startswith("|") else 0 for line in lines]
+    return [line for line, above, count in zip(lines[1:], cells, cells[1:], strict=False) if above and count and above != count]

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from documents import LANGUAGES, ROOT, Block, anchors, blocks_of, documents, prose, wrong_links
+from documents import LANGUAGES, ROOT, Block, anchors, blocks_of, documents, prose, wrong_links, wrong_rows
 from processes import PATIENCE_S, clean_environment, nursery
 from test_layers import LAYERS
 
@@ -111,6 +111,12 @@ def test_the_commands_that_are_shown_have_these_options(name: str) -> None:
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_the_links_lead_somewhere(name: str) -> None:
     assert wrong_links(DOCUMENTS[name], DOCUMENTS[name].read_text()) == []
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_the_rows_of_a_table_have_the_same_cells(name: str) -> None:
+    assert wrong_rows(DOCUMENTS[name].read_text()) == []
+    assert wrong_rows("| a | b |\n|---|---|\n| 1 | `x \\| y` |\n| 1 | 2 | 3 |\n") == ["| 1 | 2 | 3 |"]
 
 
 def test_the_table_of_folders_is_the_table_of_layers() -> None:
