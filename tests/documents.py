@@ -12,9 +12,9 @@ ROOT = Path(__file__).resolve().parent.parent
 LANGUAGES = ("python", "bash", "yaml", "text")
 """``text`` is shown only; blocks in the other languages run."""
 
-_FENCE = re.compile(r"^(?P<indent> *)```(?P<language>.*)$")
+_FENCE = re.compile(r"^(?P<indent> *)(?P<marks>`{3,}|~{3,})(?P<language>.*)$")
 _FILE = re.compile(r"^# (?P<name>[\w./-]+\.(?:py|yaml))$")
-_LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+_LINK = re.compile(r"\[[^\]]*\]\(\s*(?P<inline>[^)\s]+)[^)]*\)|^ *\[[^\]]+\]:\s*(?P<below>\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,18 @@ def documents() -> list[Path]:
 
 
 def blocks_of(text: str) -> list[Block]:
-    """The fenced blocks of a document, in their order."""
+    """The fenced blocks of a document, in their order.
+
+    Raises:
+        ValueError: a block has no end.
+    """
     found, lines = [], text.splitlines()
     number = 0
     while number < len(lines):
         if fence := _FENCE.match(lines[number]):
-            end = next(i for i in range(number + 1, len(lines)) if lines[i] == f"{fence['indent']}```")
+            end = next((i for i in range(number + 1, len(lines)) if lines[i].rstrip() == fence["indent"] + fence["marks"]), None)
+            if end is None:
+                raise ValueError(f"the block in line {number + 1} has no end")
             inner = textwrap.dedent("\n".join(lines[number + 1 : end])) + "\n"
             name = _FILE.match(inner.splitlines()[0]) if inner.strip() else None
             found.append(Block(fence["language"].strip(), number + 1, inner, name["name"] if name else ""))
@@ -55,11 +61,13 @@ def blocks_of(text: str) -> list[Block]:
 
 def prose(text: str) -> Iterator[str]:
     """The lines of a document outside of blocks."""
-    inside = False
+    end = ""
     for line in text.splitlines():
-        if _FENCE.match(line):
-            inside = not inside
-        elif not inside:
+        if end:
+            end = "" if line.rstrip() == end else end
+        elif fence := _FENCE.match(line):
+            end = fence["indent"] + fence["marks"]
+        else:
             yield line
 
 
@@ -73,10 +81,18 @@ def wrong_links(path: Path, text: str) -> list[str]:
     """The relative links of the document at ``path`` that lead nowhere."""
     wrong = []
     for match in _LINK.finditer("\n".join(re.sub(r"`[^`]*`", "", line) for line in prose(text))):
-        target, _, anchor = match["target"].partition("#")
+        link = match["inline"] or match["below"]
+        target, _, anchor = link.partition("#")
         if re.match(r"[a-z]+:", target):
             continue
         file = (path.parent / target).resolve() if target else path
         if not file.exists() or (anchor and anchor not in anchors(text if file == path else file.read_text())):
-            wrong.append(match["target"])
+            wrong.append(link)
     return wrong
+
+
+def wrong_rows(text: str) -> list[str]:
+    """The rows of tables that have another number of cells than the row above."""
+    lines = list(prose(text))
+    cells = [len(re.split(r"(?<!\\)\|", line.strip())) if line.lstrip().startswith("|") else 0 for line in lines]
+    return [line for line, above, count in zip(lines[1:], cells, cells[1:], strict=False) if above and count and above != count]

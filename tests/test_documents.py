@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from documents import LANGUAGES, ROOT, Block, anchors, blocks_of, documents, wrong_links
+from documents import LANGUAGES, ROOT, Block, anchors, blocks_of, documents, prose, wrong_links, wrong_rows
 from processes import PATIENCE_S, clean_environment, nursery
 from test_layers import LAYERS
 
@@ -81,6 +81,8 @@ def test_the_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_the_languages_are_known(name: str) -> None:
     unknown = [f"{name}:{block.line}: {block.language!r}" for block in BLOCKS[name] if block.language not in LANGUAGES]
     assert not unknown, f"{unknown}; known: {LANGUAGES}"
+    hidden = [line for line in prose(DOCUMENTS[name].read_text()) if "```" in line or "~~~" in line]
+    assert not hidden, f"a block starts on a line of its own: {hidden}"
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -111,6 +113,12 @@ def test_the_links_lead_somewhere(name: str) -> None:
     assert wrong_links(DOCUMENTS[name], DOCUMENTS[name].read_text()) == []
 
 
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_the_rows_of_a_table_have_the_same_cells(name: str) -> None:
+    assert wrong_rows(DOCUMENTS[name].read_text()) == []
+    assert wrong_rows("| a | b |\n|---|---|\n| 1 | `x \\| y` |\n| 1 | 2 | 3 |\n") == ["| 1 | 2 | 3 |"]
+
+
 def test_the_table_of_folders_is_the_table_of_layers() -> None:
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", DOCUMENTS["engine/README.md"].read_text(), re.MULTILINE)
     assert [(int(number), name) for number, name in rows] == [(number, name) for number, names in enumerate(LAYERS) for name in names]
@@ -134,16 +142,25 @@ SAMPLE = """\
 fn
 ```
 
-[one](#a-head-with-code), [two](#nothing), [three](nowhere.md), [four](https://example.com), `[five](no.md)`
+[one](#a-head-with-code), [two](#nothing), [three](nowhere.md "title"), [four](https://example.com), `[five](no.md)`, ![six](none.png)
+
+~~~text
+[seven](shown.md)
+~~~
+
+[eight]: gone.md
 """
 
 
 def test_a_document_is_read_as_it_stands(tmp_path: Path) -> None:
-    assert blocks_of(SAMPLE) == [Block("python", 5, "# net.py\nx = 1\n", "net.py"), Block("rust", 10, "fn\n")]
+    named, rust = Block("python", 5, "# net.py\nx = 1\n", "net.py"), Block("rust", 10, "fn\n")
+    assert blocks_of(SAMPLE) == [named, rust, Block("text", 16, "[seven](shown.md)\n")]
     assert anchors(SAMPLE) == {"a-head-with-code"}
     path = tmp_path / "x.md"
     path.write_text(SAMPLE)
-    assert wrong_links(path, SAMPLE) == ["#nothing", "nowhere.md"]
+    assert wrong_links(path, SAMPLE) == ["#nothing", "nowhere.md", "none.png", "gone.md"]
+    with pytest.raises(ValueError, match="line 2 has no end"):
+        blocks_of("text\n```python\n")
 
 
 @pytest.mark.parametrize(
