@@ -14,7 +14,7 @@ from models import Weight, fit, ones
 import callbacks
 import engine
 from engine import Callback, DataModule, Engine, Fit, TrainModule
-from engine.config.other_trainers import ARGUMENTS, ATTRIBUTES
+from engine.config.other_trainers_names import ARGUMENTS, ATTRIBUTES
 from engine.loop.run import Run
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from engine import Fit
-from engine.config import other_trainers
+from engine.config import other_trainers_names
 from engine.config.duration import Duration
 from engine.config.resolve import UNSET, Resolved, resolve
 from engine.config.settings import Settings
@@ -115,7 +115,7 @@ def test_variables_of_the_launcher_are_no_settings(in_tmp: Path) -> None:
     [
         ("seed: -1", r"file fit.yaml:1: seed=-1 is not possible"),
         ("\n\nmax_epochs: [1]", r"file fit.yaml:3: max_epochs=\[1\] is of type list"),
-        ("- seed", "holds a sequence"),
+        ("- seed", "has a sequence"),
         ("seed: 1\nseed: 2", "fit.yaml:2: 'seed' was given already in file fit.yaml:1"),
         ("a: b: c", "not valid YAML"),
         ("callbacks: []", "in code only"),
@@ -190,8 +190,8 @@ def test_names_of_other_trainers(name: str, said: str, tmp_path: Path) -> None:
 
 
 def test_every_name_that_is_told_is_a_setting() -> None:
-    assert set(other_trainers._NAMES.values()) <= {field.name for field in fields(Settings)}
-    assert not (set(other_trainers._NAMES) | set(other_trainers._OTHERWISE)) & {field.name for field in fields(Settings)}
+    assert set(other_trainers_names.NAMES.values()) <= {field.name for field in fields(Settings)}
+    assert not (set(other_trainers_names.NAMES) | set(other_trainers_names.OTHERWISE)) & {field.name for field in fields(Settings)}
 
 
 def test_help_shows_the_value_of_every_default(in_tmp: Path) -> None:
