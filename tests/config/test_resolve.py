@@ -115,7 +115,7 @@ def test_variables_of_the_launcher_are_no_settings(in_tmp: Path) -> None:
     [
         ("seed: -1", r"file fit.yaml:1: seed=-1 is not possible"),
         ("\n\nmax_epochs: [1]", r"file fit.yaml:3: max_epochs=\[1\] is of type list"),
-        ("- seed", "holds a sequence"),
+        ("- seed", "has a sequence"),
         ("seed: 1\nseed: 2", "fit.yaml:2: 'seed' was given already in file fit.yaml:1"),
         ("a: b: c", "not valid YAML"),
         ("callbacks: []", "in code only"),

@@ -85,7 +85,7 @@ def bomb() -> str:
         ("seed: !!int abc", r"a.yaml:1: seed cannot be read"),
         ("seed: " + "9" * 5000, r"a.yaml:1: seed cannot be read"),
         ("<<: 3\nseed: 1", r"a.yaml:1: '<<' merges mappings"),
-        ("3", "holds a scalar"),
+        ("3", "has a scalar"),
     ],
 )
 def test_the_place_of_what_is_wrong(in_tmp: Path, text: str, message: str) -> None:
