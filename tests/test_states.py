@@ -1,4 +1,4 @@
-"""Checkpoints of raw loops: everything that was prepared goes on where it was."""
+"""Checkpoints of raw loops: everything that was prepared continues where it was."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ report([job.seen, {name: tensor.tolist() for name, tensor in model.items()} if j
 
 
 def test_other_ranks_and_strategies(tmp_path: Path) -> None:
-    """23 samples: two ranks see 16 in two windows before the save; one process goes on with the other 7."""
+    """23 samples: two ranks see 16 in two windows before the save; one process continues with the other 7."""
     first = run_ranks(RANKS, 2, Path(__file__).parent, tmp_path / "state", "first", "ddp")
     before = sorted(x for rank in first for batch in rank.value[0] for x in batch)
     for world_size, strategy in ((1, "single"), (2, "fsdp")):

@@ -93,16 +93,16 @@ class _Packer:
             return {key: self.value(each, (*path, key)) for key, each in item.items()}
         for key in item:
             if not _is_key(key):
-                raise TypeError(f"{_place(path)} has a key of type {type(key).__name__}, {key!r}: {_KEYS}")
+                raise TypeError(f"{_where(path)} has a key of type {type(key).__name__}, {key!r}: {_KEYS}")
         pairs = [[self.value(key, path), self.value(each, (*path, key))] for key, each in item.items()]
         return {_TAG: kind.__name__, "items": pairs}
 
     def _tensor(self, item: Tensor, path: tuple[Any, ...]) -> str:
         plain = type(item) in (Tensor, torch.nn.Parameter) or self.cut(item)
         if not plain or item.layout != torch.strided or item.is_quantized:
-            raise TypeError(f"{_place(path)} is a tensor of a special kind ({type(item).__name__}, {item.layout}): make it a dense one")
+            raise TypeError(f"{_where(path)} is a tensor of a special kind ({type(item).__name__}, {item.layout}): make it a dense one")
         if not known_format(item.dtype) or item.is_meta:
-            raise TypeError(f"{_place(path)} is a tensor of {item.dtype} on {item.device}, which cannot be stored: convert it")
+            raise TypeError(f"{_where(path)} is a tensor of {item.dtype} on {item.device}, which cannot be stored: convert it")
         known = same_memory(item)
         if known not in self._names:
             self._names[known] = self._name(path)
@@ -139,7 +139,7 @@ def same_memory(tensor: Tensor) -> Any:
     return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
-def _place(path: tuple[Any, ...]) -> str:
+def _where(path: tuple[Any, ...]) -> str:
     return "the state" + "".join(f"[{key!r}]" for key in path)
 
 
@@ -154,7 +154,7 @@ def _unpackable(item: Any, path: tuple[Any, ...]) -> TypeError:
         fix = "save its state_dict()"
     else:
         fix = "save its parts, and create it again when loading"
-    return TypeError(f"{_place(path)} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: {fix}; {_POSSIBLE}")
+    return TypeError(f"{_where(path)} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: {fix}; {_POSSIBLE}")
 
 
 def _unpack(value: Any, tensors: Mapping[str, Any]) -> Any:

@@ -63,8 +63,8 @@ def parser() -> argparse.ArgumentParser:
 
 def entry(command: str) -> Callable[[Sequence[str]], int]:
     """The function that runs ``command``."""
-    place = COMMANDS[command][0] if command in COMMANDS else HIDDEN[command]
-    module, _, name = place.partition(":")
+    target = COMMANDS[command][0] if command in COMMANDS else HIDDEN[command]
+    module, _, name = target.partition(":")
     found: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), name or "main")
     return found
 

@@ -55,20 +55,20 @@ def plan(target: str | None, data: str | None, callbacks: Sequence[str], overrid
         _check_section(text)
     resolved = resolve({}, os.environ, None if config is None else Path(config), overrides, SECTIONS)
     sections = resolved.sections
-    places = _places(resolved.file) if sections else {}
-    model = _part("model", target, sections.get("model"), places, "the target", TrainModule)
+    origins = _origins_of_file(resolved.file) if sections else {}
+    model = _part("model", target, sections.get("model"), origins, "the target", TrainModule)
     if model is None:
         where = f"{resolved.file} has no section model:" if resolved.file else "there is no ./fit.yaml with a section model:"
         raise UsageError(f"nothing to run: name a TrainModule, as in 'fit run my.module:Net' or 'fit run net.py' ({where})")
     if not (isinstance(model.target, type) and issubclass(model.target, TrainModule)):
         raise UsageError(f"{model.origin('')}: {model.path!r} is {_kind(model.target)}, not a TrainModule: subclass engine.TrainModule")
-    found = Plan(resolved, model, _data(data, sections.get("data"), places), _callbacks(callbacks, sections.get("callbacks"), places))
+    found = Plan(resolved, model, _data(data, sections.get("data"), origins), _callbacks(callbacks, sections.get("callbacks"), origins))
     for text in overrides:
         _override(found, *text.split("=", 1))
     return found
 
 
-def _places(file: Path | None) -> dict[str, str]:
+def _origins_of_file(file: Path | None) -> dict[str, str]:
     """The line of each key of the file, by its dotted name; entries of lists by their number."""
     if file is None:
         return {}
@@ -80,13 +80,13 @@ def _places(file: Path | None) -> dict[str, str]:
         for index, each in inner:
             prefix = name if index is None else f"{name}.{index}"
             found[prefix] = where if index is None else f"{origin}:{each.start_mark.line + 1}"
-            found.update({f"{prefix}.{key}": place for key, place in yaml_reader.places(each, origin, lines=True).items()})
+            found.update({f"{prefix}.{key}": where for key, where in yaml_reader.origins_of_keys(each, origin, lines=True).items()})
     return found
 
 
-def _part(name: str, given: str | None, section: Any, places: Mapping[str, str], role: str, base: type) -> Part | None:
+def _part(name: str, given: str | None, section: Any, origins: Mapping[str, str], role: str, base: type) -> Part | None:
     """The object that the command line (``given``) or a section of the file describes; ``None``: neither does."""
-    origin = places.get(name, COMMAND_LINE)
+    origin = origins.get(name, COMMAND_LINE)
     path, init_args = _described(name, section, origin)
     if given is None and path is None:
         if init_args:
@@ -101,8 +101,8 @@ def _part(name: str, given: str | None, section: Any, places: Mapping[str, str],
         logger.warning("%s: the parameters of %s are not used, because %s was given on the command line", origin, path, given)
         init_args = {}
     prefix = f"{name}." if section is None or not set(_KEYS) & set(section) else f"{name}.init_args."
-    origins = {key.removeprefix(prefix): place for key, place in places.items() if key.startswith(prefix)}
-    return Part(name, str(chosen), target, init_args, {**origins, "": origin if given is None else COMMAND_LINE})
+    own = {key.removeprefix(prefix): where for key, where in origins.items() if key.startswith(prefix)}
+    return Part(name, str(chosen), target, init_args, {**own, "": origin if given is None else COMMAND_LINE})
 
 
 def _described(name: str, section: Any, origin: str) -> tuple[str | None, dict[str, Any]]:
@@ -124,20 +124,20 @@ def _described(name: str, section: Any, origin: str) -> tuple[str | None, dict[s
     return path, dict(init_args)
 
 
-def _data(given: str | None, section: Any, places: Mapping[str, str]) -> Part | None:
-    return _part("data", given, section, places, "--data", DataModule)
+def _data(given: str | None, section: Any, origins: Mapping[str, str]) -> Part | None:
+    return _part("data", given, section, origins, "--data", DataModule)
 
 
-def _callbacks(given: Sequence[str], section: Any, places: Mapping[str, str]) -> list[Part]:
+def _callbacks(given: Sequence[str], section: Any, origins: Mapping[str, str]) -> list[Part]:
     listed = [] if section is None else section if isinstance(section, list) else [section]
     alone = section is not None and not isinstance(section, list)
     found = []
     for index, entry in enumerate(listed):
         name = f"callbacks.{index}"
-        own = {name + key.removeprefix("callbacks"): place for key, place in places.items() if key.startswith("callbacks")} if alone else places
+        own = {name + key.removeprefix("callbacks"): where for key, where in origins.items() if key.startswith("callbacks")} if alone else origins
         part = _part(name, None, entry, own, name, Callback)
         if part is None:
-            raise UsageError(f"{places.get(name, name)}: {name} is empty: name a class")
+            raise UsageError(f"{origins.get(name, name)}: {name} is empty: name a class")
         found.append(part)
     for text in given:
         part = _part(f"callbacks.{len(found)}", text, None, {}, "--callback", Callback)

@@ -59,7 +59,7 @@ def write(predictions: list[Any], several: bool, output: str | None) -> dict[str
     for index, batches in enumerate(loaders):
         joined = _joined(batches)
         samples += max((len(tensor) for tensor in joined.values()), default=0)
-        tensors.update({".".join(([str(index)] if several else []) + list(place)) or "predictions": tensor for place, tensor in joined.items()})
+        tensors.update({".".join(([str(index)] if several else []) + list(path)) or "predictions": tensor for path, tensor in joined.items()})
     if output is None:
         return {"samples": samples, **{name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors.items()}}
     save_file(tensors, output)
@@ -70,32 +70,32 @@ def _joined(batches: Sequence[Any]) -> dict[tuple[str, ...], Tensor]:
     """The tensors of all batches, by their path in a prediction, joined along their first dimension."""
     parts: dict[tuple[str, ...], list[Tensor]] = {}
     for batch in batches:
-        for place, leaf in _leaves(batch, ()):
+        for path, leaf in _leaves(batch, ()):
             if not isinstance(leaf, (Tensor, bool, int, float)):
                 kind = type(leaf).__name__
                 raise ValueError(f"predictions hold {leaf!r:.60} of type {kind}, which is not a tensor: use --output FILE.jsonl")
             tensor = leaf if isinstance(leaf, Tensor) else torch.tensor(leaf)
-            parts.setdefault(place, []).append(tensor if tensor.ndim else tensor.reshape(1))
-    for place, tensors in parts.items():
+            parts.setdefault(path, []).append(tensor if tensor.ndim else tensor.reshape(1))
+    for path, tensors in parts.items():
         shapes = {tuple(tensor.shape[1:]) for tensor in tensors}
         if len(shapes) > 1:
             first, second, *_ = (["n", *shape] for shape in sorted(shapes))
             raise ValueError(
-                f"predictions{''.join(f'[{key!r}]' for key in place)} have the shapes {first} and {second}, which cannot be joined: "
+                f"predictions{''.join(f'[{key!r}]' for key in path)} have the shapes {first} and {second}, which cannot be joined: "
                 "write them with --output FILE.jsonl"
             )
-    return {place: torch.cat(tensors) for place, tensors in parts.items()}
+    return {path: torch.cat(tensors) for path, tensors in parts.items()}
 
 
-def _leaves(value: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     if isinstance(value, Mapping):
         for key, each in value.items():
-            yield from _leaves(each, (*place, str(key)))
+            yield from _leaves(each, (*path, str(key)))
     elif isinstance(value, (list, tuple)):
         for index, each in enumerate(value):
-            yield from _leaves(each, (*place, str(index)))
+            yield from _leaves(each, (*path, str(index)))
     elif value is not None:
-        yield place, value
+        yield path, value
 
 
 def _rows(batch: Any) -> list[Any]:

@@ -107,12 +107,12 @@ def _built(wanted: Plan, parsed: list[Parsed], *more: Callback) -> tuple[Fit, Tr
 def _sections(parsed: list[Parsed], origins: Mapping[str, str]) -> dict[str, Any]:
     """The arguments of the objects, for checkpoints and loggers: a field and its origins of :class:`engine.config.resolve.Resolved`."""
     found: dict[str, Any] = {}
-    places = dict(origins)
+    given = dict(origins)
     for each in parsed:
         section, text = each.part.name.partition(".")[0], {"class_path": each.part.path, "init_args": each.plain()[0]}
-        places[section] = each.part.origin("")
+        given[section] = each.part.origin("")
         found[section] = [*found.get(section, []), text] if section == "callbacks" else text
-    return {"sections": found, "origins": places}
+    return {"sections": found, "origins": given}
 
 
 def _callback(parsed: Parsed) -> Callback:
@@ -153,8 +153,8 @@ class _Loaders(Callback):
 def _lines(result: Result) -> list[str]:
     lines = [f"{result.status}{f' ({result.stop_reason})' if result.stop_reason else ''}: epoch {result.epoch}, step {result.step}"]
     lines += [f"{name} {value:.6g}" for name, value in result.metrics.items()]
-    places: dict[str, Path | str | None] = {"last checkpoint": result.last_checkpoint, "best checkpoint": result.best_checkpoint}
-    return [*lines, *(f"{name}: {place}" for name, place in places.items() if place is not None)]
+    checkpoints: dict[str, Path | str | None] = {"last checkpoint": result.last_checkpoint, "best checkpoint": result.best_checkpoint}
+    return [*lines, *(f"{name}: {path}" for name, path in checkpoints.items() if path is not None)]
 
 
 def _table(metrics: list[dict[str, float]]) -> None:

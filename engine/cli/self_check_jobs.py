@@ -58,15 +58,15 @@ class Net(TrainModule):
 class Save(Callback):
     """Saves a checkpoint at the end."""
 
-    def __init__(self, place: Path) -> None:
-        self.place = place
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     @property
     def checkpoints_in(self) -> Path:
-        return self.place
+        return self.folder
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
-        run.checkpoints_at(self.place)
+        run.checkpoints_at(self.folder)
 
     def on_train_end(self, run: Run, module: nn.Module) -> None:
         run.save_checkpoint("end")
@@ -156,9 +156,9 @@ def strategy(name: str) -> Callable[[str, Ranks], None]:
     """Several devices under a strategy give the same weights as one."""
 
     def check(kind: str, ranks: Ranks) -> None:
-        place = Path(f"trained-{name}")
-        trained(Net(), kind, ranks, ranks.count, strategy=name, callbacks=[Save(place)])
-        difference = _difference(Net.load_from_checkpoint(place))
+        folder = Path(f"trained-{name}")
+        trained(Net(), kind, ranks, ranks.count, strategy=name, callbacks=[Save(folder)])
+        difference = _difference(Net.load_from_checkpoint(folder))
         assert difference <= TOLERANCE[kind], f"weights differ from those of one process by {difference:.2g}"
 
     return check

@@ -38,18 +38,18 @@ def load(text: str, role: str, base: type, package: str | None = None) -> Any:
         UsageError: there is no such module, file or name, or not exactly one matching class.
         Exception: an exception of the module's import.
     """
-    place, colon, name = text.partition(":")
-    if not place or (colon and not name):
+    path, colon, name = text.partition(":")
+    if not path or (colon and not name):
         raise UsageError(f"{role} {text!r} is not a target: write my.module:Name, file.py:Name or file.py")
     try:
-        if place.endswith(".py"):
-            module = _from_file(Path(place), role)
+        if path.endswith(".py"):
+            module = _from_file(Path(path), role)
         elif colon:
-            module = _import(place, text, role)
-        elif package is not None and "." not in place and not importlib.util.find_spec(place):
-            module, name = importlib.import_module(package), place
+            module = _import(path, text, role)
+        elif package is not None and "." not in path and not importlib.util.find_spec(path):
+            module, name = importlib.import_module(package), path
         else:
-            module, name = _longest(place, text, role)
+            module, name = _longest(path, text, role)
     except SystemExit as end:  # a script with top-level code would end this program as if it had succeeded
         raise UsageError(
             f"{role} {text!r}: its module calls exit({end.code!r}) when it is imported; put its script code under: "

@@ -59,7 +59,7 @@ def _change(path: list[str], node: Node, origin: str, values: dict[str, Any], or
     if setting in NAMED:
         under = below.origins if isinstance(below, Named) else {"name": origins[setting]}
         inner = ".".join(inside)
-        kept = {key: place for key, place in under.items() if not key.startswith(f"{inner}.")}
+        kept = {key: where for key, where in under.items() if not key.startswith(f"{inner}.")}
         values[setting] = named(setting, mapping, {**kept, inner: origin})
         origins[setting] = origin if origins[setting] == "default" else origins[setting]
         return

@@ -38,7 +38,7 @@ def construct(setting: str, given: Named, make: Callable[..., Any], readers: Rea
         try:
             values[key] = converted(known[key], value, f"{setting}.{key}", readers or {})
         except (ValueError, TypeError) as error:
-            raise type(error)(f"{_place(given, str(error), key)}{error}") from None
+            raise type(error)(f"{_origin(given, str(error), key)}{error}") from None
     try:
         return make(**values)
     except (ValueError, TypeError, OSError) as error:
@@ -47,7 +47,7 @@ def construct(setting: str, given: Named, make: Callable[..., Any], readers: Rea
         raise kind(f"{given.at(guilty)}{setting} {given.name!r}: {error}") from error
 
 
-def _place(given: Named, message: str, key: str) -> str:
+def _origin(given: Named, message: str, key: str) -> str:
     """The origin of the innermost key that an error names."""
     inner = [path for path in given.origins if path.startswith(f"{key}.") and f".{path}=" in message]
     return given.at(max(inner, key=len, default=key))

@@ -31,7 +31,7 @@ def readable(settings: Settings, origins: Mapping[str, str], objects: Mapping[st
         value = getattr(settings, each.name)
         entry: dict[str, Any] = {"value": plain((objects or {}).get(each.name, value)), "origin": _hide_text(origins.get(each.name, "code"))}
         if isinstance(value, Named):
-            entry["origins"] = {key: _hide_text(place) for key, place in value.origins.items() if key}
+            entry["origins"] = {key: _hide_text(origin) for key, origin in value.origins.items() if key}
         found[each.name] = entry
     shown: Config = without_secrets(found) if hide else found
     return shown

@@ -39,8 +39,8 @@ class Named:
 
     def at(self, key: str = "name") -> str:
         """The start of an error about an option: its origin, unless that is the code."""
-        place = self.origins.get(key, "code")
-        return "" if place == "code" else f"{place}: "
+        origin = self.origins.get(key, "code")
+        return "" if origin == "code" else f"{origin}: "
 
 
 def named(setting: str, value: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> Named | str:
@@ -50,8 +50,8 @@ def named(setting: str, value: Mapping[str, Any], origins: Mapping[str, str] | N
         ValueError: there is no ``name``, or one without options.
         TypeError: ``name`` or a key is not a string.
     """
-    places = dict(origins or {})
-    first = next(iter(places.values()), "code")
+    given_by = dict(origins or {})
+    first = next(iter(given_by.values()), "code")
     where = "" if first == "code" else f"{first}: "
     name = value.get("name")
     if "name" not in value:
@@ -60,9 +60,9 @@ def named(setting: str, value: Mapping[str, Any], origins: Mapping[str, str] | N
         raise TypeError(f"{where}{setting}.name={name!r} is of type {type(name).__name__}: give the name as text")
     for key in value:
         if not isinstance(key, str):
-            raise TypeError(f"{places.get(str(key), first)}: {setting} has the key {key!r}, which is not a name")
+            raise TypeError(f"{given_by.get(str(key), first)}: {setting} has the key {key!r}, which is not a name")
     options = {key: each for key, each in value.items() if key != "name"}
-    return Named(name, options, places) if options else name
+    return Named(name, options, given_by) if options else name
 
 
 _LISTS = (list, tuple, set, frozenset)

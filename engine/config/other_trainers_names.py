@@ -250,7 +250,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("setup", "setup_module", "setup_optimizers", "setup_dataloaders"), "use prepare(model, optimizer, loader)"),
         "launch": _LAUNCHER,
         "accelerator": "use device",
-        "call": "in your own loop, call it yourself; engine.Fit has callbacks",
+        "call": "your own loop makes the calls; engine.Fit has callbacks",
         "run": "write your own loop, or use engine.Fit",
         **dict.fromkeys(("all_gather", "gather_object"), "use gather(tree), or gather_for_metrics for objects"),
         "all_reduce": "use reduce(tree, 'mean')",

@@ -110,13 +110,13 @@ def construct(node: Node) -> Any:
         loader.dispose()
 
 
-def places(node: Node, origin: str, *, lines: bool = False) -> dict[str, str]:
+def origins_of_keys(node: Node, origin: str, *, lines: bool = False) -> dict[str, str]:
     """The line of each key in a mapping, by its dotted path."""
     found: dict[str, str] = {}
     if node is not None and node.id == "mapping":
         for name, value, where in entries(node, origin, lines=lines):
             found[name] = where
-            found.update({f"{name}.{inner}": place for inner, place in places(value, origin, lines=lines).items()})
+            found.update({f"{name}.{inner}": where_inner for inner, where_inner in origins_of_keys(value, origin, lines=lines).items()})
     return found
 
 

@@ -25,17 +25,17 @@ def read_value(name: str, node: Node, origin: str, *, lines: bool = False) -> An
     if name == "callbacks":
         raise ValueError(f"{origin}: callbacks are objects and can only be given in code: Fit(callbacks=[...])")
     file = origin.rpartition(":")[0] if lines else origin
-    places = {} if node is None else yaml_reader.places(node, file, lines=lines)
+    origins = {} if node is None else yaml_reader.origins_of_keys(node, file, lines=lines)
     try:
         value = _value(name, node)
     except (ValueError, TypeError) as error:
         raise type(error)(f"{origin}: {error}") from None
     if name in NAMED and isinstance(value, dict):
-        value = named(name, value, {"": origin, **places})
+        value = named(name, value, {"": origin, **origins})
     try:
         return check(name, value)
     except (ValueError, TypeError) as error:
-        where = next((place for key, place in places.items() if repr(key) in str(error)), origin)
+        where = next((where for key, where in origins.items() if repr(key) in str(error)), origin)
         raise type(error)(f"{where}: {error}") from None
 
 

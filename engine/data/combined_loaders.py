@@ -52,9 +52,9 @@ class CombinedLoader:
             raise ValueError(f"CombinedLoader got no loaders: {loaders!r}")
         self.loaders, self.mode = loaders, mode
         self.members: list[Any] = list(loaders.values() if isinstance(loaders, Mapping) else loaders)
-        for place, member in zip(loaders if isinstance(loaders, Mapping) else range(len(loaders)), self.members, strict=True):
+        for index, member in zip(loaders if isinstance(loaders, Mapping) else range(len(loaders)), self.members, strict=True):
             if not isinstance(member, Iterable) and not hasattr(member, "__getitem__"):
-                raise TypeError(f"CombinedLoader: {place!r} cannot be iterated: {type(member).__name__}: {member!r:.80}")
+                raise TypeError(f"CombinedLoader: {index!r} cannot be iterated: {type(member).__name__}: {member!r:.80}")
 
     @property
     def batch_size(self) -> int | None:
@@ -98,7 +98,7 @@ def combined(loader: CombinedLoader, group: Group, seed: int, feistel: bool = Tr
         ValueError: only some members are divided among the ranks already.
     """
     # A seed for each: two members of one length would be shuffled alike.
-    feeds = [indexed(member, group, mixed(seed, place + 1), feistel) for place, member in enumerate(loader.members)]
+    feeds = [indexed(member, group, mixed(seed, index + 1), feistel) for index, member in enumerate(loader.members)]
     known = [feed for feed in feeds if feed is not None]
     divided = [presharded(member) for member in loader.members]
     if any(divided) and not all(divided):
@@ -241,32 +241,32 @@ class Indexed:
             yield self.loader.packed([next(part) if number < end else None for part, end in zip(parts, ends, strict=True)])
 
     def _one_by_one(self, deal: Deal, start: int) -> Iterator[Any]:
-        def opened(place: int) -> Iterator[Any]:
-            low = self.offsets[place]
-            return self.members[place].fetch(number - low for number in _own(deal, start, low, self.offsets[place + 1]))
+        def opened(index: int) -> Iterator[Any]:
+            low = self.offsets[index]
+            return self.members[index].fetch(number - low for number in _own(deal, start, low, self.offsets[index + 1]))
 
         def read() -> Iterator[Any]:
             for number in numbers:
-                place = self._place(number)
-                if place not in parts:
-                    parts[place] = opened(place)
-                yield next(parts[place])
+                index = self._member_of(number)
+                if index not in parts:
+                    parts[index] = opened(index)
+                yield next(parts[index])
 
         numbers = _own(deal, start, 0, deal.used)
         first = next(_own(deal, start, 0, deal.used), None)
         parts: dict[int, Iterator[Any]] = {}
         if first is not None:  # now, as any loader's iterator is created when a pass starts
-            parts[self._place(first)] = opened(self._place(first))
+            parts[self._member_of(first)] = opened(self._member_of(first))
         return read()
 
-    def _place(self, number: int) -> int:
+    def _member_of(self, number: int) -> int:
         return next(i for i in range(len(self.members)) if number < self.offsets[i + 1])
 
     def _size(self, number: int) -> int:
         mode = self.loader.mode
         if mode == "sequential":
-            place = self._place(number)
-            return self.members[place].size(number - self.offsets[place])
+            index = self._member_of(number)
+            return self.members[index].size(number - self.offsets[index])
         return sum(member.size(number) for member in self.members if mode == "max_size_cycle" or number < member.count)
 
     def _shares(self, deal: Deal, start: int) -> Iterator[Share]:

@@ -44,14 +44,14 @@ class Permutation:
 
     def __getitem__(self, index: Any) -> Any:
         """An entry, or a list of those of a slice."""
-        places = range(self.count)[index]
-        if isinstance(places, range):
-            return self.at(torch.arange(places.start, places.stop, places.step, device="cpu")).tolist() if places else []
-        return int(self.at(torch.tensor([places], device="cpu")))
+        positions = range(self.count)[index]
+        if isinstance(positions, range):
+            return self.at(torch.arange(positions.start, positions.stop, positions.step, device="cpu")).tolist() if positions else []
+        return int(self.at(torch.tensor([positions], device="cpu")))
 
-    def at(self, places: Tensor) -> Tensor:
-        """The entries at ``places``. Shapes ``[n]``, int64, on the CPU."""
-        found = self._network(places)
+    def at(self, positions: Tensor) -> Tensor:
+        """The entries at ``positions``. Shapes ``[n]``, int64, on the CPU."""
+        found = self._network(positions)
         outside = (found >= self.size).nonzero().squeeze(1)
         while outside.numel():
             again = self._network(found[outside])
@@ -73,8 +73,8 @@ class Permutation:
 
     def _split(self, parts: list[range]) -> Iterator[list[int]]:
         if parts:
-            places = torch.cat([torch.arange(part.start, part.stop, device="cpu") for part in parts])
-            yield from (piece.tolist() for piece in self.at(places).split([len(part) for part in parts]))
+            positions = torch.cat([torch.arange(part.start, part.stop, device="cpu") for part in parts])
+            yield from (piece.tolist() for piece in self.at(positions).split([len(part) for part in parts]))
 
     def _network(self, numbers: Tensor) -> Tensor:
         high, low = numbers >> self._low_bits, numbers & self._masks[1]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from engine.distributed.environments.base import Detector, Environment, shown
 from engine.distributed.environments.kubernetes import Kubernetes
 from engine.distributed.environments.mpi import MPICH, MVAPICH, OPEN_MPI
-from engine.distributed.environments.place import Detector, Environment, shown
 from engine.distributed.environments.slurm import Slurm, why_no_task
 from engine.distributed.environments.torchrun import TELLING, Manual, Torchrun
 

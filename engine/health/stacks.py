@@ -37,7 +37,7 @@ _doing: dict[int, str] = {}
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """Where a thread is."""
 
     line: str
@@ -48,11 +48,11 @@ class Place:
     """Whether a debugger holds it."""
 
 
-def place(thread: int) -> Place:
+def position(thread: int) -> Position:
     """The position of the thread with this ``threading.get_ident()``."""
     frame = sys._current_frames().get(thread)
     if frame is None:
-        return Place("(the thread has ended)", False)
+        return Position("(the thread has ended)", False)
     frames = []
     walk: FrameType | None = frame
     while walk is not None:
@@ -63,7 +63,7 @@ def place(thread: int) -> Place:
     line = _line([each[:3] for each in frames])
     inner = "" if line.startswith(f"{file}:{number} ") else f" (now in {Path(file).name}:{number} {function})"
     busy = f"; it is {_doing[thread]}" if thread in _doing else ""
-    return Place(line + inner + busy, file.startswith(_WAITS), debugged)
+    return Position(line + inner + busy, file.startswith(_WAITS), debugged)
 
 
 @contextlib.contextmanager
@@ -78,7 +78,7 @@ def doing(what: str) -> Iterator[None]:
 
 
 def raised_at(trace: TracebackType | None) -> str:
-    """The innermost line of the user's own code that raised an error, in the form of :attr:`Place.line`."""
+    """The innermost line of the user's own code that raised an error, in the form of :attr:`Position.line`."""
     return _line([(each.filename, each.lineno or 0, each.name) for each in reversed(traceback.extract_tb(trace))])
 
 

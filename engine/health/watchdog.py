@@ -119,7 +119,7 @@ class Watchdog:
             if current != before:
                 before, still_s, told = current, 0.0, False
             elif still_s > (self._first_s if current == self._begun else self._limit_s) and not told:
-                here = stacks.place(self._thread)
+                here = stacks.position(self._thread)
                 if here.debugged:
                     still_s = 0.0
                     continue
@@ -129,7 +129,7 @@ class Watchdog:
                     return
                 logger.warning("no batch was finished for %.3g s; the training is at %s; all stacks: %s", still_s, here.line, self._write())
 
-    def _fire(self, progress: float, here: stacks.Place, still_s: float) -> None:
+    def _fire(self, progress: float, here: stacks.Position, still_s: float) -> None:
         self._fired.set()
         self._waiting = here.waits
         path = self._write()

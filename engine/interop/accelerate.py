@@ -41,7 +41,7 @@ def read(path: Path) -> File:
     values = None if node is None else yaml_reader.construct(node)
     if not isinstance(values, dict) or "distributed_type" not in values:
         raise ValueError(f"{origin}: has no 'distributed_type', which every file of Accelerate has; is it the right file?")
-    file = File(values, origin, yaml_reader.places(node, origin, lines=True))
+    file = File(values, origin, yaml_reader.origins_of_keys(node, origin, lines=True))
     kind = str(file.take("distributed_type"))
     if file.take("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         file.refuse("compute_environment", "jobs of a cloud service are not started from here")

@@ -41,7 +41,7 @@ class Part:
     def refuse(self, key: str, reason: str) -> None:
         """Refuse ``key``, which would change the training and has no counterpart."""
         value, name = self.take(key), self._name(key)
-        self.file.refused.append(f"{self.file.place(name)}: {name}: {value}: {reason}")
+        self.file.refused.append(f"{self.file.origin_of(name)}: {name}: {value}: {reason}")
 
     def refuse_others(self, reasons: Mapping[str, str], neutral: Sequence[Any] = (None, False, 0, 1, "false", "none", "no", "", "auto")) -> None:
         """Refuse each of these keys whose value has an effect."""
@@ -60,7 +60,7 @@ class Part:
         for key in self.values:
             if key not in self._known:
                 name = self._name(key)
-                self.file.refused.append(f"{self.file.place(name)}: {name!r} is not known{nearest(key, self._known)}")
+                self.file.refused.append(f"{self.file.origin_of(name)}: {name!r} is not known{nearest(key, self._known)}")
 
     def _name(self, key: str) -> str:
         return ".".join(filter(None, (self._path, self._written.get(key, key))))
@@ -69,9 +69,9 @@ class Part:
 class File(Part):
     """The whole file, and the result."""
 
-    def __init__(self, values: Mapping[str, Any], origin: str, places: Mapping[str, str]) -> None:
+    def __init__(self, values: Mapping[str, Any], origin: str, origins: Mapping[str, str]) -> None:
         super().__init__(values, "", "", None)
-        self._file, self._origin, self._places = self, origin, places
+        self._file, self._origin, self._origins = self, origin, origins
         self.settings: dict[str, Any] = {}
         """Our names and values."""
         self.notes: list[str] = []
@@ -101,9 +101,9 @@ class File(Part):
         """Our setting ``name``."""
         self.settings[name] = value
 
-    def place(self, name: str) -> str:
+    def origin_of(self, name: str) -> str:
         """The file and line of a key."""
-        return self._places.get(name, self._origin)
+        return self._origins.get(name, self._origin)
 
     def finish(self, sections: Sequence[str]) -> None:
         """Refuse what is left."""

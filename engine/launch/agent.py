@@ -124,7 +124,7 @@ def make_agent(
         max_restarts=job.max_restarts,
         local_addr=meeting.local,
     )
-    return Agent(spec, job, meeting, output, Places(output, errors, {**job.variables, **_interface(job, meeting.address)}), start_method)
+    return Agent(spec, job, meeting, output, RankFiles(output, errors, {**job.variables, **_interface(job, meeting.address)}), start_method)
 
 
 def _interface(job: Job, own: str | None) -> dict[str, str]:
@@ -138,7 +138,7 @@ def _interface(job: Job, own: str | None) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": found} if found else {}
 
 
-class Places(LogsSpecs):
+class RankFiles(LogsSpecs):
     """The output files of an attempt's ranks, and further environment variables."""
 
     def __init__(self, output: Output | Direct, errors: Path, variables: dict[str, str]) -> None:
@@ -166,19 +166,19 @@ class Agent(LocalElasticAgent):
     """Torch Elastic's agent for one machine."""
 
     def __init__(
-        self, spec: WorkerSpec, job: Job, meeting: rendezvous.Watched, output: Output | Direct, places: Places, start_method: str
+        self, spec: WorkerSpec, job: Job, meeting: rendezvous.Watched, output: Output | Direct, rank_files: RankFiles, start_method: str
     ) -> None:
-        super().__init__(spec=spec, logs_specs=places, start_method=start_method)
+        super().__init__(spec=spec, logs_specs=rank_files, start_method=start_method)
         self._meeting = meeting
         self._handled = [number for number in HANDLED if signal.getsignal(number) != signal.SIG_IGN]
-        self._job, self._output, self._places = job, output, places
+        self._job, self._output, self._rank_files = job, output, rank_files
         self._ranks: list[Rank] = []
         self._freed = float("-inf")
         self.told = ""
         """The report of the last failure."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        before = self._places.attempts
+        before = self._rank_files.attempts
         if before:
             self._output.mark(f"attempt {before + 1}")
         found = super()._start_workers(worker_group)
@@ -194,7 +194,7 @@ class Agent(LocalElasticAgent):
                 each.local_rank,
                 each.global_rank,
                 found[each.local_rank],
-                self._places.errors / f"attempt={before}-rank={each.global_rank}.json",
+                self._rank_files.errors / f"attempt={before}-rank={each.global_rank}.json",
             )
             for each in worker_group.workers
         ]

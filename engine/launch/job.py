@@ -69,7 +69,7 @@ def make_job(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     command = command_of(options)
     min_nodes, max_nodes = nodes_of(*read("nnodes", "PET_NNODES", "1"))
     restarts = _whole(*read("max_restarts", "PET_MAX_RESTARTS", "0"), least=0)
-    node_rank, endpoint = _place(read, min_nodes, max_nodes)
+    node_rank, endpoint = _rendezvous(read, min_nodes, max_nodes)
     for name in ("grace", "dead_after", "join_wait", "join_timeout"):
         if getattr(options, name) <= 0:
             raise LaunchError(f"--{name.replace('_', '-')} {getattr(options, name):g}: it must be more than 0 seconds")
@@ -131,7 +131,7 @@ def nodes_of(name: str, text: str) -> tuple[int, int]:
     return found
 
 
-def _place(read: _Reader, min_nodes: int, max_nodes: int) -> tuple[int | None, tuple[str, int] | None]:
+def _rendezvous(read: _Reader, min_nodes: int, max_nodes: int) -> tuple[int | None, tuple[str, int] | None]:
     """This machine's number, if it is fixed, and the address of the rendezvous, if one is needed."""
     endpoint = _endpoint(read)
     name, text = read("node_rank", "PET_NODE_RANK", "")

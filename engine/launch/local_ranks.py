@@ -11,7 +11,7 @@ from engine import strategies
 from engine.config.settings import Settings
 from engine.distributed import relaunch
 from engine.distributed.environment import Environment, detect
-from engine.distributed.environments.place import shown
+from engine.distributed.environments.base import shown
 from engine.distributed.group import Group, join
 from engine.utils import accelerator
 from engine.utils.log import warn_once

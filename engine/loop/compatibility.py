@@ -30,17 +30,17 @@ def check(settings: Settings, origins: Mapping[str, str], environment: Environme
         if settings.strategy != "auto":
             strategies.get(settings.strategy).check(settings, origins, world_size)
     except ValueError as error:
-        raise ValueError(f"{error}{_places(str(error), settings, origins)}") from None
+        raise ValueError(f"{error}{_origins(str(error), settings, origins)}") from None
 
 
-def _places(message: str, settings: Settings, origins: Mapping[str, str]) -> str:
+def _origins(message: str, settings: Settings, origins: Mapping[str, str]) -> str:
     """The origins of the settings that a message names, except for code, which the traceback shows."""
     if message.startswith(("file ", "environment ", "command line ")):  # it starts with the origin
         return ""
     own = settings.strategy.origins if isinstance(settings.strategy, Named) else {}
-    known = {**origins, **{f"strategy.{key}": place for key, place in own.items()}}
+    known = {**origins, **{f"strategy.{key}": origin for key, origin in own.items()}}
     named = set(re.findall(r"\w+(?==)", message)) | ({"devices", "num_nodes"} if "processes" in message else set())
-    found = [f"{name}: {place}" for name, place in known.items() if name.rpartition(".")[2] in named and place not in ("code", "default")]
+    found = [f"{name}: {origin}" for name, origin in known.items() if name.rpartition(".")[2] in named and origin not in ("code", "default")]
     return f" [{'; '.join(found)}]" if found else ""
 
 

@@ -122,7 +122,7 @@ def batches(run: Run, loader: PreparedLoader, name: str, step: Callable[..., Any
     """
     engine, module = run.engine, run.module
     starts, ends = getattr(run.hooks, f"on_{name}_batch_start"), getattr(run.hooks, f"on_{name}_batch_end")
-    place = () if index is None else (index,)
+    loader_index = () if index is None else (index,)
     autocast = engine.autocast()
     run.agreement.restart()
     began = time.perf_counter()
@@ -139,11 +139,11 @@ def batches(run: Run, loader: PreparedLoader, name: str, step: Callable[..., Any
         run.recorder.size, run.recorder.batch = size, batch
         # A repeated batch that only keeps the ranks matched is not passed to hooks.
         for hook in starts if size else ():
-            hook(run, module, batch, number, *place)
+            hook(run, module, batch, number, *loader_index)
         with autocast, nullcontext() if size else unchanged(module, run.recorder.metrics):
-            outputs = step(batch, number, *place)
+            outputs = step(batch, number, *loader_index)
         for hook in ends if size else ():
-            hook(run, module, outputs, batch, number, *place)
+            hook(run, module, outputs, batch, number, *loader_index)
         if size:
             yield outputs
     run.recorder.size = 1

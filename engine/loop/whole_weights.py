@@ -64,19 +64,19 @@ def _shared(run: Run, state: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def holding(module: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
     """Inside the block the module has the tensors of ``state`` instead of its own; names that are missing keep their tensors."""
-    places = []
+    replaced = []
     made: dict[int, nn.Parameter] = {}
     for prefix, inner in module.named_modules(remove_duplicate=False):
         for store in (inner._parameters, inner._buffers):
             for key, own in store.items():
                 value = state.get(f"{prefix}.{key}" if prefix else key)
                 if own is not None and isinstance(value, Tensor):
-                    places.append((store, key, own))
+                    replaced.append((store, key, own))
                     if isinstance(own, nn.Parameter):
                         value = made.setdefault(id(own), nn.Parameter(value, own.requires_grad))
                     store[key] = value
     try:
         yield
     finally:
-        for store, key, own in places:
+        for store, key, own in replaced:
             store[key] = own

@@ -56,8 +56,8 @@ def get(name: str | Mapping[str, Any] | Named | Strategy, world_size: int = 1) -
     return built
 
 
-def _maker(name: object, place: str) -> Callable[..., Any]:
-    """The factory of the strategy of this name; ``place`` starts the error message."""
+def _maker(name: object, where: str) -> Callable[..., Any]:
+    """The factory of the strategy of this name; ``where`` starts the error message."""
     if isinstance(name, str) and name in _BUILT_IN:
         module, attribute = _BUILT_IN[name]
         found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
@@ -67,7 +67,7 @@ def _maker(name: object, place: str) -> Callable[..., Any]:
         loaded: Callable[..., Any] = others[str(name)].load()
         return loaded
     known = ["auto", *_BUILT_IN, *others]
-    raise ValueError(f"{place}strategy={name!r} is unknown{nearest(name, known)}; possible: {', '.join(known)}, or a Strategy object")
+    raise ValueError(f"{where}strategy={name!r} is unknown{nearest(name, known)}; possible: {', '.join(known)}, or a Strategy object")
 
 
 def _configured(asked: Named) -> Strategy:

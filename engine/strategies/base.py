@@ -261,14 +261,14 @@ class Strategy:
         numbered = numbered_state(optimizer, module, state)
         numbers = [i for group in numbered["param_groups"] for i in group["params"]]
         of = dict(zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
-        places: dict[str, Tensor] = {}
+        targets: dict[str, Tensor] = {}
         for i, entry in numbered["state"].items():
             for key, stored in entry.items() if i in of else ():
                 if isinstance(stored, Stored):
                     there, made = optimizer.state.get(of[i], {}).get(key), self.part_like(stored, of[i])
-                    places[stored.name] = there if _alike(there, made) else made
+                    targets[stored.name] = there if _alike(there, made) else made
         entries = {i: entry for i, entry in numbered["state"].items() if i in of}
-        read = source.read_optim({**numbered, "state": entries}, lambda stored: places.get(stored.name, whole(stored)))
+        read = source.read_optim({**numbered, "state": entries}, lambda stored: targets.get(stored.name, whole(stored)))
         optimizer.load_state_dict({**read, "state": {i: whole_again(entry) for i, entry in read["state"].items()}})
 
     def part_like(self, stored: Stored, parameter: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def made(megabytes: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimiz
 def peak(work: Callable[[], Any]) -> tuple[float, float]:
     """Seconds, and the most memory in use beyond what was before (MB)."""
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the kernel's high-water mark begins anew
+        file.write("5")  # the kernel's high-water mark starts again
     before, begun = _status("VmRSS"), time.perf_counter()
     work()
     return time.perf_counter() - begun, (_status("VmHWM") - before) / 1000
@@ -121,7 +121,7 @@ class SyncedTorch(Torch):
 
 
 class Fabric:
-    """Lightning's, for loops of one's own."""
+    """Lightning's, for users' own loops."""
 
     def make(self, megabytes: int) -> Objects:
         fabric = lightning.fabric.Fabric(accelerator="cpu", devices=1)

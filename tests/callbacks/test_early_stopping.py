@@ -14,7 +14,7 @@ from callbacks import EarlyStopping
         ({"patience": 1, "min_delta": 0.1}, [1.0, 0.95, 0.1], 2),  # 0.05 better is not 0.1 better
         ({"patience": 1, "min_delta": 0.1}, [1.0, 0.85, 0.8, 0.1], 3),
         ({"patience": 2, "mode": "max"}, [0.1, 0.5, 0.4, 0.5, 0.9], 4),
-        ({"patience": 2}, [1.0, 1.1, 0.9, 0.95, 0.8, 0.7], 6),  # an improvement begins the count anew
+        ({"patience": 2}, [1.0, 1.1, 0.9, 0.95, 0.8, 0.7], 6),  # an improvement restarts the count
         ({"patience": 0}, [1.0, 0.9, 0.95, 0.1], 3),
         ({"patience": 9}, [1.0, math.nan, 0.1], 2),
         ({"patience": 9}, [1.0, math.inf, 0.1], 2),
@@ -54,7 +54,7 @@ def test_without_validation_it_checks_at_the_end_of_each_epoch(make_fit, scripte
 
 
 def test_the_sanity_check_does_not_count(make_fit, scripted, batches):
-    module = scripted([0.0, 1.0, 0.9, 0.8])  # number 0 is the sanity check: it would be the best for ever
+    module = scripted([0.0, 1.0, 0.9, 0.8])  # number 0 is the sanity check: it would be the best forever
     make_fit(max_epochs=3, num_sanity_val_steps=1, callbacks=[EarlyStopping("score", patience=1)]).run(module, batches, batches)
     assert module.validations == 4
 

@@ -202,7 +202,7 @@ def test_resuming_goes_on_with_the_scores(make_fit, scripted, batches, tmp_path)
     assert result.best_checkpoint == path(tmp_path, 4)
     assert weight_in(result.last_checkpoint) == -16.0
     make_fit(max_epochs=5, callbacks=[ModelCheckpoint(monitor="score")]).run(scripted([0.5]), batches, batches, resume="last")
-    assert steps_in(tmp_path) == [4, 16, 20]  # until a run goes on from another one
+    assert steps_in(tmp_path) == [4, 16, 20]  # until a run continues from another one
 
 
 def test_a_run_with_nothing_to_do_saves_nothing(make_fit, scripted, batches, tmp_path):

@@ -1,4 +1,4 @@
-"""One form of checkpoints: a run goes on from a loop of one's own, and a loop from a run, to the bit; earlier forms are read."""
+"""One form of checkpoints: a run continues from a user's own loop, and a loop from a run, to the bit; earlier forms are read."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run(root: Path, module: Net, steps: int, *callbacks: Any, resume: Any = None
 
 
 class Loop:
-    """The same training in a loop of one's own."""
+    """The same training in a user's own loop."""
 
     def __init__(self, module: Net, *more: Any) -> None:
         torch.manual_seed(5)

@@ -146,7 +146,7 @@ def test_arguments_for_constructors() -> None:
 
 
 class Late(TrainModule):
-    """Its parameters are made anew at each call of ``configure_model``."""
+    """Its parameters are created again at each call of ``configure_model``."""
 
     calls = 0
 

@@ -1,4 +1,4 @@
-"""Versions of the format: the one before is read, and a run goes on from it. ``format_2/`` was written by a version that wrote no other."""
+"""Versions of the format: the one before is read, and a run continues from it. ``format_2/`` was written by a version that wrote no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the newest that can be used, never silently another one, and nothing that it names elsewhere is touched."""
+"""Which checkpoint a run continues from: the newest that can be used, never silently another one, and nothing that it names elsewhere is touched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which folder a run has: new ones never meet another run's files, resumed ones go on in their own."""
+"""Which folder a run has: new ones never meet another run's files, resumed ones continue in their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fit`` in this process, in a directory with a module of its own."""
+"""``fit`` in this process, in a directory with its own module."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_bash(shell: dict[str, str], line: str, offered: list[str]) -> None:
     ],
 )
 def test_zsh(shell: dict[str, str], words: str, offered: list[str]) -> None:
-    # The functions that zsh has inside of a completion only say what they are asked for.
+    # The functions that zsh has inside a completion only say what they are asked for.
     script = f"""compdef() {{ [[ "$*" == "_fit fit" ]] || echo "compdef $*" }}
         compadd() {{ [[ "$1" == -S ]] && {{ echo open; shift 2 }}; shift; print -l -- "${{(@P)1}}" }}
         compset() {{ : }}; _files() {{ echo files }}

@@ -1,4 +1,4 @@
-"""The console command, in processes of its own."""
+"""The console command, in separate processes."""
 
 from __future__ import annotations
 

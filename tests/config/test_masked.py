@@ -137,7 +137,7 @@ def test_a_new_run_keeps_the_older_config(tmp_path: Path) -> None:
 
     run(max_steps=2, seed=1)
     first = (tmp_path / "config.yaml").read_text()
-    run(max_steps=4, seed=1)  # goes on: the file is that of the run as it is now
+    run(max_steps=4, seed=1)  # continues: the file is that of the run as it is now
     assert sorted(path.name for path in tmp_path.glob("config*")) == ["config.yaml"]
     assert "max_steps: 4  # code" in (tmp_path / "config.yaml").read_text()
     run(max_steps=1, seed=2)

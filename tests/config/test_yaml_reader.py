@@ -85,7 +85,7 @@ def bomb() -> str:
         ("seed: !!int abc", r"a.yaml:1: seed cannot be read"),
         ("seed: " + "9" * 5000, r"a.yaml:1: seed cannot be read"),
         ("<<: 3\nseed: 1", r"a.yaml:1: '<<' merges mappings"),
-        ("3", "holds a scalar"),
+        ("3", "has a scalar"),
     ],
 )
 def test_the_place_of_what_is_wrong(in_tmp: Path, text: str, message: str) -> None:
@@ -133,9 +133,9 @@ def test_anchors_and_merges(in_tmp: Path) -> None:
     value = yaml_reader.construct(node)
     assert value["c"] == {"x": 1, "y": 2, "z": 3}
     assert value["d"] == {"x": 1, "y": 5, "z": 4}
-    places = yaml_reader.places(node, "text", lines=True)
-    assert [places[f"c.{key}"] for key in "xyz"] == ["text:1", "text:2", "text:3"]
-    assert [places[f"d.{key}"] for key in "xyz"] == ["text:1", "text:4", "text:4"]
+    origins = yaml_reader.origins_of_keys(node, "text", lines=True)
+    assert [origins[f"c.{key}"] for key in "xyz"] == ["text:1", "text:2", "text:3"]
+    assert [origins[f"d.{key}"] for key in "xyz"] == ["text:1", "text:4", "text:4"]
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def taken(own: Any, count: int) -> list[int]:
 
 
 class WithOwn(Sampler[int]):
-    """It has a generator of its own, which goes on from pass to pass."""
+    """It has a generator of its own, which continues from pass to pass."""
 
     def __init__(self, own: Any) -> None:
         self.own = own

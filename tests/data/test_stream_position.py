@@ -81,7 +81,7 @@ class Stateful(Numbers):
 
 
 class Mutating(Stateful):
-    """Its state goes on changing after it was given."""
+    """Its state keeps changing after it was given."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"at": self.at, "history": self.history}
@@ -295,7 +295,7 @@ def test_a_stream_counts_on_over_epochs(kind: Any) -> None:
 
 
 class Resets(Endless):
-    """Begins anew by itself at the end of a pass."""
+    """Starts again by itself at the end of a pass."""
 
     def __iter__(self) -> Iterator[float]:
         while self.n < 5:
@@ -383,7 +383,7 @@ def test_the_users_worker_functions_work(persistent: bool) -> None:
     _, other = prepared(make())
     other.load_state_dict(state)
     assert bare(other) == whole[3:]
-    # Worker 0 went on as worker 1; in the next epoch, which persistent workers are told of, each is itself again.
+    # Worker 0 continued as worker 1; in the next epoch, which persistent workers get, each is itself again.
     assert bare(other) == [[n + 200 for n in batch] for batch in whole]
     other.close()
 

@@ -1,4 +1,4 @@
-"""The worked example of a strategy of one's own: local SGD on real ranks, against loops written by hand, and found by its name."""
+"""The worked example of a custom strategy: local SGD on real ranks, against loops written by hand, and found by its name."""
 
 from __future__ import annotations
 

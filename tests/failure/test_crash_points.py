@@ -1,4 +1,4 @@
-"""Saves that do not come to their end: a training goes on, the earlier checkpoint is chosen, and what is damaged is refused by name."""
+"""Saves that do not come to their end: training continues, the earlier checkpoint is chosen, and what is damaged is refused by name."""
 
 from __future__ import annotations
 

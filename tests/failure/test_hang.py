@@ -59,7 +59,7 @@ def test_a_sleeping_rank_is_named_with_its_line(tmp_path: Path) -> None:
     ran = run("sleep", tmp_path)
     for rank in ran:
         assert rank.returncode == 1
-        assert rank.seconds < 120  # of which the limit is 2, the start some, and the end at most 10; without one it would be for ever
+        assert rank.seconds < 120  # of which the limit is 2, the start some, and the end at most 10; without one it would last forever
         assert "no batch was finished for 2" in rank.stderr
         assert "lags: rank 1 (host " in rank.stderr
         assert "in training_step: time.sleep(600)  # the line that hangs" in rank.stderr
@@ -110,5 +110,5 @@ def test_check_and_debug_let_a_sound_run_pass(tmp_path: Path) -> None:
 
 def test_failing_before_the_first_collective(tmp_path: Path) -> None:
     ran = run("early", tmp_path)
-    assert all(rank.returncode == 1 and rank.seconds < 120 for rank in ran)  # without an end it would be for ever
+    assert all(rank.returncode == 1 and rank.seconds < 120 for rank in ran)  # without an end it would last forever
     assert "OSError: no such file: weights" in ran[1].stderr

@@ -56,7 +56,7 @@ def lines():
 
 for number in range(kills):
     child = start(place)
-    if number % 2:  # inside of a save: a draft is there
+    if number % 2:  # inside a save: a draft is there
         for _ in range(chance.randrange(4)):
             comes(child, drafts)
             comes(child, lambda: not drafts())

@@ -1,4 +1,4 @@
-"""Jobs of ``fit launch`` that lose ranks and machines go on from the last checkpoint: the same bits, or the same global batches and losses."""
+"""Jobs of ``fit launch`` that lose ranks and machines continue from the last checkpoint: the same bits, or the same global batches and losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint is of one moment, and a run that goes on from it does what it had not done yet."""
+"""A checkpoint is of one moment, and a run that continues from it does what it had not done yet."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ class Copies(Callback):
 
 @pytest.mark.parametrize("steps", [4, 6])
 def test_what_a_killed_job_had_still_to_remove_is_removed_by_the_next(tmp_path: Path, steps: int) -> None:
-    """The last checkpoint is complete, the one before is still there, an earlier one in part. What a job goes on from stays.
+    """The last checkpoint is complete, the one before is still there, an earlier one in part. What a job continues from stays.
 
     With 4 steps there is nothing left to train.
     """

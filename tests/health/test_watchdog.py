@@ -37,12 +37,12 @@ def test_laggards(notes: list[Note | None], expected: list[int]) -> None:
     assert laggards(dict(enumerate(notes))) == expected
 
 
-def standing(target: Any) -> stacks.Place:
+def standing(target: Any) -> stacks.Position:
     thread = threading.Thread(target=target, daemon=True)
     thread.start()
     time.sleep(0.2)
     assert thread.ident is not None
-    return stacks.place(thread.ident)
+    return stacks.position(thread.ident)
 
 
 def test_the_users_own_line() -> None:

@@ -226,7 +226,7 @@ def test_what_has_no_meaning_is_told_with_the_reason(tmp_path: Path, capsys: pyt
             "context parallel is not supported",
         ),
         ({"distributed_type": "DEEPSPEED", "deepspeed_config": ZERO2 | {"deepspeed_moe_layer_cls_names": "Moe"}}, "mixtures of experts"),
-        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "nowhere.json"}}, "there is no such file"),
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "nowhere.json"}}, "the file does not exist"),
         ({"distributed_type": "MEGATRON_LM", "megatron_lm_config": MEGATRON | {"megatron_lm_attention_dropout": 0.1}}, "belongs to the model"),
         ({"mixed_precision": "fp8", "fp8_config": {"backend": "MSAMP", "optimization_level": "O2"}}, "has no counterpart"),
         ({"mixed_precision": "fp8", "fp8_config": {"backend": "TE", "margin": 3}}, "a setting of Transformer Engine"),

@@ -1,4 +1,4 @@
-"""Which rank failed first, and what is told of it: from exit codes, error files and the ends of outputs."""
+"""Which rank failed first, and its report: from exit codes, error files and the ends of outputs."""
 
 from __future__ import annotations
 

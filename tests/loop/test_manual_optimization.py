@@ -1,4 +1,4 @@
-"""Manual optimization against bare PyTorch loops: a GAN, accumulation of one's own, fp16; on one rank and two."""
+"""Manual optimization against bare PyTorch loops: a GAN, user accumulation, fp16; on one rank and two."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def by_rank() -> dict[str, list[str]]:
     ],
 )
 def test_two_ranks(by_rank: dict[str, list[str]], name: str, parts: list[str]) -> None:
-    for text in by_rank[name]:  # every rank is told
+    for text in by_rank[name]:  # every rank reports it
         for part in parts:
             assert part in text
 

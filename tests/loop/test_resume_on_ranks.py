@@ -79,7 +79,7 @@ def run(root: Path, strategy: str, module: Net, *callbacks: Any, data: Any = Non
 
 
 def loop(folder: Path, strategy: str, begin: int, end: int) -> list[Any]:
-    """Steps of a loop of one's own, saved at their end."""
+    """Steps of a user's own loop, saved at their end."""
     engine, module = Engine(accelerator="cpu", strategy=strategy, seed=3), Net()
     model, optimizer, data = engine.prepare(module, module.configure_optimizers()[0][0], loader())
     if begin:
@@ -102,7 +102,7 @@ def everything(root: str, strategy: str) -> dict[str, Any]:
     base, found = Path(root), {}
     keep = ModelCheckpoint(every=2, save_top_k=-1)
     run(base / "gradual", strategy, Net(gradual=True), Unfreeze(), keep, max_epochs=3)
-    for step in (4, 6, 8):  # the end of the first epoch, inside of the second, its end
+    for step in (4, 6, 8):  # the end of the first epoch, inside the second, its end
         place = base / "gradual" / "checkpoints" / f"step={step:08d}"
         found[f"groups {step}"] = run(base / f"from-{step}", strategy, Net(gradual=True), Unfreeze(), resume=place, max_epochs=3)
     run(base / "run", strategy, Net(schedule=None), ModelCheckpoint(every=2, save_top_k=-1), max_steps=6)

@@ -337,7 +337,7 @@ def test_a_keyboard_interrupt_in_a_hook_is_raised_after_saving_and_closing(tmp_p
 
 
 class Watch(Callback):
-    """What it is told of errors, and that it is closed."""
+    """The errors it gets, and that it is closed."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []

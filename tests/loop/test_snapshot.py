@@ -68,7 +68,7 @@ def path(root: Path, step: int) -> Path:
 
 
 def start(root: Path, module: TrainModule, wanted: Any) -> Watch:
-    """Where a run begins that goes on from ``wanted``; nothing is trained or saved."""
+    """Where a run begins that continues from ``wanted``; nothing is trained or saved."""
     watch = Watch()
     fit(root, watch, max_epochs=0).run(module, DATA, resume=wanted)
     return watch

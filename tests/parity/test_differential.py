@@ -24,7 +24,7 @@ FOUND = [
     Case(strategy="pp2", data="list", samples=9, batch=3, units=4, epochs=2, resume=1, killed=True, then="single"),
     # Half an epoch was counted in the micro-batches of the ranks that had saved.
     Case(samples=9, batch=1, units=4, later=8, epochs=2, val="half", resume=2, then="ddp2"),
-    # The position of a resumed stream was beyond the end that a limit sets inside of a window.
+    # The position of a resumed stream was beyond the end that a limit sets inside a window.
     Case(data="stream", samples=13, units=2, limit=3, epochs=3, resume=2),
     # Whether a window in which no rank had a loss was a step depended on what a resumed run had forgotten.
     Case(strategy="ddp2", body="batchnorm", none=2, data="stream", samples=6, units=2, later=4, limit=2, epochs=2, optimizer="adam", seed=38),

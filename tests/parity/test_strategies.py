@@ -69,7 +69,7 @@ class Start(nn.Module):
 
 
 class Transformer(TrainModule):
-    """Tied embeddings, a buffer, a frozen layer outside of blocks and one inside."""
+    """Tied embeddings, a buffer, a frozen layer outside blocks and one inside."""
 
     def __init__(self, weighted: bool = False) -> None:
         super().__init__()
@@ -423,7 +423,7 @@ def bounds() -> dict[str, float]:
     A sum in another order, or in other parts, rounds differently. The bare loop under autocast, with its windows cut in six ways, gives
     six such roundings of one and the same computation; the largest distance of one of them to fp32 is the size of rounding's effect
     (1/256 a rounding, through 3 blocks, 8 steps and Adam, which normalises small gradients up). Two roundings are at most
-    twice that apart; a third is for the roundings that strategies add (norms in bf16 inside of sharded blocks, sums over ranks).
+    twice that apart; a third is for the roundings that strategies add (norms in bf16 inside sharded blocks, sums over ranks).
     """
     exact = bare(True)
     rounded = [bare(True, bf16=True, micro=micro) for micro in (12, 6, 4, 3, 2, 1)] + [bare(False, bf16=True, micro=2)]

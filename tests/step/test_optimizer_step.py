@@ -1,4 +1,4 @@
-"""The optimizer step: division, clipping, the verdict on non-finite gradients, and who is told."""
+"""The optimizer step: division, clipping, the verdict on non-finite gradients, and its callbacks."""
 
 from __future__ import annotations
 

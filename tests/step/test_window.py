@@ -1,4 +1,4 @@
-"""The window against plain float64 loops: losses of both kinds, ``None``, several optimizers, accumulation inside and outside of its block."""
+"""The window against plain float64 loops: losses of both kinds, ``None``, several optimizers, accumulation inside and outside its block."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_a_loss_that_reaches_two_models_counts_for_both() -> None:
     assert [a.weight.item(), b.weight.item()] == pytest.approx([-1.5, -2.0])
 
 
-# -- outside of the block ---------------------------------------------------------------------------------------------------------
+# -- outside the block ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("zero_first", [False, True])

@@ -136,7 +136,7 @@ def rank_runs() -> Any:
 
 
 def rank_raw_loop() -> Any:
-    """A loop of one's own: windows of two, clipping, and two backward passes before a step; the largest distance to one process."""
+    """A user's own loop: windows of two, clipping, and two backward passes before a step; the largest distance to one process."""
     found = {}
     for name, strategy in {"tp": MeshParallel(tp=2), "pp": MeshParallel(pp=2), "fsdp": FSDP(), "tied": MeshParallel(pp=2)}.items():
         models = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engine.distributed.environments.place import Environment, Variables, is_loopback
+from engine.distributed.environments.base import Environment, Variables, is_loopback
 
 _BY_TORCHRUN = "torchrun script.py (which reads these variables)"
 

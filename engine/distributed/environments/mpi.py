@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.distributed.environments.place import LOOPBACK, Environment, Variables, derived_port
+from engine.distributed.environments.base import LOOPBACK, Environment, Variables, derived_port
 
 
 @dataclass(frozen=True)

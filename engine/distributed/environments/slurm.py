@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from engine.distributed.environments.base import LOOPBACK, Environment, Variables, derived_port
 from engine.distributed.environments.nodelist import expand_counts, expand_nodelist
-from engine.distributed.environments.place import LOOPBACK, Environment, Variables, derived_port
 
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Batch scripts, interactive and external steps have numbers from this one on."""

@@ -83,7 +83,7 @@ def check_steps(place: Path, reference: Path, ranks: int, found: Found) -> None:
 
 
 def check_metrics(place: Path, reference: Path, found: Found) -> None:
-    """The last metrics, if the last attempt has trained: the step that a run goes on from is not reported again."""
+    """The last metrics, if the last attempt has trained: the step that a run continues from is not reported again."""
     if len(attempts(place)[-1][0]) > 1:
         values = [json.loads((each / "metrics.json").read_text()) for each in (place, reference)]
         found.lose("weights differ", int(values[0] != values[1]), f"metrics {values[0]} instead of {values[1]}")
@@ -92,7 +92,7 @@ def check_metrics(place: Path, reference: Path, found: Found) -> None:
 def check_files(place: Path, reference: Path, found: Found) -> None:
     """The files are those of the undisturbed run, and the checkpoints say the same."""
     mine, others = (sorted(str(path.relative_to(each / "root")) for path in (each / "root").rglob("*")) for each in (place, reference))
-    source = f"checkpoints/step={attempts(place)[-1][0][0]['begin']:08d}"  # what the last attempt went on from stays for the next one
+    source = f"checkpoints/step={attempts(place)[-1][0][0]['begin']:08d}"  # what the last attempt continued from stays for the next one
     beside = sorted(name for name in set(mine) ^ set(others) if not name.startswith(source))
     found.lose("left behind", len(beside), f"in one root only: {', '.join(beside)}")
     left = {path.name for path in (place / "tmp").iterdir() if not path.name.startswith(THEIRS)}

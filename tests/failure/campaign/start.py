@@ -198,7 +198,7 @@ class Start:
 
 
 def _answer(connection: socket.socket, what: dict[str, Any]) -> None:
-    """Let a rank go on, if it lives."""
+    """Let a rank continue, if it is alive."""
     with contextlib.suppress(OSError):
         connection.sendall(json.dumps(what).encode() + b"\n")
 

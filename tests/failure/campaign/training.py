@@ -135,7 +135,7 @@ def weights(module: nn.Module) -> int:
 
 
 def run(watch: Watch, strategy: str, devices: int, diaries: Path) -> None:
-    """Train it to its end; it goes on from what is there."""
+    """Train it to its end; it continues from what is there."""
     fit = Fit(
         strategy=strategy,
         devices=devices,

@@ -45,7 +45,7 @@ class Watch:
         self.newest = complete(self.root)
         self._pid, self._lock, self._inside = os.getpid(), threading.Lock(), threading.local()
         self._counts = {phase: itertools.count(1) for phase in PHASES}
-        self._over = "start"  # the phase of files outside of checkpoints: the start, the end, or none
+        self._over = "start"  # the phase of files outside checkpoints: the start, the end, or none
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect("\0" + os.environ[ADDRESS])
         self._lines = self._socket.makefile("r")

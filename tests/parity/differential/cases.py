@@ -96,16 +96,16 @@ class Case:
     """Manual optimization: ``"each"``, ``"second"`` (a step every second batch), ``"drop"`` (some gradients are clipped and thrown away),
     ``"both"`` (two optimizers, one after the other)."""
     resume: int = 0
-    """Save after this step, and go on in a new run (0: one run)."""
+    """Save after this step, and continue in a new run (0: one run)."""
     killed: bool = False
     """The first run ends right after the save."""
     then: str = ""
-    """The strategy that goes on (empty: the same)."""
+    """The strategy that continues (empty: the same)."""
     seed: int = 0
 
     @property
     def second(self) -> str:
-        """The strategy of the run that goes on."""
+        """The strategy of the run that continues."""
         return self.then or self.strategy
 
     def units_at(self, epoch: int) -> int:
@@ -138,7 +138,7 @@ def deepspeed(strategy: str) -> bool:
 
 @st.composite
 def cases(draw: Any, strategy: str, others: tuple[str, ...] = tuple(STRATEGIES)) -> Case:
-    """A case under that strategy, possibly one that goes on under one of the others."""
+    """A case under that strategy, possibly one that continues under one of the others."""
 
     def some(*values: Any) -> Any:
         return draw(st.sampled_from(values))

@@ -30,7 +30,7 @@ class Failed(Exception):
     """A rank raised, died or did not answer: what there is to say about it."""
 
     alike = False
-    """All ranks raised the same error: they go on."""
+    """All ranks raised the same error: they continue."""
 
 
 class Nursery:

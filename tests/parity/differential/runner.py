@@ -45,6 +45,6 @@ def _check_orders(case: Case, random: dict[int, list[int]]) -> None:
 
 
 def check(case: Case) -> None:
-    """Run one case in processes of its own, and print what is wrong with it: the last line of a reproducer."""
+    """Run one case in separate processes, and print what is wrong with it: the last line of a reproducer."""
     with Pools() as pools:
         print("\n".join(run_case(case, pools)) or "as expected")

@@ -32,7 +32,7 @@ class Search:
     """Names and values of fields: cases with one of them are not run."""
     report: Callable[[str], None] = lambda line: None
     then: Sequence[str] = ("", *STRATEGIES)
-    """Under which strategies resumed runs go on (empty: their own)."""
+    """Under which strategies resumed runs continue (empty: their own)."""
     fixed: bool = False
     """The same cases each time."""
     ran: int = 0
