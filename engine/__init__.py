@@ -19,6 +19,7 @@ _NAMES = {
     "Run": "engine.loop.run",
     "Result": "engine.loop.result",
     "TrainState": "engine.loop.result",
+    "Settings": "engine.config.settings",
     "Strategy": "engine.strategies.base",
     "Single": "engine.strategies.base",
     "DDP": "engine.strategies.ddp",
@@ -27,7 +28,10 @@ _NAMES = {
     "MeshParallel": "engine.strategies.mesh_parallel",
     "Duration": "engine.config.duration",
     "Every": "engine.config.duration",
+    "Environment": "engine.distributed.environment",
     "CheckError": "engine.utils.errors",
+    "DamagedCheckpoint": "engine.checkpoint.files",
+    "DoesNotFit": "engine.utils.errors",
     "FolderInUse": "engine.utils.errors",
     "HangError": "engine.utils.errors",
     "MismatchError": "engine.utils.errors",
@@ -42,11 +46,14 @@ if TYPE_CHECKING:
     from engine import callbacks as callbacks
     from engine import launch as launch
     from engine.callback import Callback as Callback
+    from engine.checkpoint.files import DamagedCheckpoint as DamagedCheckpoint
     from engine.checkpoint.resume import Resume as Resume
     from engine.config.duration import Duration as Duration
     from engine.config.duration import Every as Every
+    from engine.config.settings import Settings as Settings
     from engine.data.combined_loaders import CombinedLoader as CombinedLoader
     from engine.data.datamodule import DataModule as DataModule
+    from engine.distributed.environment import Environment as Environment
     from engine.engine import Engine as Engine
     from engine.fit import Fit as Fit
     from engine.loop.result import Result as Result
@@ -63,6 +70,7 @@ if TYPE_CHECKING:
     from engine.strategies.mesh_parallel import MeshParallel as MeshParallel
     from engine.transforms.float8 import FP8 as FP8
     from engine.utils.errors import CheckError as CheckError
+    from engine.utils.errors import DoesNotFit as DoesNotFit
     from engine.utils.errors import FolderInUse as FolderInUse
     from engine.utils.errors import HangError as HangError
     from engine.utils.errors import MismatchError as MismatchError

@@ -12,7 +12,50 @@ from engine.loop.run import Run
 
 
 class Callback:
-    """Subclass it and override the events that matter; only overridden ones are ever called. Every event gets the run and the module."""
+    """Subclass it and override the events that matter; only overridden ones are ever called. Every event gets the run and the module.
+
+    The events of a training, in their order::
+
+        setup
+        on_fit_start
+        on_sanity_check_start, validation, on_sanity_check_end
+        on_train_start
+        for each epoch:
+            on_train_epoch_start
+            for each micro-batch:
+                on_train_batch_start
+                on_before_backward, on_after_backward
+                on_before_optimizer_step, on_before_zero_grad    (the last micro-batch of a window only)
+                on_train_batch_end
+                validation, when it is due
+            on_train_epoch_end
+        on_train_end
+        on_fit_end
+        teardown
+
+    A validation::
+
+        on_validation_start
+        on_validation_epoch_start
+        on_validation_batch_start, on_validation_batch_end    (for each batch)
+        on_validation_epoch_end
+        on_validation_end
+
+    A test has ``on_test_start``, ``on_test_epoch_start``, ``on_test_batch_start``, ``on_test_batch_end``, ``on_test_epoch_end`` and ``on_test_end``,
+    a prediction ``on_predict_start``, ``on_predict_epoch_start``, ``on_predict_batch_start``, ``on_predict_batch_end``, ``on_predict_epoch_end`` and
+    ``on_predict_end`` in the same order. ``on_save_checkpoint`` and ``on_load_checkpoint`` come when a checkpoint is made and when one is loaded.
+
+    Their arguments:
+
+    - ``run``: the :class:`engine.Run` under way; ``module``: the :class:`engine.TrainModule`.
+    - ``stage``: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+    - ``batch``: the micro-batch, on the device; ``batch_idx``: its number in the epoch on this rank, from 0.
+    - ``dataloader_idx``: the number of the loader that it comes from.
+    - ``outputs``: what the module's step returned, without its graph; ``loss``: the loss whose backward pass comes.
+    - ``optimizer``: the one that is about to step, or to clear its gradients.
+    - ``checkpoint``: a dict of JSON values and tensors, which the callback may add to or read from.
+    - ``exception``: what was raised.
+    """
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -69,7 +112,7 @@ class Callback:
         """Before values are logged, on every rank: add to ``metrics`` here."""
 
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
-        """Values over all ranks: of the first step, every ``log_every_n_steps`` steps, the last one, each epoch and evaluation; on every rank."""
+        """``metrics`` over all ranks, on every rank: of the first step, every ``log_every_n_steps``-th, the last one, each epoch and evaluation."""
 
     def on_exception(self, run: Run, module: nn.Module, exception: BaseException) -> None:
         """An exception was raised (also Ctrl-C); it propagates afterwards. Other ranks may be gone: no collectives here."""
@@ -91,4 +134,4 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that :meth:`state_dict` returned."""
+        """Restore the ``state`` that :meth:`state_dict` returned."""

@@ -239,7 +239,7 @@ class Engine:
             self.window.exit(models)
 
     def enter_window(self, models: Sequence[nn.Module] = ()) -> None:
-        """The start of :meth:`accumulate` without the block; for loops that accumulate throughout."""
+        """The start of :meth:`accumulate` with ``models``, without the block; for loops that accumulate throughout."""
         self.window.enter()
         self.strategy.sync(models or self.models, self.window.share.last)
 
@@ -256,7 +256,7 @@ class Engine:
 
         Args:
             loss: a scalar (the mean over its micro-batch), or :class:`engine.Loss`.
-            kwargs: for ``Tensor.backward`(``retain_graph``, ``inputs``).
+            kwargs: for ``Tensor.backward`` (``retain_graph``, ``inputs``).
 
         Raises:
             TypeError: the loss is neither, or one window has both kinds.
@@ -323,9 +323,12 @@ class Engine:
         self._stepper.prepare(self._stepper.known if optimizer is None else [raw(o) for o in chosen])
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
-        """Scale the gradients to a global norm of at most ``max_norm``; return the norm before, shape ``()``, or ``None`` inside a window.
+        """Scale the gradients to a global norm (``norm_type``: 2, 1, inf) of at most ``max_norm``.
 
-        DeepSpeed clips within the step: this returns ``None``, and :attr:`grad_norm` has the norm afterwards.
+        DeepSpeed clips within the step: :attr:`grad_norm` has the norm afterwards.
+
+        Returns:
+            The norm before, shape ``()``; ``None`` inside a window and under DeepSpeed.
         """
         return self._stepper.clip_norm(gradients.listed(parameters), max_norm, norm_type) if self.sync_gradients else None
 
@@ -340,6 +343,7 @@ class Engine:
         """The part of :meth:`step` before the optimizers' own steps, once for all of them; later each may step alone, or none.
 
         Args:
+            max_norm, max_value: as of :meth:`step`.
             inside: called within an optimizer's step, after each evaluation of its closure: gradients that are not finite are an error.
 
         Raises:
@@ -424,6 +428,10 @@ class Engine:
 
         A checkpoint of :class:`engine.Fit` works too: the first loader gets its position in the data; callbacks' states are ignored.
 
+        Args:
+            input_dir: a directory or a URL.
+            strict: ``False``: parameters that only one side has are left out.
+
         Returns:
             The manifest: the saved ``facts`` and the library's own entries.
 
@@ -437,6 +445,7 @@ class Engine:
         """Write a prepared model's weights as ``.safetensors`` files that ``transformers`` and ``load_file`` read; all ranks call this.
 
         Args:
+            save_directory: a folder, made when missing.
             max_shard_size: bytes of a file, or ``"5GB"``; with several files there is ``model.safetensors.index.json`` too.
 
         Returns:
@@ -504,7 +513,7 @@ class Engine:
         return only(function, lambda: self.is_last_process)
 
     def on_process(self, function: F | None = None, process_index: int = 0) -> Any:
-        """Decorator: the function runs on that process only."""
+        """Decorator: the function runs on the process ``process_index`` only."""
         return only(function, lambda: self.process_index == process_index)
 
     def wait_for_everyone(self) -> None:
@@ -520,14 +529,14 @@ class Engine:
         return before_others(self.group, self.is_local_main_process)
 
     def gather(self, tree: Any) -> Any:
-        """The tensors of all processes, joined along dim 0 (scalars: stacked), on every process. Lengths may differ."""
+        """The tensors in ``tree`` of all processes, joined along dim 0 (scalars: stacked), on every process. Lengths may differ."""
         return collectives.gather(self.group, tree)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Like :meth:`gather`, without the samples that a micro-batch repeats only to keep the ranks matched.
+        """Like :meth:`gather` of ``input_data``, without the samples that a micro-batch repeats only to keep the ranks matched.
 
-        Ranks that hold shards of one model see the same samples, which are returned once. Values without tensors are gathered as objects:
-        a list from each process, joined.
+        Ranks that hold shards of one model see the same samples, which are returned once. Values without tensors (all values, with
+        ``use_gather_object``) are gathered as objects: a list from each process, joined.
         """
         return collectives.gather_samples(self.data_group, input_data, self.window.share.size != 0, use_gather_object)
 
@@ -540,16 +549,16 @@ class Engine:
         return collectives.all_reduce(self.group, tree, reduction, scale)
 
     def broadcast(self, tree: Any, from_process: int = 0) -> Any:
-        """One process's tensors, on every process."""
+        """The tensors in ``tree`` of ``from_process``, on every process."""
         return collectives.broadcast(self.group, tree, from_process)
 
     def pad_across_processes(self, tree: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Tensors padded along ``dim`` to the longest of all processes."""
+        """The tensors in ``tree``, padded along ``dim`` with ``pad_index`` to the longest of all processes; ``pad_first``: in front."""
         return collectives.pad_across_processes(self.group, tree, dim, pad_index, pad_first)
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This process's contiguous slice of a list, tuple, tensor, or dict of them; the first processes may get one more item.
+        """This process's contiguous slice of ``inputs``, a list, tuple, tensor, or dict of them; the first processes may get one more item.
 
         Args:
             apply_padding: repeat the last item so that all slices have the same length.
@@ -569,7 +578,7 @@ class Engine:
         return self._trigger.check()
 
     def recorder(self, *, on_step: bool, on_epoch: bool, suffix: str = "") -> Recorder:
-        """A recorder of logged values over this engine's ranks."""
+        """A recorder of logged values over this engine's ranks; defaults ``on_step`` and ``on_epoch``, and a ``suffix`` for all names."""
         return Recorder(self.group, self.data_group, self.strategy.speaks, on_step, on_epoch, suffix)
 
     def before_step(self, function: Callable[[], None]) -> None:

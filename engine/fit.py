@@ -137,7 +137,7 @@ class Fit:
 
     @classmethod
     def from_resolved(cls, resolved: Resolved, callbacks: Callback | Sequence[Callback] | None = ()) -> Fit:
-        """A ``Fit`` with settings that :func:`engine.config.resolve.resolve` has collected, and these callbacks.
+        """A ``Fit`` with settings (``resolved``) that :func:`engine.config.resolve.resolve` has collected, and these callbacks.
 
         Raises:
             ValueError, TypeError: as the constructor.
@@ -220,13 +220,19 @@ class Fit:
     def validate(
         self, module: TrainModule, loaders: Any = None, *, datamodule: DataModule | None = None, checkpoint: str | Path | None = None
     ) -> list[dict[str, float]]:
-        """Run ``validation_step`` on every batch; return one dict of metrics per loader. ``checkpoint``: load these weights first."""
+        """Run ``validation_step`` on every batch; return one dict of metrics per loader.
+
+        ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``: load these weights first.
+        """
         return self._evaluate(module, loaders, datamodule, checkpoint, "validate", "validation")
 
     def test(
         self, module: TrainModule, loaders: Any = None, *, datamodule: DataModule | None = None, checkpoint: str | Path | None = None
     ) -> list[dict[str, float]]:
-        """Run ``test_step`` on every batch; return one dict of metrics per loader. ``checkpoint``: load these weights first."""
+        """Run ``test_step`` on every batch; return one dict of metrics per loader.
+
+        ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``: load these weights first.
+        """
         return self._evaluate(module, loaders, datamodule, checkpoint, "test", "test")
 
     def predict(
@@ -234,7 +240,8 @@ class Fit:
     ) -> list[Any]:
         """The outputs of ``predict_step``, one entry a batch, in the data's order, from all ranks on every rank, on the CPU.
 
-        With several loaders, one such list per loader. ``checkpoint``: load these weights first.
+        With several loaders, one such list per loader. ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``: load
+        these weights first.
         """
         datamodule, loaders = _datamodule(datamodule, loaders)
         with self._start(module, "predict") as run, housed(run, checkpoint, self._trained), session(run, datamodule):

@@ -56,6 +56,9 @@ class TrainModule(nn.Module):
 
     The model's forward pass is called as ``self(x)`` or through any submodule; the run does device placement, distributed
     wrapping, precision, accumulation and clipping.
+
+    Its events have the names, the order and the arguments of :class:`engine.Callback`'s, without ``run`` and ``module``: ``batch`` is one
+    micro-batch, ``batch_idx`` its number in the ``epoch`` on this rank, ``dataloader_idx`` the number of its loader.
     """
 
     automatic_optimization: bool = True
@@ -169,7 +172,7 @@ class TrainModule(nn.Module):
         self._log(name, value, prog_bar, on_step, on_epoch, reduce, batch_size)
 
     def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
-        """:meth:`log` for each entry of a dict or a torchmetrics ``MetricCollection``; the options apply to all."""
+        """:meth:`log` for each entry of ``values``, a dict or a torchmetrics ``MetricCollection``; the options apply to all."""
         for name, value in values.items():
             if isinstance(value, Mapping):
                 raise TypeError(f"log_dict: the value of {name!r} is a dict; give one flat dict of numbers")
@@ -261,9 +264,10 @@ class TrainModule(nn.Module):
         self._attached("manual_backward()").manual_backward(loss, *args, **kwargs)
 
     def clip_gradients(self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None) -> None:
-        """Clip one optimizer's gradients before its ``step``: their 2-norm (``"norm"``) or each element (``"value"``).
+        """Clip one optimizer's gradients before its ``step`` to ``gradient_clip_val``: their 2-norm or each element.
 
-        For manual optimization and :meth:`configure_gradient_clipping`; defaults are ``Fit``'s settings.
+        ``gradient_clip_algorithm`` is ``"norm"`` or ``"value"``. For manual optimization and :meth:`configure_gradient_clipping`;
+        defaults are ``Fit``'s settings.
         """
         self._attached("clip_gradients()").clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
@@ -276,14 +280,14 @@ class TrainModule(nn.Module):
         self._toggled = [*self._toggled, *others]
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
-        """Undo :meth:`toggle_optimizer`."""
+        """Undo :meth:`toggle_optimizer` of this ``optimizer``."""
         for parameter in self._toggled:
             parameter.requires_grad_(True)
         self._toggled = []
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
-        """:meth:`toggle_optimizer` for a block."""
+        """:meth:`toggle_optimizer` of this ``optimizer`` for a block."""
         self.toggle_optimizer(optimizer)
         try:
             yield
@@ -301,7 +305,11 @@ class TrainModule(nn.Module):
     # -- the other ranks --------------------------------------------------------------------------------------------------------
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
-        """The tensors of all ranks, stacked along a new dim 0 of ``world_size`` (on one process: as they are), without gradients."""
+        """The tensors in ``data`` of all ranks, stacked along a new dim 0 of ``world_size`` (on one process: as they are), without gradients.
+
+        Raises:
+            ValueError: ``sync_grads=True``; torch.distributed has functions with gradients.
+        """
         if sync_grads:
             raise ValueError("all_gather(sync_grads=True) is not possible: use torch.distributed.nn.functional.all_gather")
         return self._attached("all_gather()").all_gather(data)
@@ -338,6 +346,7 @@ class TrainModule(nn.Module):
 
     @property
     def global_rank(self) -> int:
+        """This process's number in the job."""
         return self._context.rank if self._context else 0
 
     @property
@@ -347,6 +356,7 @@ class TrainModule(nn.Module):
 
     @property
     def world_size(self) -> int:
+        """Processes of the job."""
         return self._context.world_size if self._context else 1
 
     @property
@@ -360,7 +370,7 @@ class TrainModule(nn.Module):
         return self._context
 
     def attach(self, context: Context | None) -> None:
-        """Enter (or leave) a run; called by it."""
+        """Enter a run (leave it: ``context`` is ``None``); called by it."""
         if context is None and self._context is not None:
             self._reached = (self._context.step, self._context.epoch)
         self._context = context
@@ -368,7 +378,7 @@ class TrainModule(nn.Module):
             self._log = None
 
     def log_with(self, record: Callable[..., None]) -> None:
-        """Set the function that records logged values; called by the run."""
+        """Set the function ``record`` that records logged values; called by the run."""
         self._log = record
 
     # -- events of a run: Lightning's, all optional, in the order of engine/README.md; only overridden ones are called -------------
@@ -418,7 +428,10 @@ class TrainModule(nn.Module):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip one optimizer's gradients, which are whole and unscaled, before its step; the values are ``Fit``'s."""
+        """Clip one optimizer's gradients, which are whole and unscaled, before its step.
+
+        ``gradient_clip_val`` and ``gradient_clip_algorithm`` are ``Fit``'s.
+        """
         clip: Any = self.clip_gradients
         clip(optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm)
 
@@ -496,17 +509,24 @@ class TrainModule(nn.Module):
     def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
     def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add entries (trees of tensors and JSON values) to the checkpoint."""
+        """Add entries (trees of tensors and JSON values) to the ``checkpoint``."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read the entries of :meth:`on_save_checkpoint`."""
+        """Read the entries of :meth:`on_save_checkpoint` from ``checkpoint``."""
 
     # -- the module's own loaders, used when ``Fit`` gets none ---------------------------------------------------------------
 
-    def train_dataloader(self) -> Any: ...
-    def val_dataloader(self) -> Any: ...
-    def test_dataloader(self) -> Any: ...
-    def predict_dataloader(self) -> Any: ...
+    def train_dataloader(self) -> Any:
+        """The loader of a training."""
+
+    def val_dataloader(self) -> Any:
+        """The loader of a validation; several in a list or a dict."""
+
+    def test_dataloader(self) -> Any:
+        """The loader of a testing; several in a list or a dict."""
+
+    def predict_dataloader(self) -> Any:
+        """The loader of a prediction; several in a list or a dict."""
 
 
 def overrides(module: TrainModule, name: str) -> bool:

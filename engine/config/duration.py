@@ -114,6 +114,10 @@ class Every:
     - fractions of an epoch: at the first step that has reached each multiple of n epochs;
     - seconds: at the first call n seconds or more after the last time (or the start).
 
+    Args:
+        duration: as of :class:`engine.Duration`; ``None``: never.
+        steps_per_epoch: optimizer steps in each epoch, where :meth:`due` does not get the epochs done.
+
     It is due at most once in a step. Ranks have different clocks: if seconds decide about a collective operation, let one
     rank decide for all.
 
@@ -167,7 +171,7 @@ class Every:
         return {"last_step": self._last_step, "last_s": self._last_s, "count": self._count, "every": str(self.duration)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
+        """Continue from the ``state`` that :meth:`state_dict` returned."""
         self._last_step, self._last_s = int(state["last_step"]), float(state["last_s"])
         count = state.get("count") if state.get("every") == str(self.duration) else None  # another duration has other multiples
         self._count = None if count is None else int(count)

@@ -18,6 +18,8 @@ from engine.utils.tree import move
 class DataModule:
     """Subclass it and define the loaders that the run needs; ``Fit(...).run(module, datamodule=data)``.
 
+    ``batch`` is one micro-batch, ``dataloader_idx`` the number of its loader, ``exception`` what was raised.
+
     Order: ``prepare_data`` (one process of each machine), ``setup(stage)`` (every process), loaders, ``teardown(stage)``.
     """
 
@@ -54,10 +56,18 @@ class DataModule:
         """Return the batch, changed or not, on the device."""
         return batch
 
-    def train_dataloader(self) -> Any: ...
-    def val_dataloader(self) -> Any: ...
-    def test_dataloader(self) -> Any: ...
-    def predict_dataloader(self) -> Any: ...
+    def train_dataloader(self) -> Any:
+        """The loader of a training."""
+
+    def val_dataloader(self) -> Any:
+        """The loader of a validation; several in a list or a dict."""
+
+    def test_dataloader(self) -> Any:
+        """The loader of a testing; several in a list or a dict."""
+
+    def predict_dataloader(self) -> Any:
+        """The loader of a prediction; several in a list or a dict."""
+
 
     def state_dict(self) -> dict[str, Any]:
         """The state to save in checkpoints: a tree of tensors and JSON values."""
@@ -67,7 +77,7 @@ class DataModule:
         """Restore the state that :meth:`state_dict` returned."""
 
     def save_hyperparameters(self, ignore: str | Iterable[str] = (), **unknown: Never) -> None:
-        """Keep the arguments of ``__init__`` in :attr:`hparams`. Call it inside ``__init__``."""
+        """Keep the arguments of ``__init__`` in :attr:`hparams`, without those in ``ignore``. Call it inside ``__init__``."""
         if unknown:
             raise refused("DataModule.save_hyperparameters", unknown)
         frame = inspect.currentframe()

@@ -54,6 +54,7 @@ class Result:
     status: str
     """``"completed"`` (``max_epochs`` or ``max_steps`` reached), ``"stopped"`` (asked to, or ``max_time``), ``"interrupted"`` (Ctrl-C)."""
     stop_reason: str
+    """What ended the run, in words."""
     epoch: int
     """Finished epochs."""
     step: int
@@ -61,7 +62,10 @@ class Result:
     metrics: dict[str, float]
     """The latest value of everything logged."""
     best_checkpoint: Path | str | None = None
+    """The best by ``ModelCheckpoint(monitor=)``; a directory or a URL."""
     last_checkpoint: Path | str | None = None
+    """The newest."""
     times: Times = field(default_factory=Times)
+    """Where the seconds of the training went."""
     folder: Path | None = None
     """The run's own folder, in ``root_dir``. It exists if something was written."""

@@ -42,7 +42,11 @@ from engine.utils.tree import map_tensors
 
 @knows_other_trainers
 class Run:
-    """The run as callbacks see it. Plain attributes are read-only by convention."""
+    """The run as callbacks see it. Plain attributes are read-only by convention.
+
+    :class:`engine.Fit` builds it from its ``settings``, the ``engine``, the ``module``, the ``callbacks`` with their bound ``hooks``, the
+    ``stage``, the ``config`` to show, and the ``content`` of its checkpoints.
+    """
 
     stage: str
     """``"fit"`` (validation in it included), ``"sanity"`` (the check before training), ``"validate"``, ``"test"``, ``"predict"``."""
@@ -179,22 +183,27 @@ class Run:
 
     @property
     def rank(self) -> int:
+        """This process's number in the job."""
         return self.engine.process_index
 
     @property
     def local_rank(self) -> int:
+        """This process's number on its machine."""
         return self.engine.local_process_index
 
     @property
     def world_size(self) -> int:
+        """Processes of the job."""
         return self.engine.num_processes
 
     @property
     def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
         return self.engine.is_main_process
 
     @property
     def device(self) -> torch.device:
+        """The device that this process computes on."""
         return self.engine.device
 
     @property
@@ -224,7 +233,12 @@ class Run:
 
     def stop(self, reason: str = "asked to stop", level: int = STOP) -> None:
         """End the training after this step, but not before ``min_epochs`` and ``min_steps``; with several ranks, at the next step where they agree
-        (about 0.5 s)."""
+        (about 0.5 s).
+
+        Args:
+            reason: stands in ``Result.stop_reason``.
+            level: how urgent it is; signals end a training before its minimum.
+        """
         if level == STOP and not self.may_stop:
             if self._postponed is None:
                 least = ", ".join(f"{n}={v}" for n in ("min_epochs", "min_steps") if (v := getattr(self.settings, n)) is not None)
@@ -259,7 +273,7 @@ class Run:
             self.stop_reason = self.stop_wish or ("terminated (SIGTERM on another rank)" if level >= TERMINATE else "another rank asked to stop")
 
     def applied(self, happened: bool) -> None:
-        """An optimizer step was taken (or skipped: counters and schedulers then stay where they are)."""
+        """An optimizer step was taken: ``happened`` (or skipped: counters and schedulers then stay where they are)."""
         if happened:
             self.state.step += 1
             for schedule in self._step_schedules:
@@ -267,7 +281,7 @@ class Run:
                     schedule.advance(self.metrics, self.state.step)
 
     def set_optimizers(self, optimizers: list[Any], schedules: list[Schedule], automatic: bool) -> None:
-        """The prepared optimizers and schedules. In manual optimization the module steps the schedulers."""
+        """The prepared ``optimizers`` and ``schedules``. Without ``automatic`` optimization the module steps the schedulers."""
         self.optimizers, self.schedulers, self.modes = optimizers, schedules, Modes(optimizers)
         self._step_schedules = [s for s in schedules if s.interval == "step"] if automatic else []
 
@@ -292,7 +306,7 @@ class Run:
     # -- logging ----------------------------------------------------------------------------------------------------------------
 
     def record_to(self, recorder: Recorder) -> None:
-        """From now on the module logs to this recorder."""
+        """From now on the module logs to this ``recorder``."""
         self.recorder, recorder.module = recorder, self.module
         self.module.log_with(recorder.record)
 
@@ -320,7 +334,7 @@ class Run:
             self.publish(self.recorder.step_values(window), self.recorder)
 
     def publish(self, values: dict[str, float], recorder: Recorder) -> None:
-        """Give reduced values to the callbacks, the progress bar and ``metrics``."""
+        """Give the reduced values of ``recorder`` to the callbacks, the progress bar and ``metrics``."""
         for hook in self.hooks.on_before_log:
             hook(self, self.module, values, self.state.step)
         if not values:
@@ -433,7 +447,7 @@ class Run:
         return self.saver.lost
 
     def remove_checkpoint(self, path: Path | str) -> None:
-        """Delete a checkpoint; every rank may call this, the main process does it."""
+        """Delete the checkpoint at ``path``; every rank may call this, the main process does it."""
         self.saver.remove([name_of(path)])
 
     def take_stream(self) -> Any:
@@ -462,7 +476,7 @@ class Run:
     # -- manual optimization ----------------------------------------------------------------------------------------------------
 
     def manual_backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
-        """Implements ``module.manual_backward``."""
+        """Implements ``module.manual_backward`` of ``loss``."""
         for hook in self.hooks.on_before_backward:
             hook(self, self.module, loss)
         self.backward(loss, *args, **kwargs)
@@ -470,7 +484,7 @@ class Run:
             hook(self, self.module)
 
     def clip_gradients(self, optimizer: Any, value: float | None, algorithm: str | None) -> None:
-        """Implements ``module.clip_gradients``."""
+        """Implements ``module.clip_gradients`` of ``optimizer`` with ``value`` and ``algorithm``."""
         value = self.settings.gradient_clip_val if value is None else value
         algorithm = self.settings.gradient_clip_algorithm if algorithm is None else algorithm
         if algorithm not in ("norm", "value"):
@@ -483,7 +497,7 @@ class Run:
         clip(parameters_of([raw(optimizer)]), value)
 
     def all_gather(self, data: Any) -> Any:
-        """Implements ``module.all_gather``."""
+        """Implements ``module.all_gather`` of ``data``."""
         return data if self.world_size == 1 else self.engine.gather(map_tensors(lambda tensor: tensor.detach()[None], data))
 
     def result(self) -> Result:

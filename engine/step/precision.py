@@ -32,6 +32,7 @@ class Precision:
     """
 
     name: str
+    """The name that it was chosen by: ``"bf16-mixed"``."""
     autocast: torch.dtype | None = None
     """The dtype that autocast computes in; ``None`` without autocast."""
     parameters: torch.dtype | None = None

@@ -30,7 +30,18 @@ from engine.transforms.order import Transforms
 
 @dataclass(kw_only=True)
 class Strategy:
-    """How several processes train one model. Subclass it, override what differs, and pass an instance or register its name."""
+    """How several processes train one model. Subclass it, override what differs, and pass an instance or register its name.
+
+    Arguments have the same names in all methods:
+
+    - ``group``: this process and the others of the job.
+    - ``model``, ``models``: what :meth:`setup` returned; ``module``: what the user gave to it.
+    - ``parameters``, ``grads``: tensors of the model and their gradients, DTensors under strategies that shard.
+    - ``optimizers``: plain ones; ``divisor``: what the sum of gradients is divided by; ``max_norm``, ``norm_type``, ``max_value``: clipping.
+    - ``enabled``: whether gradients are reduced; ``value``, ``found``: a number of this rank.
+    - ``scaler``: of fp16's losses, or ``None``; ``on_nonfinite``: as in :class:`engine.Engine`; ``transforms``: recomputation and compilation.
+    - ``source``: an opened checkpoint; ``stored``: one of its tensors.
+    """
 
     matched_forward: bool = field(default=False, init=False, repr=False)
     """Whether forward passes contain collectives, so that all ranks must run equally many, also in evaluation."""

@@ -39,6 +39,7 @@ class DDP(Strategy):
     comm_hook: str | None = None
     """Compress gradients on the wire: ``"fp16"``, ``"bf16"`` (half the bytes) or ``"powersgd"`` (low rank, lossy)."""
     powersgd_rank: int = 1
+    """Rank of the matrices that ``"powersgd"`` sends."""
     powersgd_start: int = 1000
     """PowerSGD: steps that are reduced exactly before compression starts."""
     _optimizers: list[Optimizer] = field(default_factory=list, init=False, repr=False)

@@ -89,7 +89,14 @@ class MeshParallel(FSDP):
         sequence_parallelism: bool = False,
         **settings: Any,
     ) -> MeshParallel:
-        """Create it from Megatron-LM's names of settings; the other ranks are data parallel, sharded only if ``dp_shard`` says so."""
+        """Create it from Megatron-LM's names of settings; the other ranks are data parallel, sharded only if ``dp_shard`` says so.
+
+        Args:
+            tp_degree, pp_degree: ranks of tensor and of pipeline parallelism.
+            num_micro_batches: parts of a micro-batch in the pipeline.
+            sequence_parallelism: activations are cut along the sequence between tensor parallel regions.
+            settings: fields of :class:`engine.MeshParallel`.
+        """
         data = {"dp_replicate": -1, "dp_shard": 1} if "dp_shard" not in settings and "dp_replicate" not in settings else {}
         named = {"tp": tp_degree, "pp": pp_degree, "num_microbatches": num_micro_batches, "sequence_parallel": sequence_parallelism}
         return cls(**{**named, **data, **settings})

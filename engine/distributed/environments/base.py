@@ -14,6 +14,9 @@ LOOPBACK = "127.0.0.1"
 class Environment:
     """One process's rank, job and addresses. ``engine.distributed.environment.detect`` reads them from the environment.
 
+    ``rank`` is the process's number among the ``world_size`` of the job, ``local_rank`` its number among the ``local_world_size`` on its
+    machine, one of ``num_nodes``. The processes meet at ``master_addr`` and ``master_port``.
+
     Raises:
         ValueError: numbers that contradict each other.
     """
