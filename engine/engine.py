@@ -325,10 +325,8 @@ class Engine:
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Scale the gradients to a global norm (``norm_type``: 2, 1, inf) of at most ``max_norm``.
 
-        DeepSpeed clips within the step: :attr:`grad_norm` has the norm afterwards.
-
-        Returns:
-            The norm before, shape ``()``; ``None`` inside a window and under DeepSpeed.
+        Returns the norm before, shape ``()``; ``None`` inside a window and under DeepSpeed, which clips within the step
+        (:attr:`grad_norm` has the norm afterwards).
         """
         return self._stepper.clip_norm(gradients.listed(parameters), max_norm, norm_type) if self.sync_gradients else None
 

@@ -94,11 +94,7 @@ class Strategy:
         self.random_stream = group.rank
 
     def transform_by(self, transforms: Transforms) -> None:
-        """Called once, after ``connect``.
-
-        Raises:
-            ValueError: the whole model is to be compiled, which this strategy does not allow.
-        """
+        """Called once, after ``connect``, with what is to be done to models; ``ValueError`` if this strategy does not allow it."""
         transforms.check(self.compiles_whole, type(self).__name__)
         self.transform = transforms.apply
 
