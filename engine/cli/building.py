@@ -25,7 +25,7 @@ COMMAND_LINE = "command line"
 
 
 @dataclass
-class Part:
+class Component:
     """An object to build."""
 
     name: str
@@ -57,38 +57,38 @@ class Part:
 
 
 class Parsed:
-    """A :class:`Part` whose parameters are checked against the types of its constructor.
+    """A :class:`Component` whose parameters are checked against the types of its constructor.
 
     Raises:
         UsageError: a parameter is unknown, missing, or of the wrong type; the message names it, its origin, and the nearest one.
     """
 
-    def __init__(self, part: Part) -> None:
-        self.part = part
-        self._parser = parser_of(part)
+    def __init__(self, component: Component) -> None:
+        self.component = component
+        self._parser = parser_of(component)
         names = parameters(self._parser)
-        for key, origin in (*_given(part, names), *((key, f"{COMMAND_LINE} {part.name}.{key}") for key, _ in part.overrides)):
-            _check_name(part, key.removesuffix("+"), origin, names)
-        self._arguments = [f"--{_SECTION}", flow(dict(part.init_args)), *(f"--{key}={value}" for key, value in part.overrides)]
+        for key, origin in (*_given(component, names), *((key, f"{COMMAND_LINE} {component.name}.{key}") for key, _ in component.overrides)):
+            _check_name(component, key.removesuffix("+"), origin, names)
+        self._arguments = [f"--{_SECTION}", flow(dict(component.init_args)), *(f"--{key}={value}" for key, value in component.overrides)]
         try:
             self._values = self._parser.parse_args(self._arguments)
         except argparse.ArgumentError as error:
-            raise UsageError(_explained(part, str(error))) from None
+            raise UsageError(_explained(component, str(error))) from None
         except Exception as error:  # from a module that a class path names, or from jsonargparse about one
-            raise _mendable(part, error) from None
-        given = {*part.fixed, *part.init_args, *(key.removesuffix("+").split(".")[0] for key, _ in part.overrides)}
-        if missing := [name for name in _untyped(part.target) if name not in given]:
-            raise UsageError(_needs(part, missing))
+            raise _mendable(component, error) from None
+        given = {*component.fixed, *component.init_args, *(key.removesuffix("+").split(".")[0] for key, _ in component.overrides)}
+        if missing := [name for name in _untyped(component.target) if name not in given]:
+            raise UsageError(_needs(component, missing))
 
     def build(self) -> tuple[Any, dict[str, Any]]:
         """The object, and the arguments that its constructor was called with."""
         try:
             arguments = self._parser.instantiate(self._values).as_dict()
         except Exception as error:  # from a constructor, or from jsonargparse about one
-            raise _mendable(self.part, error) from None
+            raise _mendable(self.component, error) from None
         arguments.pop(_SECTION.replace("-", "_"))
-        arguments |= self.part.fixed
-        return self.part.target(**arguments), arguments
+        arguments |= self.component.fixed
+        return self.component.target(**arguments), arguments
 
     def plain(self) -> tuple[dict[str, Any], list[str]]:
         """All parameters as in YAML, including defaults; and those whose value has no text form."""
@@ -97,7 +97,7 @@ class Parsed:
         left_out = [name for name in vars(values) if not self._repeatable(name)]
         for name in left_out:
             values.pop(name)
-        kept = {name: plain(value) for name, value in self.part.fixed.items()}
+        kept = {name: plain(value) for name, value in self.component.fixed.items()}
         return {**kept, **self._as_values(values)}, left_out
 
     def _repeatable(self, name: str) -> bool:
@@ -118,17 +118,17 @@ class Parsed:
         return found
 
 
-def parser_of(part: Part) -> ArgumentParser:
+def parser_of(component: Component) -> ArgumentParser:
     """The options for the parameters of an object's class or function."""
-    parser = ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False, print_config=None, prog=part.name)
+    parser = ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False, print_config=None, prog=component.name)
     parser.add_argument(f"--{_SECTION}", action="config")
     try:
-        if isinstance(part.target, type):
-            parser.add_class_arguments(part.target, None, fail_untyped=False, skip=set(part.fixed))
+        if isinstance(component.target, type):
+            parser.add_class_arguments(component.target, None, fail_untyped=False, skip=set(component.fixed))
         else:
-            parser.add_function_arguments(part.target, None, fail_untyped=False, skip=set(part.fixed))
+            parser.add_function_arguments(component.target, None, fail_untyped=False, skip=set(component.fixed))
     except (ValueError, TypeError) as error:
-        raise UsageError(f"{part.name} {part.path}: its parameters cannot be read: {' '.join(str(error).split())}") from error
+        raise UsageError(f"{component.name} {component.path}: its parameters cannot be read: {' '.join(str(error).split())}") from error
     return parser
 
 
@@ -144,7 +144,7 @@ def _within(inner: str, outer: str) -> bool:
     return f"{inner.removesuffix('+')}.".startswith(f"{outer}.")
 
 
-def _given(part: Part, names: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _given(component: Component, names: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The dotted names that the file gives, as deep as the parser has names, with their lines."""
 
     def walk(values: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
@@ -153,12 +153,12 @@ def _given(part: Part, names: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             if isinstance(value, Mapping) and any(other.startswith(f"{name}.") for other in names):
                 yield from walk(value, f"{name}.")
             else:
-                yield name, part.origin(name)
+                yield name, component.origin(name)
 
-    return walk(part.init_args, "")
+    return walk(component.init_args, "")
 
 
-def _check_name(part: Part, key: str, origin: str, names: Mapping[str, Any]) -> None:
+def _check_name(component: Component, key: str, origin: str, names: Mapping[str, Any]) -> None:
     # A name inside a parameter (of an object that the parameter's type describes) is checked by its type.
     if any(_within(key, name) or _within(name, key) for name in names):
         return
@@ -166,24 +166,25 @@ def _check_name(part: Part, key: str, origin: str, names: Mapping[str, Any]) -> 
     while above and not any(name.startswith(f"{above}.") for name in names):
         above, _, last = above.rpartition(".")
     beside = sorted({name.removeprefix(f"{above}." if above else "").split(".")[0] for name in names if not above or name.startswith(f"{above}.")})
-    where = f"{part.name}.{above}" if above else f"{part.name} {part.title}"
+    where = f"{component.name}.{above}" if above else f"{component.name} {component.title}"
     raise UsageError(f"{origin}: {where} has no parameter {last!r}{nearest(last, beside)}; it has {', '.join(beside) or 'none'}")
 
 
-def _explained(part: Part, message: str) -> str:
+def _explained(component: Component, message: str) -> str:
     """jsonargparse's message, with the parameter's name as given, and its origin."""
     text = " ".join(message.split())
     if found := re.match(r'Parser key "([^"]+)": (.*)', text):
         key, reason = found.groups()
-        return f"{part.origin(key)}: {part.name}.{key} does not fit: {_reason(reason)}"
+        return f"{component.origin(key)}: {component.name}.{key} does not fit: {_reason(reason)}"
     if found := re.match(r"the following arguments are required: (.*)", text):
-        return _needs(part, [each.strip() for each in found[1].split(",")])
-    return f"{part.origin('')}: {part.name} {part.title}: {text}"
+        return _needs(component, [each.strip() for each in found[1].split(",")])
+    return f"{component.origin('')}: {component.name} {component.title}: {text}"
 
 
-def _needs(part: Part, missing: list[str]) -> str:
+def _needs(component: Component, missing: list[str]) -> str:
     first = missing[0]
-    return f"{part.name} {part.title} needs {', '.join(missing)}: give --set {part.name}.{first}=VALUE, or {first} under its init_args in the file"
+    where = f"give --set {component.name}.{first}=VALUE, or {first} under its init_args in the file"
+    return f"{component.name} {component.title} needs {', '.join(missing)}: {where}"
 
 
 def _untyped(target: Callable[..., Any]) -> list[str]:
@@ -193,14 +194,14 @@ def _untyped(target: Callable[..., Any]) -> list[str]:
     return [each.name for each in found if each.kind in kinds and each.default is empty and each.annotation is empty]
 
 
-def _mendable(part: Part, error: Exception) -> Exception:
+def _mendable(component: Component, error: Exception) -> Exception:
     """A :class:`UsageError` for jsonargparse's own errors, with the user's names; other errors are unchanged."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     if trace is None or not any(name in trace.tb_frame.f_code.co_filename for name in (f"{os.sep}jsonargparse{os.sep}", argparse.__file__)):
         return error
-    return UsageError(f"{part.origin('')}: {part.name} {part.title} does not fit: {_reason(' '.join(str(error).split()))}")
+    return UsageError(f"{component.origin('')}: {component.name} {component.title} does not fit: {_reason(' '.join(str(error).split()))}")
 
 
 def _reason(text: str) -> str:

@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from engine.cli.building import Parsed, Part, parameters, parser_of
+from engine.cli.building import Component, Parsed, parameters, parser_of
 from engine.config.masked import readable
 from engine.config.resolve import Resolved
 from engine.config.yaml_writer import flow
@@ -24,7 +24,7 @@ def config_text(resolved: Resolved, parsed: Sequence[Parsed]) -> str:
     for name, entry in readable(resolved.settings, resolved.origins, hide=False).items():
         if name != "callbacks":
             lines.append(f"{name}: {flow(entry['value'])}  # {' '.join(entry['origin'].split())}")
-    by_name = {each.part.name: each for each in parsed}
+    by_name = {each.component.name: each for each in parsed}
     for name in ("model", "data"):
         if name in by_name:
             lines += ["", f"{name}:", *_described(by_name[name], "  ")]
@@ -39,22 +39,22 @@ def config_text(resolved: Resolved, parsed: Sequence[Parsed]) -> str:
 
 def _described(parsed: Parsed, indent: str) -> list[str]:
     values, left_out = parsed.plain()
-    lines = [f"class_path: {flow(parsed.part.path)}"]
+    lines = [f"class_path: {flow(parsed.component.path)}"]
     if values:
         lines += ["init_args:", *(f"  {name}: {flow(value)}" for name, value in values.items())]
-    lines += [f"# {name}: the default of {parsed.part.title}, an object without a text form" for name in left_out]
+    lines += [f"# {name}: the default of {parsed.component.title}, an object without a text form" for name in left_out]
     return [f"{indent}{line}" for line in lines]
 
 
-def class_help(command: str, parts: Sequence[Part]) -> str:
+def class_help(command: str, components: Sequence[Component]) -> str:
     """The parameters of each class: name, type, default and documentation."""
     lines = [f"usage: fit {command} TARGET --set NAME=VALUE ...", ""]
-    for part in parts:
-        bare = inspect.isclass(part.target) and part.target.__doc__ is None  # then getdoc would describe the base class
-        about = "" if bare else (inspect.getdoc(part.target) or "").split("\n\n")[0]
+    for component in components:
+        bare = inspect.isclass(component.target) and component.target.__doc__ is None  # then getdoc would describe the base class
+        about = "" if bare else (inspect.getdoc(component.target) or "").split("\n\n")[0]
         about = " ".join(about.split())
-        lines += [f"{part.name}: {part.path}", *([f"  {about}"] if about else [])]
-        rows = [(f"{part.name}.{name}", *_about(action)) for name, action in parameters(parser_of(part)).items()]
+        lines += [f"{component.name}: {component.path}", *([f"  {about}"] if about else [])]
+        rows = [(f"{component.name}.{name}", *_about(action)) for name, action in parameters(parser_of(component)).items()]
         widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:2]] if rows else []
         for name, kind, rest in rows:
             lines.append(f"    {name:<{widths[0]}}  {kind:<{widths[1]}}  {rest}".rstrip())

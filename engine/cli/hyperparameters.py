@@ -18,7 +18,7 @@ from typing import Any
 
 from engine.checkpoint.files import printable
 from engine.checkpoint.recorded_arguments import Recorded
-from engine.cli.building import Parsed, Part, parameters, parser_of
+from engine.cli.building import Component, Parsed, parameters, parser_of
 from engine.cli.exits import UsageError
 from engine.config.construct import parameters as hints_of
 from engine.config.hyperparameters import kept_arguments, replaced_by_defaults
@@ -28,8 +28,8 @@ from engine.distributed.environment import detect
 from engine.utils.log import logger
 
 
-def completed(part: Part, found: Recorded) -> Part:
-    """``part`` with the checkpoint's values for parameters that neither the command line nor the file gives.
+def completed(component: Component, found: Recorded) -> Component:
+    """``component`` with the checkpoint's values for parameters that neither the command line nor the file gives.
 
     Values in the checkpoint go to the constructor unchanged. Of those that it only has as text (``fit run`` records all), numbers,
     text, enums, dataclasses and lists of such are parsed. Names of code are not: a checkpoint is untrusted input.
@@ -37,16 +37,16 @@ def completed(part: Part, found: Recorded) -> Part:
     Raises:
         UsageError: the module was created with a class or a function that is not given here; the message says what to give.
     """
-    names = parameters(parser_of(part))
+    names = parameters(parser_of(component))
     tops = dict.fromkeys(name.split(".")[0] for name in names)
-    held = kept_arguments(part.target, found.hparams, found.hparams_name)
-    texts, hints = found.sections["model"], hints_of(part.target)
-    current = _defaults(part)
+    held = kept_arguments(component.target, found.hparams, found.hparams_name)
+    texts, hints = found.sections["model"], hints_of(component.target)
+    current = _defaults(component)
     fixed = {name: value for name, value in held.items() if name not in tops}  # of a constructor that takes anything
-    init_args, origins, taken = dict(part.init_args), dict(part.origins), dict(fixed)
+    init_args, origins, taken = dict(component.init_args), dict(component.origins), dict(fixed)
     for name in tops:
         nested = any(each.startswith(f"{name}.") for each in names)
-        partly = _partly(part, name, nested)
+        partly = _partly(component, name, nested)
         text = texts.get(name, plain(held.get(name)))
         if partly is False:
             continue  # given as a whole
@@ -65,31 +65,31 @@ def completed(part: Part, found: Recorded) -> Part:
                 f"{found.path}: the module was created with {name}={shown}, which is not taken from a checkpoint: it may name code, or is a secret. "
                 f"Give it, as in --set {shlex.quote(f'model.{name}={shown}')}"
             )
-    _tell(part, found, {name: value for name, value in taken.items() if plain(value) != current.get(name, current)})
-    given = {*held, *texts, *part.init_args, *(key.removesuffix("+").split(".")[0] for key, _ in part.overrides)}
-    for name, text in replaced_by_defaults(part.target, found.texts, given).items():
+    _tell(component, found, {name: value for name, value in taken.items() if plain(value) != current.get(name, current)})
+    given = {*held, *texts, *component.init_args, *(key.removesuffix("+").split(".")[0] for key, _ in component.overrides)}
+    for name, text in replaced_by_defaults(component.target, found.texts, given).items():
         made = printable(f"{name}={text}")
         _say(logging.WARNING, "%s: the module was created with %s, which a checkpoint cannot hold: using the default", found.path, made)
-    return replace(part, init_args=init_args, origins=origins, fixed=fixed)
+    return replace(component, init_args=init_args, origins=origins, fixed=fixed)
 
 
 def compare(parsed: Parsed, found: Recorded) -> None:
     """Warn about parameters that are given here with other values than in the checkpoint."""
-    part, here = parsed.part, parsed.plain()[0]
-    there = dict(found.sections[part.name])
-    if part.name == "model":
-        there = {**there, **plain(kept_arguments(part.target, found.hparams, found.hparams_name))}
+    component, here = parsed.component, parsed.plain()[0]
+    there = dict(found.sections[component.name])
+    if component.name == "model":
+        there = {**there, **plain(kept_arguments(component.target, found.hparams, found.hparams_name))}
     for name, value in there.items():
         if name in here and here[name] != value and HIDDEN not in str(value):
             shown = without_secrets({"here": {name: here[name]}, "there": {name: value}})
-            what = f"{part.name}.{name}={flow(shown['here'][name])}", f"the {flow(shown['there'][name])} of {found.path}"
-            _say(logging.WARNING, "%s: using %s, not %s", part.origin(name), *map(printable, what))
+            what = f"{component.name}.{name}={flow(shown['here'][name])}", f"the {flow(shown['there'][name])} of {found.path}"
+            _say(logging.WARNING, "%s: using %s, not %s", component.origin(name), *map(printable, what))
 
 
-def _tell(part: Part, found: Recorded, values: Mapping[str, Any]) -> None:
+def _tell(component: Component, found: Recorded, values: Mapping[str, Any]) -> None:
     if values:
         shown = ", ".join(f"{name}={flow(value)}" for name, value in without_secrets(plain(values)).items())
-        _say(logging.INFO, "%s: from the checkpoint %s: %s", part.title, found.path, printable(shown))
+        _say(logging.INFO, "%s: from the checkpoint %s: %s", component.title, found.path, printable(shown))
 
 
 def _say(level: int, text: str, *values: object) -> None:
@@ -98,21 +98,21 @@ def _say(level: int, text: str, *values: object) -> None:
         logger.log(level, text, *values)
 
 
-def _defaults(part: Part) -> dict[str, Any]:
+def _defaults(component: Component) -> dict[str, Any]:
     """The constructor's defaults, as in YAML."""
     try:
-        return Parsed(replace(part, init_args={}, overrides=[])).plain()[0]
+        return Parsed(replace(component, init_args={}, overrides=[])).plain()[0]
     except UsageError:  # some have no default
-        defaults = {name: each.default for name, each in inspect.signature(part.target).parameters.items()}
+        defaults = {name: each.default for name, each in inspect.signature(component.target).parameters.items()}
         return {name: plain(default) for name, default in defaults.items() if default is not inspect.Parameter.empty}
 
 
-def _partly(part: Part, name: str, nested: bool) -> bool | None:
+def _partly(component: Component, name: str, nested: bool) -> bool | None:
     """Whether only part of a parameter's value is given (an entry, an appended element); ``None``: nothing is."""
-    keys = [key for key, _ in part.overrides if key.removesuffix("+").split(".")[0] == name]
-    if name in keys or (name in part.init_args and not (nested and isinstance(part.init_args[name], Mapping))):
+    keys = [key for key, _ in component.overrides if key.removesuffix("+").split(".")[0] == name]
+    if name in keys or (name in component.init_args and not (nested and isinstance(component.init_args[name], Mapping))):
         return False
-    return True if keys or name in part.init_args else None
+    return True if keys or name in component.init_args else None
 
 
 _SCALARS = (bool, int, float, str, type(None))

@@ -17,10 +17,10 @@ from torch import nn
 from engine.callback import Callback
 from engine.checkpoint.recorded_arguments import recorded
 from engine.cli.building import Parsed
+from engine.cli.components import Components, components_of
 from engine.cli.describing import class_help, config_text
 from engine.cli.exits import OK, UsageError
 from engine.cli.hyperparameters import compare, completed
-from engine.cli.plan import Plan, plan
 from engine.cli.predictions import check_output, write
 from engine.cli.reporting import reported
 from engine.cli.targets import importable_here
@@ -45,13 +45,13 @@ def run(command: str, arguments: argparse.Namespace) -> int:
 
 def _run(command: str, arguments: argparse.Namespace) -> int:
     importable_here()
-    wanted = plan(arguments.target, arguments.data, arguments.callback, arguments.set, arguments.config)
+    wanted = components_of(arguments.target, arguments.data, arguments.callback, arguments.set, arguments.config)
     if arguments.help:
-        print(class_help(command, wanted.parts))
+        print(class_help(command, wanted.objects))
         return OK
     _log_to_terminal()
     checkpoint = arguments.resume if command == "run" else arguments.checkpoint
-    parsed = [Parsed(part) for part in wanted.parts] if checkpoint is None else _of_checkpoint(wanted, command, checkpoint)
+    parsed = [Parsed(component) for component in wanted.objects] if checkpoint is None else _of_checkpoint(wanted, command, checkpoint)
     if arguments.print_config:
         print(config_text(wanted.resolved, parsed), end="")
         return OK
@@ -75,24 +75,24 @@ def _run(command: str, arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _of_checkpoint(plan: Plan, command: str, wanted: str) -> list[Parsed]:
+def _of_checkpoint(chosen: Components, command: str, wanted: str) -> list[Parsed]:
     """The objects of a run with a checkpoint: the module gets the checkpoint's parameters, unless others are given."""
-    rest = [Parsed(part) for part in plan.parts[1:]]
-    saving = (_callback(each) for each in rest if getattr(each.part.target, "runs_last", False))
+    rest = [Parsed(component) for component in chosen.objects[1:]]
+    saving = (_callback(each) for each in rest if getattr(each.component.target, "runs_last", False))
     kept = next((callback.checkpoints_in for callback in saving if callback.checkpoints_in is not None), None)
-    settings = plan.resolved.settings
+    settings = chosen.resolved.settings
     found = recorded(settings.root_dir, kept, wanted, "resume" if command == "run" else "checkpoint")
     if found is None:
-        return [Parsed(plan.model), *rest]
-    model = Parsed(completed(plan.model, found))
-    for each in [model, *(each for each in rest if each.part.name == "data")]:
+        return [Parsed(chosen.model), *rest]
+    model = Parsed(completed(chosen.model, found))
+    for each in [model, *(each for each in rest if each.component.name == "data")]:
         compare(each, found)
     return [model, *rest]
 
 
-def _built(wanted: Plan, parsed: list[Parsed], *more: Callback) -> tuple[Fit, TrainModule, Any]:
+def _built(wanted: Components, parsed: list[Parsed], *more: Callback) -> tuple[Fit, TrainModule, Any]:
     """The ``Fit``, the module and the data, each built from its parameters."""
-    by_name = {each.part.name: each for each in parsed}
+    by_name = {each.component.name: each for each in parsed}
     callbacks = [_callback(each) for name, each in by_name.items() if name.startswith("callbacks.")]
     fit = Fit.from_resolved(replace(wanted.resolved, **_sections(parsed, wanted.resolved.origins)), [*callbacks, *more])
     if fit.settings.seed is not None:
@@ -109,8 +109,8 @@ def _sections(parsed: list[Parsed], origins: Mapping[str, str]) -> dict[str, Any
     found: dict[str, Any] = {}
     given = dict(origins)
     for each in parsed:
-        section, text = each.part.name.partition(".")[0], {"class_path": each.part.path, "init_args": each.plain()[0]}
-        given[section] = each.part.origin("")
+        section, text = each.component.name.partition(".")[0], {"class_path": each.component.path, "init_args": each.plain()[0]}
+        given[section] = each.component.origin("")
         found[section] = [*found.get(section, []), text] if section == "callbacks" else text
     return {"sections": found, "origins": given}
 
@@ -118,7 +118,7 @@ def _sections(parsed: list[Parsed], origins: Mapping[str, str]) -> dict[str, Any
 def _callback(parsed: Parsed) -> Callback:
     found = parsed.build()[0]
     if not isinstance(found, Callback):
-        raise UsageError(f"{parsed.part.origin('')}: {parsed.part.path!r} gives a {type(found).__name__}, not an engine.Callback")
+        raise UsageError(f"{parsed.component.origin('')}: {parsed.component.path!r} gives a {type(found).__name__}, not an engine.Callback")
     return found
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from engine import TrainModule
 from engine.checkpoint.recorded_arguments import Recorded
-from engine.cli.building import Parsed, Part
+from engine.cli.building import Component, Parsed
 from engine.cli.exits import UsageError
 from engine.cli.hyperparameters import completed
 from engine.cli.targets import importable_here, load
@@ -199,7 +199,7 @@ def test_a_hostile_checkpoint_names_no_code_and_no_file(nets: None, here: Path, 
     (here / "evil.py").write_text("open('pwned', 'w')\nclass Evil: pass\n")
     (here / "hostile.yaml").write_text("scale: 3\n")
     importable_here()
-    part = Part("model", "nets:Net", load("nets:Net", "the target", TrainModule))
+    part = Component("model", "nets:Net", load("nets:Net", "the target", TrainModule))
     with pytest.raises(UsageError, match="is not taken from a checkpoint"):
         Parsed(completed(part, Recorded("there", {}, None, {}, {"model": {name: value}, "data": {}}))).build()
     assert not (here / "pwned").exists()

@@ -11,7 +11,7 @@ import yaml
 
 from engine import TrainModule
 from engine.checkpoint.listing import facts
-from engine.cli.building import Parsed, Part
+from engine.cli.building import Component, Parsed
 from engine.cli.exits import UsageError
 
 SET = ("--set", "max_epochs=3", "num_sanity_val_steps=0", "model.start=0.5", "model.options.lr=0.25", "data.batch_size=4")
@@ -296,7 +296,7 @@ def test_a_parameter_is_known_by_its_type() -> None:
 
     def path(place: Any = Path("x")) -> None: ...  # its text would be read as text
 
-    assert Parsed(Part("data", "path", path)).plain() == ({}, ["place"])
-    assert Parsed(Part("data", "plain", plain, {"width": None})).plain() == ({"width": None, "mode": "a"}, [])
+    assert Parsed(Component("data", "path", path)).plain() == ({}, ["place"])
+    assert Parsed(Component("data", "plain", plain, {"width": None})).plain() == ({"width": None, "mode": "a"}, [])
     with pytest.raises(UsageError, match=r"data\.width does not fit"):
-        Parsed(Part("data", "plain", plain, {}, overrides=[("width", "1.5")]))
+        Parsed(Component("data", "plain", plain, {}, overrides=[("width", "1.5")]))

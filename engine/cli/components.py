@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.callback import Callback
-from engine.cli.building import COMMAND_LINE, Part
+from engine.cli.building import COMMAND_LINE, Component
 from engine.cli.exits import UsageError
 from engine.cli.targets import CALLBACKS, load
 from engine.config import yaml_reader
@@ -25,21 +25,21 @@ _KEYS = ("class_path", "init_args")
 
 
 @dataclass(frozen=True)
-class Plan:
+class Components:
     """Settings, and the objects to build."""
 
     resolved: Resolved
-    model: Part
-    data: Part | None
-    callbacks: list[Part]
+    model: Component
+    data: Component | None
+    callbacks: list[Component]
 
     @property
-    def parts(self) -> list[Part]:
+    def objects(self) -> list[Component]:
         """All objects, the model first."""
         return [self.model, *([self.data] if self.data is not None else []), *self.callbacks]
 
 
-def plan(target: str | None, data: str | None, callbacks: Sequence[str], overrides: Sequence[str], config: str | None) -> Plan:
+def components_of(target: str | None, data: str | None, callbacks: Sequence[str], overrides: Sequence[str], config: str | None) -> Components:
     """Combine the file and the command line.
 
     Args:
@@ -56,13 +56,13 @@ def plan(target: str | None, data: str | None, callbacks: Sequence[str], overrid
     resolved = resolve({}, os.environ, None if config is None else Path(config), overrides, SECTIONS)
     sections = resolved.sections
     origins = _origins_of_file(resolved.file) if sections else {}
-    model = _part("model", target, sections.get("model"), origins, "the target", TrainModule)
+    model = _component("model", target, sections.get("model"), origins, "the target", TrainModule)
     if model is None:
         where = f"{resolved.file} has no section model:" if resolved.file else "there is no ./fit.yaml with a section model:"
         raise UsageError(f"nothing to run: name a TrainModule, as in 'fit run my.module:Net' or 'fit run net.py' ({where})")
     if not (isinstance(model.target, type) and issubclass(model.target, TrainModule)):
         raise UsageError(f"{model.origin('')}: {model.path!r} is {_kind(model.target)}, not a TrainModule: subclass engine.TrainModule")
-    found = Plan(resolved, model, _data(data, sections.get("data"), origins), _callbacks(callbacks, sections.get("callbacks"), origins))
+    found = Components(resolved, model, _data(data, sections.get("data"), origins), _callbacks(callbacks, sections.get("callbacks"), origins))
     for text in overrides:
         _override(found, *text.split("=", 1))
     return found
@@ -84,7 +84,7 @@ def _origins_of_file(file: Path | None) -> dict[str, str]:
     return found
 
 
-def _part(name: str, given: str | None, section: Any, origins: Mapping[str, str], role: str, base: type) -> Part | None:
+def _component(name: str, given: str | None, section: Any, origins: Mapping[str, str], role: str, base: type) -> Component | None:
     """The object that the command line (``given``) or a section of the file describes; ``None``: neither does."""
     origin = origins.get(name, COMMAND_LINE)
     path, init_args = _described(name, section, origin)
@@ -102,7 +102,7 @@ def _part(name: str, given: str | None, section: Any, origins: Mapping[str, str]
         init_args = {}
     prefix = f"{name}." if section is None or not set(_KEYS) & set(section) else f"{name}.init_args."
     own = {key.removeprefix(prefix): where for key, where in origins.items() if key.startswith(prefix)}
-    return Part(name, str(chosen), target, init_args, {**own, "": origin if given is None else COMMAND_LINE})
+    return Component(name, str(chosen), target, init_args, {**own, "": origin if given is None else COMMAND_LINE})
 
 
 def _described(name: str, section: Any, origin: str) -> tuple[str | None, dict[str, Any]]:
@@ -124,37 +124,37 @@ def _described(name: str, section: Any, origin: str) -> tuple[str | None, dict[s
     return path, dict(init_args)
 
 
-def _data(given: str | None, section: Any, origins: Mapping[str, str]) -> Part | None:
-    return _part("data", given, section, origins, "--data", DataModule)
+def _data(given: str | None, section: Any, origins: Mapping[str, str]) -> Component | None:
+    return _component("data", given, section, origins, "--data", DataModule)
 
 
-def _callbacks(given: Sequence[str], section: Any, origins: Mapping[str, str]) -> list[Part]:
+def _callbacks(given: Sequence[str], section: Any, origins: Mapping[str, str]) -> list[Component]:
     listed = [] if section is None else section if isinstance(section, list) else [section]
     alone = section is not None and not isinstance(section, list)
     found = []
     for index, entry in enumerate(listed):
         name = f"callbacks.{index}"
         own = {name + key.removeprefix("callbacks"): where for key, where in origins.items() if key.startswith("callbacks")} if alone else origins
-        part = _part(name, None, entry, own, name, Callback)
-        if part is None:
+        component = _component(name, None, entry, own, name, Callback)
+        if component is None:
             raise UsageError(f"{origins.get(name, name)}: {name} is empty: name a class")
-        found.append(part)
+        found.append(component)
     for text in given:
-        part = _part(f"callbacks.{len(found)}", text, None, {}, "--callback", Callback)
-        assert part is not None
-        found.append(part)
+        component = _component(f"callbacks.{len(found)}", text, None, {}, "--callback", Callback)
+        assert component is not None
+        found.append(component)
     return found
 
 
 def _check_section(text: str) -> None:
-    """Refuse a dotted name whose first part is neither a setting nor a section; settings are checked where they are read."""
+    """Refuse a dotted name whose first name is neither a setting nor a section; settings are checked where they are read."""
     name = text.partition("=")[0]
     first, dot, _ = name.partition(".")
     if dot and first not in SECTIONS and first not in KINDS:
         raise UsageError(f"{COMMAND_LINE} {text}: there is no {first!r} to set{nearest(first, (*SECTIONS, *KINDS))}")
 
 
-def _override(plan: Plan, name: str, text: str) -> None:
+def _override(found: Components, name: str, text: str) -> None:
     """Assign a dotted name of the command line to its object."""
     section, _, key = name.partition(".")
     if section not in SECTIONS:
@@ -162,27 +162,27 @@ def _override(plan: Plan, name: str, text: str) -> None:
     origin = f"{COMMAND_LINE} {name}"
     if section == "callbacks":
         which, _, key = key.partition(".")
-        part: Part | None = _callback(plan.callbacks, which, origin)
+        component: Component | None = _callback(found.callbacks, which, origin)
     else:
-        part = plan.model if section == "model" else plan.data
-    if part is None:
+        component = found.model if section == "model" else found.data
+    if component is None:
         raise UsageError(f"{origin}: there is no data: name it with --data, or in the section data: of the file")
     key = key.removeprefix("init_args.")
     if not key:
-        raise UsageError(f"{origin}: names no parameter: write {part.name}.PARAMETER=VALUE")
-    part.overrides.append((key, text))
+        raise UsageError(f"{origin}: names no parameter: write {component.name}.PARAMETER=VALUE")
+    component.overrides.append((key, text))
 
 
-def _callback(callbacks: list[Part], which: str, origin: str) -> Part:
+def _callback(callbacks: list[Component], which: str, origin: str) -> Component:
     if which.isdecimal() and int(which) < len(callbacks):
         return callbacks[int(which)]
-    same = [part for part in callbacks if part.title == which]
+    same = [component for component in callbacks if component.title == which]
     if len(same) == 1:
         return same[0]
     if same:
-        raise UsageError(f"{origin}: there are {len(same)} {which}: name one by its number, {' or '.join(part.name for part in same)}")
-    there = [f"{part.name} ({part.title})" for part in callbacks]
-    hint = nearest(which, [part.title for part in callbacks])
+        raise UsageError(f"{origin}: there are {len(same)} {which}: name one by its number, {' or '.join(component.name for component in same)}")
+    there = [f"{component.name} ({component.title})" for component in callbacks]
+    hint = nearest(which, [component.title for component in callbacks])
     raise UsageError(f"{origin}: there is no callback {which!r}{hint}; there are: {', '.join(there) or 'none'}")
 
 
