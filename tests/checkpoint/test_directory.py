@@ -111,9 +111,9 @@ def test_an_older_one_at_the_same_place_is_replaced(tmp_path: Path) -> None:
 def test_a_directory_of_others_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "mine.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="no checkpoint"):
+    with pytest.raises(FileExistsError, match="not a checkpoint"):
         save(tmp_path / "data")
-    with pytest.raises(ValueError, match="no checkpoint"):
+    with pytest.raises(ValueError, match="not a checkpoint"):
         remove(tmp_path / "data")
     sweep(tmp_path)
     assert (tmp_path / "data" / "mine.txt").exists()

@@ -107,7 +107,7 @@ def test_names_are_chosen_and_stripped(trained: tuple[Tied, Path], tmp_path: Pat
     assert "model.embed.weight" in done.left_out
     for arguments, message in (
         ({"include": ["nothing*"]}, "the pattern 'nothing\\*' matches none of the model's names, such as model"),
-        ({"exclude": ["*"]}, "no tensor of the model's .* is chosen"),
+        ({"exclude": ["*"]}, "no tensor of the model's .* is selected"),
         ({"prefix_strip": "module."}, "no name starts with 'module.'"),
         ({"dtype": "int8"}, "dtype='int8' is unknown; possible: bf16, fp16, fp32"),
         ({"max_shard_size": "big"}, "max_shard_size='big' is not a size"),

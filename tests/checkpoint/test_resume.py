@@ -184,7 +184,7 @@ def test_the_one_before_is_taken_with_a_report_and_the_other_one_stays(tmp_path:
     assert result.step == 8
     assert reason in caplog.text
     assert spoilt.name in caplog.text
-    assert f"{name(4)} is taken" in caplog.text
+    assert f"using {name(4)}" in caplog.text
     assert (sorted(os.listdir(spoilt)), tree(spoilt / "model")) == before
     assert list(place(root).manifests())[-1] == Path(str(result.last_checkpoint)).name
     assert result.last_checkpoint != spoilt

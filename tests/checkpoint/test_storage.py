@@ -103,7 +103,7 @@ def test_a_place_of_others_is_left_alone(root: str) -> None:
     files, inside = fsspec.core.url_to_fs(root)
     files.makedirs(f"{inside}/data")
     files.pipe_file(f"{inside}/data/mine.txt", b"mine")
-    with pytest.raises(FileExistsError, match="no checkpoint"):
+    with pytest.raises(FileExistsError, match="not a checkpoint"):
         save(place(root).path("data"))
     place(root).sweep()
     assert files.cat_file(f"{inside}/data/mine.txt") == b"mine"

@@ -74,7 +74,7 @@ def test_wrong_names_and_shapes(tmp_path: Path) -> None:
     files = TensorFiles(tmp_path)
     with pytest.raises(ValueError, match="no tensor 'v'"):
         files.read_into({"v": torch.ones(2)})
-    with pytest.raises(ValueError, match=r"'w' has shape \[2\], and \[3\] is asked for"):
+    with pytest.raises(ValueError, match=r"'w' has shape \[2\], and \[3\] was requested"):
         files.read_into({"w": torch.ones(3)})
     other = torch.zeros(2, dtype=torch.bfloat16)
     files.read_into({"w": other})  # another format is converted

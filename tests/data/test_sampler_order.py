@@ -128,9 +128,9 @@ class Halves(DistributedSampler[int]):
 
 
 def test_a_part_for_other_processes_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"Halves gives part 1 of 3, and this is rank 0 of 1 that see different data"):
+    with pytest.raises(ValueError, match=r"Halves yields shard 1 of 3, but this is rank 0 of 1 that see different data"):
         loaded(Halves(Numbers(), 3, 1))
-    with pytest.raises(ValueError, match=r"DistributedSampler gives part 0 of 2"):
+    with pytest.raises(ValueError, match=r"DistributedSampler yields shard 0 of 2"):
         loaded(DistributedSampler(Numbers(), 2, 0))
     assert flat(loaded(Halves(Numbers(6), 1, 0), count=6)) == [0, 1, 2, 3, 4, 5]
 
@@ -423,7 +423,7 @@ def test_a_distributed_sampler_of_the_users_is_read_on_each_rank(two: Any) -> No
 
 def test_a_misfit_is_reported_by_all_ranks(two: Any) -> None:
     assert len(set(two["misfit"])) == 1
-    assert two["misfit"][0].startswith("rank 1: Halves gives part 0 of 2, and this is rank 1 of 2")
+    assert two["misfit"][0].startswith("rank 1: Halves yields shard 0 of 2, but this is rank 1 of 2")
 
 
 def test_parts_that_nothing_speaks_of_are_an_error(two: Any) -> None:

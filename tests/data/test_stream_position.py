@@ -526,7 +526,7 @@ def test_a_state_that_was_loaded_too_early() -> None:
     next(batches)
     other = torchdatas(Indexed(), batch_size=3)
     other.load_state_dict(loader.state_dict())
-    with pytest.raises(ValueError, match=r"was called before the loader was prepared.*what prepare"):
+    with pytest.raises(ValueError, match=r"was called before the loader was prepared.*the prepared loader"):
         prepared(other)
 
 

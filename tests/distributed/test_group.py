@@ -105,7 +105,7 @@ def test_a_port_in_use_is_named():
 def test_ranks_that_do_not_come_are_counted_and_the_check_is_asked():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = Environment("torchrun", 0, 3, 0, 3, 1, "127.0.0.1", store.port, agent_store=True)
-    with pytest.raises(RuntimeError, match="only 1 of 3 ranks came"):
+    with pytest.raises(RuntimeError, match="only 1 of 3 ranks connected"):
         join(environment, torch.device("cpu"), timeout=timedelta(seconds=0.3), store=store)
 
     def check() -> None:

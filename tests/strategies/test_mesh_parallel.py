@@ -392,7 +392,7 @@ def test_a_hugging_face_models_own_plan(found: Any) -> None:
         ("too few parts", "Net has 3 modules for 4 stages; return more, or lower pp"),
         ("split", "no module 'haed'; did you mean 'head'?; the modules are up, down, head"),
         ("split count", "must name the first modules of the 1 stages after the first one"),
-        ("around", "ended before it called the model itself"),
+        ("around", "ended before it called the model: "),
         ("random", "random numbers were drawn before the model was called"),
         ("keyword", "the model takes positional tensors only, but was called with (x=)"),
         ("extra", "'extra.weight' is in no stage"),
