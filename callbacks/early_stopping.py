@@ -67,7 +67,9 @@ class EarlyStopping(Callback):
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         self._training = not run.settings.fast_dev_run
         if self._training and run.step and self.wait_count >= self.patience:  # it had stopped the run that is resumed
-            run.stop(f"EarlyStopping: {self.monitor} had not improved in the last {self.wait_count} checks (best: {self.best_score})")
+            run.stop(
+                f"EarlyStopping: {self.monitor} had not improved in the last {self.wait_count} checks (best: {self.best_score})"
+            )
 
     def on_train_end(self, run: Run, module: nn.Module) -> None:
         self._training = False

@@ -36,7 +36,9 @@ class LearningRateMonitor(Callback):
             ValueError: an unknown ``logging_interval``.
         """
         if logging_interval not in (None, "step", "epoch"):
-            raise ValueError(f"LearningRateMonitor(logging_interval={logging_interval!r}): it must be 'step', 'epoch' or None")
+            raise ValueError(
+                f"LearningRateMonitor(logging_interval={logging_interval!r}): it must be 'step', 'epoch' or None"
+            )
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
@@ -124,5 +126,7 @@ def _group_suffixes(optimizer: torch.optim.Optimizer, name: str) -> list[str]:
         return [f"/{own}" if own else ""]
     names = [str(group.get("name", f"pg{number}")) for number, group in enumerate(groups, start=1)]
     if len(set(names)) < len(names):
-        raise ValueError(f"LearningRateMonitor: the parameter groups of {name} must have different names; they are {names}")
+        raise ValueError(
+            f"LearningRateMonitor: the parameter groups of {name} must have different names; they are {names}"
+        )
     return [f"/{own}" for own in names]

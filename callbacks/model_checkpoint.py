@@ -87,7 +87,9 @@ class ModelCheckpoint(Callback):
         self._step = 0
         self._first_step = 0
         self._training = False
-        self._before: tuple[int, dict[int, float | None], dict[int, str]] | None = None  # the latest step, and what was kept without it
+        self._before: tuple[int, dict[int, float | None], dict[int, str]] | None = (
+            None  # the latest step, and what was kept without it
+        )
 
     @property
     def checkpoints_in(self) -> str | Path | None:
@@ -106,7 +108,9 @@ class ModelCheckpoint(Callback):
             self.every, self.keep_every = Every(self._given_every), Every(self._given_keep)
         for interval in (self.every, self.keep_every):
             interval.start(run.step, run.epochs)
-        there = run.checkpoint_names() if run.continues_in_place else set()  # in another folder these are other checkpoints' names
+        there = (
+            run.checkpoint_names() if run.continues_in_place else set()
+        )  # in another folder these are other checkpoints' names
         self._keep_only({step for step, name in self.names.items() if name in there})
         self._publish(run)
 
@@ -166,7 +170,11 @@ class ModelCheckpoint(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         scores, names, permanent = dict(state["scores"]), dict(state["names"]), set(state["permanent"])
         numbers = all(value is None or type(value) in (int, float) for value in scores.values())
-        if not numbers or not all(type(step) is int for step in (*scores, *names)) or not all(type(name) is str for name in names.values()):
+        if (
+            not numbers
+            or not all(type(step) is int for step in (*scores, *names))
+            or not all(type(name) is str for name in names.values())
+        ):
             raise ValueError("its state has no usable steps, scores and names of checkpoints")
         self.scores, self.names, self.permanent = scores, names, permanent
         self.every.load_state_dict(state["every"])
@@ -206,7 +214,9 @@ class ModelCheckpoint(Callback):
         try:
             held = _held(run)
             gone = [name for name in gone if name not in held]
-            path = run.save_checkpoint(self.names[step], score=score, asynchronous=self.asynchronous, tolerant=True, remove=gone)
+            path = run.save_checkpoint(
+                self.names[step], score=score, asynchronous=self.asynchronous, tolerant=True, remove=gone
+            )
             self.names[step] = str(path).rpartition("/")[2]  # another one if a checkpoint of that name must stay
         except BaseException:
             self.scores, self.names = earlier
@@ -273,7 +283,9 @@ class ModelCheckpoint(Callback):
         return sorted(scores, key=key)
 
     def _kept(self, scores: dict[int, float | None]) -> set[int]:
-        kept = set(self._ranked(scores)[: None if self.save_top_k == -1 else self.save_top_k]) | (self.permanent & scores.keys())
+        kept = set(self._ranked(scores)[: None if self.save_top_k == -1 else self.save_top_k]) | (
+            self.permanent & scores.keys()
+        )
         return kept | {max(scores)} if self.save_last else kept
 
     def _publish(self, run: Run) -> None:
@@ -283,25 +295,35 @@ class ModelCheckpoint(Callback):
         if held:
             run.last_checkpoint = run.checkpoint_path(held[max(held)])
         if self.monitor is not None:
-            best = next(iter(self._ranked({step: score for step, score in self.scores.items() if step != on_its_way})), None)
+            best = next(
+                iter(self._ranked({step: score for step, score in self.scores.items() if step != on_its_way})), None
+            )
             score = None if best is None else self.scores[best]
-            run.best_checkpoint = None if best is None or score is None or math.isnan(score) else run.checkpoint_path(self.names[best])
+            run.best_checkpoint = (
+                None if best is None or score is None or math.isnan(score) else run.checkpoint_path(self.names[best])
+            )
 
 
 def _check(mode: str, save_top_k: Any, keeps_others: bool, max_failures: Any, filename: str) -> None:
     if mode not in ("min", "max"):
         raise ValueError(f"ModelCheckpoint(mode={mode!r}): mode must be 'min' or 'max'")
     if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
-        raise ValueError(f"ModelCheckpoint(save_top_k={save_top_k!r}): it must be a number of checkpoints, or -1 for all")
+        raise ValueError(
+            f"ModelCheckpoint(save_top_k={save_top_k!r}): it must be a number of checkpoints, or -1 for all"
+        )
     if save_top_k == 0 and not keeps_others:
-        raise ValueError("ModelCheckpoint(save_top_k=0, save_last=False) would keep no checkpoint; raise one of the two")
+        raise ValueError(
+            "ModelCheckpoint(save_top_k=0, save_last=False) would keep no checkpoint; raise one of the two"
+        )
     if isinstance(max_failures, bool) or not isinstance(max_failures, int) or max_failures < 1:
         raise ValueError(f"ModelCheckpoint(max_failures={max_failures!r}): it must be a number of failures, at least 1")
     try:
         names = re.findall(r"{([^{}:!]*)", filename)
         example = filename.format_map(dict.fromkeys(names, 0))
     except (ValueError, LookupError, AttributeError) as error:
-        raise ValueError(f"ModelCheckpoint(filename={filename!r}) is not a format ({error}): 'epoch={{epoch}}-{{loss:.2f}}'") from error
+        raise ValueError(
+            f"ModelCheckpoint(filename={filename!r}) is not a format ({error}): 'epoch={{epoch}}-{{loss:.2f}}'"
+        ) from error
     _check_name(filename, example)
 
 
@@ -315,11 +337,18 @@ def _check_name(filename: str, name: str) -> None:
 
 def _all_held(run: Run) -> dict[int, str]:
     """The checkpoints that some ModelCheckpoint of this run keeps: several of them share one folder."""
-    return {step: name for callback in run.callbacks if isinstance(callback, ModelCheckpoint) for step, name in callback.names.items()}
+    return {
+        step: name
+        for callback in run.callbacks
+        if isinstance(callback, ModelCheckpoint)
+        for step, name in callback.names.items()
+    }
 
 
 def _held(run: Run) -> set[str]:
-    return {name for callback in run.callbacks if isinstance(callback, ModelCheckpoint) for name in callback.names.values()}
+    return {
+        name for callback in run.callbacks if isinstance(callback, ModelCheckpoint) for name in callback.names.values()
+    }
 
 
 def _validates(run: Run) -> bool:

@@ -34,7 +34,9 @@ class RichProgressBar(Callback):
             ValueError: ``refresh_rate`` is out of range.
         """
         if not 0 < refresh_rate <= 10:
-            raise ValueError(f"RichProgressBar(refresh_rate={refresh_rate!r}): it must be more than 0 and at most 10 Hz")
+            raise ValueError(
+                f"RichProgressBar(refresh_rate={refresh_rate!r}): it must be more than 0 and at most 10 Hz"
+            )
         self.refresh_rate = refresh_rate
         self._console = console
         self._progress: Progress | None = None
@@ -108,10 +110,14 @@ class RichProgressBar(Callback):
         if self._shown and time.monotonic() >= self._next:
             self._draw(self._eval_task, self._eval_done, "")
 
-    def on_test_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_end(
+        self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         self.on_validation_batch_end(run, module, outputs, batch, batch_idx, dataloader_idx)
 
-    def on_predict_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_predict_batch_end(
+        self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         self.on_validation_batch_end(run, module, outputs, batch, batch_idx, dataloader_idx)
 
     def on_validation_end(self, run: Run, module: nn.Module) -> None:

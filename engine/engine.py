@@ -322,13 +322,17 @@ class Engine:
         chosen = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         self._stepper.prepare(self._stepper.known if optimizer is None else [raw(o) for o in chosen])
 
-    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> Tensor | None:
         """Scale the gradients to a global norm (``norm_type``: 2, 1, inf) of at most ``max_norm``.
 
         Returns the norm before, shape ``()``; ``None`` inside a window and under DeepSpeed, which clips within the step
         (:attr:`grad_norm` has the norm afterwards).
         """
-        return self._stepper.clip_norm(gradients.listed(parameters), max_norm, norm_type) if self.sync_gradients else None
+        return (
+            self._stepper.clip_norm(gradients.listed(parameters), max_norm, norm_type) if self.sync_gradients else None
+        )
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp each gradient element to [-clip_value, clip_value]."""
@@ -336,7 +340,12 @@ class Engine:
             self._stepper.clip_values(gradients.listed(parameters), clip_value)
 
     def finish_gradients(
-        self, optimizers: Optimizers, *, max_norm: float | None = None, max_value: float | None = None, inside: bool = False
+        self,
+        optimizers: Optimizers,
+        *,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        inside: bool = False,
     ) -> None:
         """The part of :meth:`step` before the optimizers' own steps, once for all of them; later each may step alone, or none.
 
@@ -354,7 +363,12 @@ class Engine:
         self.strategy.average_gradients(parameters_of([raw(optimizer)]))
 
     def step(
-        self, optimizers: Optimizers, *, max_norm: float | None = None, max_value: float | None = None, then: Then | None = None
+        self,
+        optimizers: Optimizers,
+        *,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        then: Then | None = None,
     ) -> None:
         """Finish the window: divide, clip, check and apply the gradients of all ``optimizers`` as one, in as few passes as possible.
 
@@ -397,7 +411,9 @@ class Engine:
         """
         self.snapshot.register(objects)
 
-    def save_state(self, output_dir: str | Path, *, wait: bool = True, facts: dict[str, Any] | None = None) -> Path | str:
+    def save_state(
+        self, output_dir: str | Path, *, wait: bool = True, facts: dict[str, Any] | None = None
+    ) -> Path | str:
         """Save models, optimizers, schedulers, loaders' positions, the loss scale, random numbers and registered objects; all ranks call this.
 
         Call it between two steps, not inside a window. An older checkpoint in that directory is replaced once the new one is complete.

@@ -131,7 +131,9 @@ class Fit:
         root_dir: str | Path = UNSET,
         **unknown: Never,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__", "unknown")} | unknown
+        given = {
+            name: value for name, value in locals().items() if name not in ("self", "__class__", "unknown")
+        } | unknown
         failures.attach(detect(os.environ))
         self._set(resolve(given, os.environ))
 
@@ -218,7 +220,12 @@ class Fit:
         return run.result()
 
     def validate(
-        self, module: TrainModule, loaders: Any = None, *, datamodule: DataModule | None = None, checkpoint: str | Path | None = None
+        self,
+        module: TrainModule,
+        loaders: Any = None,
+        *,
+        datamodule: DataModule | None = None,
+        checkpoint: str | Path | None = None,
     ) -> list[dict[str, float]]:
         """Run ``validation_step`` on every batch; return one dict of metrics per loader.
 
@@ -227,7 +234,12 @@ class Fit:
         return self._evaluate(module, loaders, datamodule, checkpoint, "validate", "validation")
 
     def test(
-        self, module: TrainModule, loaders: Any = None, *, datamodule: DataModule | None = None, checkpoint: str | Path | None = None
+        self,
+        module: TrainModule,
+        loaders: Any = None,
+        *,
+        datamodule: DataModule | None = None,
+        checkpoint: str | Path | None = None,
     ) -> list[dict[str, float]]:
         """Run ``test_step`` on every batch; return one dict of metrics per loader.
 
@@ -236,7 +248,12 @@ class Fit:
         return self._evaluate(module, loaders, datamodule, checkpoint, "test", "test")
 
     def predict(
-        self, module: TrainModule, loaders: Any = None, *, datamodule: DataModule | None = None, checkpoint: str | Path | None = None
+        self,
+        module: TrainModule,
+        loaders: Any = None,
+        *,
+        datamodule: DataModule | None = None,
+        checkpoint: str | Path | None = None,
     ) -> list[Any]:
         """The outputs of ``predict_step``, one entry a batch, in the data's order, from all ranks on every rank, on the CPU.
 
@@ -264,7 +281,9 @@ class Fit:
             RuntimeError: the module is in a run.
         """
         if module.attached:
-            raise RuntimeError("Fit.state_dict() and gathered() are for a module after its run; in a callback, use run.engine.get_state_dict(module)")
+            raise RuntimeError(
+                "Fit.state_dict() and gathered() are for a module after its run; in a callback, use run.engine.get_state_dict(module)"
+            )
         with self._start(module, "gather") as run:
             try:
                 return whole_state(run, everywhere)
@@ -292,7 +311,13 @@ class Fit:
             yield module
 
     def _evaluate(
-        self, module: TrainModule, loaders: Any, datamodule: DataModule | None, checkpoint: str | Path | None, stage: str, name: str
+        self,
+        module: TrainModule,
+        loaders: Any,
+        datamodule: DataModule | None,
+        checkpoint: str | Path | None,
+        stage: str,
+        name: str,
     ) -> list[dict[str, float]]:
         datamodule, loaders = _datamodule(datamodule, loaders)
         with self._start(module, stage) as run, housed(run, checkpoint, self._trained), session(run, datamodule):
@@ -331,21 +356,42 @@ class Fit:
         _check_callbacks("callbacks", settings.callbacks)
         with crew(settings) as group:
             engine = Engine(
-                strategy=settings.strategy, precision=settings.precision, on_nonfinite=settings.on_nonfinite, seed=settings.seed, group=group,
-                activation_checkpointing=settings.activation_checkpointing, compile=settings.compile, sync_batchnorm=settings.sync_batchnorm,
+                strategy=settings.strategy,
+                precision=settings.precision,
+                on_nonfinite=settings.on_nonfinite,
+                seed=settings.seed,
+                group=group,
+                activation_checkpointing=settings.activation_checkpointing,
+                compile=settings.compile,
+                sync_batchnorm=settings.sync_batchnorm,
             )
             origins, settings = _configured(engine.strategy, settings, self.origins)
             refuse_replaced(module, *settings.callbacks)
-            callbacks = tuple(c for c in _with_own(module, settings.callbacks) if not (settings.fast_dev_run and c.runs_last))
+            callbacks = tuple(
+                c for c in _with_own(module, settings.callbacks) if not (settings.fast_dev_run and c.runs_last)
+            )
             check_keys(callbacks, Callback)
-            config = compatibility.shown(settings, origins, engine.strategy, engine.precision) | described(self.sections, origins)
-            yield Run(settings, engine, module, callbacks, Hooks(callbacks, module, Callback, TrainModule), stage, config, snapshot.content)
+            config = compatibility.shown(settings, origins, engine.strategy, engine.precision) | described(
+                self.sections, origins
+            )
+            yield Run(
+                settings,
+                engine,
+                module,
+                callbacks,
+                Hooks(callbacks, module, Callback, TrainModule),
+                stage,
+                config,
+                snapshot.content,
+            )
 
 
 def _check_callbacks(where: str, callbacks: Sequence[Any]) -> None:
     for callback in callbacks:
         if not isinstance(callback, Callback):
-            raise TypeError(f"{where} has {callback!r:.80} of type {type(callback).__name__}: give engine.Callback objects")
+            raise TypeError(
+                f"{where} has {callback!r:.80} of type {type(callback).__name__}: give engine.Callback objects"
+            )
 
 
 def _with_own(module: TrainModule, callbacks: Sequence[Callback]) -> list[Callback]:

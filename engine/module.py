@@ -16,7 +16,13 @@ from engine.checkpoint.field_checks import SHARED_FORM, checked
 from engine.checkpoint.files import printable
 from engine.checkpoint.reader import Source, own_state
 from engine.checkpoint.user_paths import opened
-from engine.config.hyperparameters import HParams, argument_name, constructor_arguments, init_arguments, replaced_by_defaults
+from engine.config.hyperparameters import (
+    HParams,
+    argument_name,
+    constructor_arguments,
+    init_arguments,
+    replaced_by_defaults,
+)
 from engine.config.other_trainers import knows_other_trainers, missing, refused
 from engine.interop.lightning_names import MODULE
 from engine.step.gradients import Loss
@@ -200,7 +206,9 @@ class TrainModule(nn.Module):
             absent = [name for name in names if name not in found]
             if absent:
                 has = ", ".join(found)
-                raise ValueError(f"save_hyperparameters({absent[0]!r}): {type(self).__name__}.__init__ has no such argument; it has {has}")
+                raise ValueError(
+                    f"save_hyperparameters({absent[0]!r}): {type(self).__name__}.__init__ has no such argument; it has {has}"
+                )
             if names:
                 found = {name: found[name] for name in names}
         self._hparams.update({name: value for name, value in found.items() if name not in ignored})
@@ -211,7 +219,9 @@ class TrainModule(nn.Module):
         return self._hparams
 
     @classmethod
-    def load_from_checkpoint(cls, path: str | Path, *, strict: bool = True, map_location: Any = None, **overrides: Any) -> Self:
+    def load_from_checkpoint(
+        cls, path: str | Path, *, strict: bool = True, map_location: Any = None, **overrides: Any
+    ) -> Self:
         """A new module of this class with a checkpoint's weights, whatever strategy and number of ranks wrote them::
 
             hyperparameters -> __init__ -> configure_model -> on_load_checkpoint -> weights, in place -> map_location
@@ -237,7 +247,9 @@ class TrainModule(nn.Module):
             texts = found.manifest.get("hparams")
             if lost := replaced_by_defaults(cls, texts if isinstance(texts, dict) else {}, {*saved, *overrides}):
                 made = printable(", ".join(f"{name}={text}" for name, text in lost.items()))
-                logger.warning("%s: the module was made with %s, which a checkpoint cannot hold: give them here", path, made)
+                logger.warning(
+                    "%s: the module was made with %s, which a checkpoint cannot hold: give them here", path, made
+                )
             module = cls(*positional, **named)
             module.configure_model()
             module.built = True
@@ -263,7 +275,9 @@ class TrainModule(nn.Module):
         """Backward pass from ``loss`` (scaled under fp16); gradients are averaged over the ranks when an optimizer steps."""
         self._attached("manual_backward()").manual_backward(loss, *args, **kwargs)
 
-    def clip_gradients(self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None) -> None:
+    def clip_gradients(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
         """Clip one optimizer's gradients before its ``step`` to ``gradient_clip_val``: their 2-norm or each element.
 
         ``gradient_clip_algorithm`` is ``"norm"`` or ``"value"``. For manual optimization and :meth:`configure_gradient_clipping`;
@@ -311,7 +325,9 @@ class TrainModule(nn.Module):
             ValueError: ``sync_grads=True``; torch.distributed has functions with gradients.
         """
         if sync_grads:
-            raise ValueError("all_gather(sync_grads=True) is not possible: use torch.distributed.nn.functional.all_gather")
+            raise ValueError(
+                "all_gather(sync_grads=True) is not possible: use torch.distributed.nn.functional.all_gather"
+            )
         return self._attached("all_gather()").all_gather(data)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -412,7 +428,9 @@ class TrainModule(nn.Module):
         """The backward pass of one micro-batch; ``loss`` is weighted (and scaled under fp16) already: ``loss.backward()`` is exact."""
         loss.backward(*args, **kwargs)
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
         """One optimizer's step at a window's end.
 
         Args:

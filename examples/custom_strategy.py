@@ -58,7 +58,9 @@ class LocalSGD(Strategy):
         """The mean over all ranks, in place."""
         flat = torch.cat([t.flatten() for t in tensors])
         dist.all_reduce(flat)
-        for tensor, mean in zip(tensors, (flat / self.group.world_size).split([t.numel() for t in tensors]), strict=True):
+        for tensor, mean in zip(
+            tensors, (flat / self.group.world_size).split([t.numel() for t in tensors]), strict=True
+        ):
             tensor.copy_(mean.view_as(tensor))
 
     def sum(self, value: Tensor | float) -> Tensor | float:
@@ -85,7 +87,12 @@ def main() -> None:
     parser.add_argument("--max-epochs", type=int, default=10)
     args = parser.parse_args()
     fit = Fit(
-        strategy=LocalSGD(every=args.every), accelerator="cpu", devices=args.devices, max_epochs=args.max_epochs, seed=1, root_dir="runs/local_sgd"
+        strategy=LocalSGD(every=args.every),
+        accelerator="cpu",
+        devices=args.devices,
+        max_epochs=args.max_epochs,
+        seed=1,
+        root_dir="runs/local_sgd",
     )
     module, data = Digits(4e-3, args.max_epochs), DigitsData(32)
     fit.run(module, datamodule=data)

@@ -34,7 +34,9 @@ class DigitsData(DataModule):
         pixels, labels = load_digits(return_X_y=True)
         images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16.0
         data = TensorDataset(images, torch.tensor(labels, dtype=torch.long))
-        self.train, self.val, self.test = random_split(data, [1257, 270, 270], generator=torch.Generator().manual_seed(0))
+        self.train, self.val, self.test = random_split(
+            data, [1257, 270, 270], generator=torch.Generator().manual_seed(0)
+        )
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self.train, batch_size=self.batch_size, shuffle=True)
@@ -92,7 +94,9 @@ class Digits(TrainModule):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Handwritten digits: data parallel training with validation, checkpoints and resuming.")
+    parser = argparse.ArgumentParser(
+        description="Handwritten digits: data parallel training with validation, checkpoints and resuming."
+    )
     parser.add_argument("--devices", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--accelerator", default="cpu", help="cpu, cuda or auto (default: cpu)")
     parser.add_argument("--precision", default="32-true")
@@ -101,7 +105,9 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--root-dir", default="runs/digits", help="checkpoints and metrics.csv go here")
-    parser.add_argument("--resume", nargs="?", const="last", help="a checkpoint folder; without a value the last one under --root-dir")
+    parser.add_argument(
+        "--resume", nargs="?", const="last", help="a checkpoint folder; without a value the last one under --root-dir"
+    )
     args = parser.parse_args()
 
     fit = Fit(

@@ -75,7 +75,9 @@ class Sources(DataModule):
 
     def setup(self, stage: str) -> None:
         files = sorted(Path(os.__file__).parent.glob("*.py"))
-        text = torch.frombuffer(bytearray(bytes([SEPARATOR]).join(file.read_bytes() for file in files)), dtype=torch.uint8)
+        text = torch.frombuffer(
+            bytearray(bytes([SEPARATOR]).join(file.read_bytes() for file in files)), dtype=torch.uint8
+        )
         cut = len(text) * 19 // 20
         self.train, self.val = Chunks(text[:cut], self.context), Chunks(text[cut:], self.context)
 
@@ -191,7 +193,9 @@ class GPT(TrainModule):
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         counted = inputs != SEPARATOR
         targets = targets.masked_fill(~counted, -100)
-        total = F.cross_entropy(self(inputs).flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum")
+        total = F.cross_entropy(
+            self(inputs).flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum"
+        )
         return total, counted.sum()
 
 
@@ -255,7 +259,9 @@ def main() -> None:
         val_every=None,
         limit_val_batches=20,
         compile={"whole": True, "blocks": "blocks", None: False}[args.compile],
-        activation_checkpointing=int(recomputed) if (recomputed := args.activation_checkpointing) and recomputed.isdigit() else recomputed,
+        activation_checkpointing=int(recomputed)
+        if (recomputed := args.activation_checkpointing) and recomputed.isdigit()
+        else recomputed,
         seed=args.seed,
         root_dir="runs/gpt",
         callbacks=[RichProgressBar(), LearningRateMonitor(), throughput],
@@ -265,7 +271,9 @@ def main() -> None:
     metrics = fit.validate(module, datamodule=data)[0]
     if fit.is_main_process:  # every process comes here
         parameters = sum(parameter.numel() for parameter in module.parameters())
-        print(f"{parameters / 1e6:.2f} M parameters, {result.step} steps, {metrics['val/bits_per_byte']:.3f} bits per byte in validation")
+        print(
+            f"{parameters / 1e6:.2f} M parameters, {result.step} steps, {metrics['val/bits_per_byte']:.3f} bits per byte in validation"
+        )
         print(f"{throughput.tokens_per_s:,.0f} tokens/s")
 
 

@@ -43,7 +43,11 @@ def core_strategies() -> set[Path]:
         found.add(path)
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("engine.strategies"):
-                names = [str(node.module)] if node.module != "engine.strategies" else [f"{node.module}.{each.name}" for each in node.names]
+                names = (
+                    [str(node.module)]
+                    if node.module != "engine.strategies"
+                    else [f"{node.module}.{each.name}" for each in node.names]
+                )
                 open_ += [folder.parent.parent / f"{name.replace('.', '/')}.py" for name in names]
     return found
 
@@ -52,7 +56,11 @@ def counted() -> tuple[int, int]:
     """Of the core, and of the whole package."""
     lines = {path: code_lines(path.read_text()) for path in PACKAGE.rglob("*.py")}
     strategies = core_strategies()
-    core = [path for path in lines if path.parent == PACKAGE or path.relative_to(PACKAGE).parts[0] in CORE or path in strategies]
+    core = [
+        path
+        for path in lines
+        if path.parent == PACKAGE or path.relative_to(PACKAGE).parts[0] in CORE or path in strategies
+    ]
     return sum(lines[path] for path in core), sum(lines.values())
 
 

@@ -99,7 +99,9 @@ if __name__ == "__main__":
     sys.path[0] = os.getcwd()
     order = json.loads(Path(sys.argv[1]).read_text())
     if (server := start()) is not None:
-        module = sys.modules["document"] = types.ModuleType("document")  # where pickle and dataclasses look for what the blocks define
+        module = sys.modules["document"] = types.ModuleType(
+            "document"
+        )  # where pickle and dataclasses look for what the blocks define
         for block in order["blocks"]:
             print(f"--- {order['document']}:{block['line']} ({block['language']})", file=sys.stderr, flush=True)
             run(order["document"], block, module.__dict__, server)

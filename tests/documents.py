@@ -33,7 +33,10 @@ def documents() -> list[Path]:
     found = []
     for path in sorted(ROOT.rglob("*.md")):
         folders = path.relative_to(ROOT).parts[:-1]
-        if not any(name in skipped or name.endswith(".egg-info") or (name.startswith(".") and name != ".github") for name in folders):
+        if not any(
+            name in skipped or name.endswith(".egg-info") or (name.startswith(".") and name != ".github")
+            for name in folders
+        ):
             found.append(path)
     return found
 
@@ -48,7 +51,10 @@ def blocks_of(text: str) -> list[Block]:
     number = 0
     while number < len(lines):
         if fence := _FENCE.match(lines[number]):
-            end = next((i for i in range(number + 1, len(lines)) if lines[i].rstrip() == fence["indent"] + fence["marks"]), None)
+            end = next(
+                (i for i in range(number + 1, len(lines)) if lines[i].rstrip() == fence["indent"] + fence["marks"]),
+                None,
+            )
             if end is None:
                 raise ValueError(f"the block in line {number + 1} has no end")
             inner = textwrap.dedent("\n".join(lines[number + 1 : end])) + "\n"
@@ -74,7 +80,10 @@ def prose(text: str) -> Iterator[str]:
 def anchors(text: str) -> set[str]:
     """What ``#...`` may name: the headings as GitHub writes them."""
     headings = (line.lstrip("#").strip() for line in prose(text) if re.match(r"#{1,6} ", line))
-    return {re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading.lower())).replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading.lower())).replace(" ", "-")
+        for heading in headings
+    }
 
 
 def wrong_links(path: Path, text: str) -> list[str]:
@@ -95,4 +104,8 @@ def wrong_rows(text: str) -> list[str]:
     """The rows of tables that have another number of cells than the row above."""
     lines = list(prose(text))
     cells = [len(re.split(r"(?<!\\)\|", line.strip())) if line.lstrip().startswith("|") else 0 for line in lines]
-    return [line for line, above, count in zip(lines[1:], cells, cells[1:], strict=False) if above and count and above != count]
+    return [
+        line
+        for line, above, count in zip(lines[1:], cells, cells[1:], strict=False)
+        if above and count and above != count
+    ]

@@ -21,8 +21,20 @@ from pathlib import Path
 from typing import Any
 
 IMPORTED = (
-    *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint"),
-    *("torch.distributed.checkpoint.hf_storage", "torchmetrics", "engine.fit", "engine.engine", "engine.strategies.fsdp"),
+    *(
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+        "torch.distributed.checkpoint",
+    ),
+    *(
+        "torch.distributed.checkpoint.hf_storage",
+        "torchmetrics",
+        "engine.fit",
+        "engine.engine",
+        "engine.strategies.fsdp",
+    ),
     *("engine.strategies.ddp", "engine.strategies.mesh_parallel", "callbacks"),
 )
 
@@ -67,7 +79,15 @@ class Nursery:
         """Start ``python *command``."""
         self._count += 1
         files = [str(out), str(err)]
-        self.say({"number": self._count, "command": list(command), "environment": dict(environment), "directory": os.getcwd(), "files": files})
+        self.say(
+            {
+                "number": self._count,
+                "command": list(command),
+                "environment": dict(environment),
+                "directory": os.getcwd(),
+                "files": files,
+            }
+        )
         return Forked(self, self._count)
 
     def say(self, request: Any) -> None:

@@ -26,7 +26,18 @@ PATIENCE_S = 300.0
 
 # Variables of a launcher around the tests must not reach the ranks, nor pytest's own (a script that starts ranks refuses pytest).
 _FOREIGN = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "MASTER_", "TORCHELASTIC_", "SLURM_", "FIT_", "PYTEST_"),
+    *(
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_",
+        "MASTER_",
+        "TORCHELASTIC_",
+        "SLURM_",
+        "FIT_",
+        "PYTEST_",
+    ),
     *("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "MV2_", "PET_", "KUBERNETES_", "RAY_ADDRESS", "NODE_RANK"),
 )
 
@@ -70,11 +81,22 @@ def run_ranks(
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
     with tempfile.TemporaryDirectory() as directory:
-        variables = [rank_variables(rank, world_size, store.port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"} for rank in range(world_size)]
-        return _run(script, args, variables, Path(directory), timeout, check, env or {}, _fork if env is None else _start)
+        variables = [
+            rank_variables(rank, world_size, store.port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+            for rank in range(world_size)
+        ]
+        return _run(
+            script, args, variables, Path(directory), timeout, check, env or {}, _fork if env is None else _start
+        )
 
 
-def run_script(script: str | Path, *args: object, timeout: float = PATIENCE_S, check: bool = True, env: Mapping[str, str] | None = None) -> Ran:
+def run_script(
+    script: str | Path,
+    *args: object,
+    timeout: float = PATIENCE_S,
+    check: bool = True,
+    env: Mapping[str, str] | None = None,
+) -> Ran:
     """Run ``script`` as a plain ``python script.py``, without a launcher's variables."""
     with tempfile.TemporaryDirectory() as directory:
         return _run(script, args, [{}], Path(directory), timeout, check, env or {}, _start)[0]
@@ -125,7 +147,9 @@ def _run(
         seconds = [0.0] * len(variables)
         for rank, own in enumerate(variables):
             own = clean_environment(**own, TEST_REPORT=str(directory / f"{rank}.json")) | dict(env)
-            processes.append(start([str(path), *map(str, args)], own, directory / f"{rank}.out", directory / f"{rank}.err"))
+            processes.append(
+                start([str(path), *map(str, args)], own, directory / f"{rank}.out", directory / f"{rank}.err")
+            )
         try:
             problem = _await_all(processes, seconds, begun, timeout, check)
         finally:
@@ -134,7 +158,9 @@ def _run(
                 process.wait()
     ran = [_collect(rank, process.returncode, directory, seconds[rank]) for rank, process in enumerate(processes)]
     if problem:
-        outputs = "\n".join(f"--- rank {r.rank}: exit code {r.returncode}\n{r.stdout[-2000:]}{r.stderr[-6000:]}" for r in ran)
+        outputs = "\n".join(
+            f"--- rank {r.rank}: exit code {r.returncode}\n{r.stdout[-2000:]}{r.stderr[-6000:]}" for r in ran
+        )
         raise AssertionError(f"{problem}\n{outputs}")
     return ran
 
@@ -142,7 +168,9 @@ def _run(
 def _start(command: Sequence[str], environment: Mapping[str, str], out: Path, err: Path) -> Process:
     """A new interpreter."""
     with out.open("w") as first, err.open("w") as second:
-        return subprocess.Popen([sys.executable, *command], env=environment, stdin=subprocess.DEVNULL, stdout=first, stderr=second)
+        return subprocess.Popen(
+            [sys.executable, *command], env=environment, stdin=subprocess.DEVNULL, stdout=first, stderr=second
+        )
 
 
 def _fork(command: Sequence[str], environment: Mapping[str, str], out: Path, err: Path) -> Process:
@@ -171,7 +199,10 @@ def _await_all(processes: Sequence[Process], seconds: list[float], begun: float,
         if None not in codes:
             return problem
         if now > grace:
-            return problem or f"still running after {timeout:g} s: ranks {[rank for rank, code in enumerate(codes) if code is None]}"
+            return (
+                problem
+                or f"still running after {timeout:g} s: ranks {[rank for rank, code in enumerate(codes) if code is None]}"
+            )
         time.sleep(0.02)
 
 

@@ -27,7 +27,11 @@ def _main(file: str, prefix: str) -> None:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     warnings.simplefilter("error")
-    found = {name.removeprefix(prefix): function() for name, function in list(vars(module).items()) if name.startswith(prefix)}
+    found = {
+        name.removeprefix(prefix): function()
+        for name, function in list(vars(module).items())
+        if name.startswith(prefix)
+    }
     Path(os.environ["TEST_REPORT"]).write_text(json.dumps(found))
 
 

@@ -28,7 +28,12 @@ def content(value: float = 1.0, **changes: Any) -> Content:
     tied = torch.full((2, 3), value)
     arguments: dict[str, Any] = {
         "model": {"head.weight": tied, "body.weight": tied, "body.bias": torch.zeros(2)},
-        "optim": {"0": {"state": {"w": {"step": torch.tensor(3.0)}}, "param_groups": [{"betas": (0.9, 0.999), "params": ["w"]}]}},
+        "optim": {
+            "0": {
+                "state": {"w": {"step": torch.tensor(3.0)}},
+                "param_groups": [{"betas": (0.9, 0.999), "params": ["w"]}],
+            }
+        },
         "shared": {"scheduler": {"best": math.inf}},
         "own": {"rng": torch.arange(4)},
         "facts": {"step": 3, "metrics": {"loss": math.nan}},
@@ -50,7 +55,10 @@ def source_of(directory: Path, model: Any = None, optimizer: Any = None) -> Sour
 def record_of(path: Path) -> dict[str, Any]:
     """What a manifest says of a file: its size, and the CRC-32 of each 64 MiB."""
     content = path.read_bytes()
-    return {"bytes": len(content), "crc32": [f"{zlib.crc32(content[low : low + 2**26]):08x}" for low in range(0, max(1, len(content)), 2**26)]}
+    return {
+        "bytes": len(content),
+        "crc32": [f"{zlib.crc32(content[low : low + 2**26]):08x}" for low in range(0, max(1, len(content)), 2**26)],
+    }
 
 
 def resummed(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -75,4 +83,10 @@ def read(directory: Path | str) -> Read:
         source = Source(opened)
         model = opened.tensors("model").whole()
         model |= {alias: model[kept] for alias, kept in source.aliases.items()}
-        return Read(model, source.read_optim(source.optim, whole), opened.tree(SHARED), opened.tree(RANK.format(0)), opened.manifest)
+        return Read(
+            model,
+            source.read_optim(source.optim, whole),
+            opened.tree(SHARED),
+            opened.tree(RANK.format(0)),
+            opened.manifest,
+        )

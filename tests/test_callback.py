@@ -45,7 +45,9 @@ def test_callbacks_in_their_order_then_the_module_then_those_that_run_last(tmp_p
 
 
 def test_every_hook_of_the_module_is_an_event_of_callbacks() -> None:
-    acting = {name for name in dir(TrainModule) if "_batch_transfer" in name or "_model_" in name}  # they do something, or return it
+    acting = {
+        name for name in dir(TrainModule) if "_batch_transfer" in name or "_model_" in name
+    }  # they do something, or return it
     of_module = {name for name in dir(TrainModule) if name.startswith("on_")} - acting
     only_callbacks = {"on_sanity_check_start", "on_sanity_check_end", "on_before_log", "on_log", "on_exception"}
     assert of_module == {name for name in vars(Callback) if name.startswith("on_")} - only_callbacks

@@ -25,7 +25,11 @@ RUNNER = Path(__file__).with_name("document_runner.py")
 DOCUMENTS = {str(path.relative_to(ROOT)): path for path in documents()}
 BLOCKS = {name: blocks_of(path.read_text()) for name, path in DOCUMENTS.items() if not name.startswith(".github")}
 RUN = [name for name, blocks in BLOCKS.items() if any(block.language != "text" for block in blocks)]
-SLOW = ("README.md", "examples/README.md", *(f"engine/{each}/README.md" for each in ("checkpoint", "config", "launch", "strategies")))
+SLOW = (
+    "README.md",
+    "examples/README.md",
+    *(f"engine/{each}/README.md" for each in ("checkpoint", "config", "launch", "strategies")),
+)
 """More than 5 s: they start processes."""
 
 
@@ -38,7 +42,9 @@ def imported(blocks: list[Block]) -> set[str]:
     """The packages that the Python blocks import."""
     nodes = [node for block in blocks if block.language == "python" for node in ast.walk(ast.parse(block.text))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    return {name.split(".")[0] for name in names | {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}}
+    return {
+        name.split(".")[0] for name in names | {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    }
 
 
 def prepared(folder: Path) -> dict[str, str]:
@@ -121,7 +127,9 @@ def test_the_rows_of_a_table_have_the_same_cells(name: str) -> None:
 
 def test_the_table_of_folders_is_the_table_of_layers() -> None:
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", DOCUMENTS["engine/README.md"].read_text(), re.MULTILINE)
-    assert [(int(number), name) for number, name in rows] == [(number, name) for number, names in enumerate(LAYERS) for name in names]
+    assert [(int(number), name) for number, name in rows] == [
+        (number, name) for number, names in enumerate(LAYERS) for name in names
+    ]
 
 
 def test_the_landing_page_is_short() -> None:

@@ -68,12 +68,16 @@ def test_prepare_takes_any_number_of_each() -> None:
     assert [o.optimizer for o in out[3:]] == optimizers
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("bf16-true", torch.bfloat16), ("16-true", torch.float16), ("64-true", torch.float64)])
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16-true", torch.bfloat16), ("16-true", torch.float16), ("64-true", torch.float64)]
+)
 def test_true_precisions_cast_parameters_and_batches(precision: str, dtype: torch.dtype) -> None:
     engine = engine_of(precision=precision)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = engine.prepare(model, optimizer, DataLoader(TensorDataset(torch.ones(2, 1), torch.tensor([0, 1]))))
+    model, optimizer, loader = engine.prepare(
+        model, optimizer, DataLoader(TensorDataset(torch.ones(2, 1), torch.tensor([0, 1])))
+    )
     for x, y in loader:
         assert (x.dtype, y.dtype) == (dtype, torch.int64)
         engine.backward(model(x).square().mean())
@@ -334,7 +338,10 @@ def test_no_sync_is_neutral_alone() -> None:
 
 
 def test_two_engines_side_by_side() -> None:
-    plain, half = engine_of(accumulate_grad_batches=2, seed=1), engine_of(precision="16-mixed", on_nonfinite="skip", seed=2)
+    plain, half = (
+        engine_of(accumulate_grad_batches=2, seed=1),
+        engine_of(precision="16-mixed", on_nonfinite="skip", seed=2),
+    )
     (a, first), (b, second) = unit(plain), unit(half)
     seen: list[Tensor] = []
     b.register_forward_pre_hook(lambda module, args: seen.append(args[0]))

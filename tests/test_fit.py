@@ -47,7 +47,11 @@ class Net(TrainModule):
 
 def loader(batch_size: int = 4) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(2)
-    return DataLoader(TensorDataset(torch.randn(22, 3, generator=generator), torch.randn(22, 1, generator=generator)), batch_size, shuffle=True)
+    return DataLoader(
+        TensorDataset(torch.randn(22, 3, generator=generator), torch.randn(22, 1, generator=generator)),
+        batch_size,
+        shuffle=True,
+    )
 
 
 class SaveAt(Callback):
@@ -194,7 +198,9 @@ def test_limits(tmp_path: Path, settings: dict[str, Any], steps: int, validation
 def test_limits_that_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="limit_train_batches leaves no batch of the 6 that each rank has"):
         fit(tmp_path, limit_train_batches=0.1).run(Weight(), ones(6))
-    with pytest.raises(ValueError, match=r"limit_train_batches=0.5 is a fraction, but generator has no length: give a number"):
+    with pytest.raises(
+        ValueError, match=r"limit_train_batches=0.5 is a fraction, but generator has no length: give a number"
+    ):
         fit(tmp_path, limit_train_batches=0.5).run(Weight(), (b for b in ones(6)))
     assert fit(tmp_path, limit_train_batches=2).run(Weight(), (b for b in ones(6))).step == 2
 
@@ -228,7 +234,10 @@ def test_the_window_follows_from_the_global_batch(tmp_path: Path) -> None:
     assert fit(tmp_path, global_batch_size=6).run(module, data).step == 2
     assert module.w.item() == -(3.5 + 9.5)  # means of 1..6 and 7..12
     for wanted, near in ((5, r"4, 6, or batch_size=1, 5 in the loader"), (1, "2, or batch_size=1 in")):
-        with pytest.raises(ValueError, match=f"global_batch_size={wanted} cannot be divided into batches of 2 on 1 rank.*nearest possible: {near}"):
+        with pytest.raises(
+            ValueError,
+            match=f"global_batch_size={wanted} cannot be divided into batches of 2 on 1 rank.*nearest possible: {near}",
+        ):
             fit(tmp_path, global_batch_size=wanted).run(Weight(), data)
     with pytest.raises(ValueError, match="global_batch_size=6 needs a loader with a batch_size; list has none"):
         fit(tmp_path, global_batch_size=6).run(Weight(), ones(3))
@@ -291,7 +300,9 @@ def test_settings_come_from_the_environment_too(tmp_path: Path, monkeypatch: pyt
 def test_two_engines_of_two_fits_do_not_mix(tmp_path: Path) -> None:
     class Inner(Callback):
         def on_train_batch_end(self, run: Any, *args: Any) -> None:
-            found.append(fit(tmp_path / "inner", accumulate_grad_batches=2, log_every_n_steps=1).run(Weight(), ones(4)).step)
+            found.append(
+                fit(tmp_path / "inner", accumulate_grad_batches=2, log_every_n_steps=1).run(Weight(), ones(4)).step
+            )
 
     found: list[int] = []
     make: Callable[[], Weight] = Weight

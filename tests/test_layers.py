@@ -29,7 +29,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 SECOND_NAME = "engine.callbacks"
 # The only places that import own modules by name.
 LAZY_TABLES = (
-    *("engine", "engine.callbacks", "engine.launch", "engine.strategies", "engine.cli.main", "engine.cli.checkpoint", "engine.cli.config"),
+    *(
+        "engine",
+        "engine.callbacks",
+        "engine.launch",
+        "engine.strategies",
+        "engine.cli.main",
+        "engine.cli.checkpoint",
+        "engine.cli.config",
+    ),
     "callbacks",
 )
 MAX_FILE_LINES = 400
@@ -42,7 +50,9 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-FILES = {module_name(path): path for package in ("engine", "callbacks") for path in sorted((ROOT / package).rglob("*.py"))}
+FILES = {
+    module_name(path): path for package in ("engine", "callbacks") for path in sorted((ROOT / package).rglob("*.py"))
+}
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
 
@@ -65,7 +75,10 @@ def own_imports(name: str) -> set[str]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{name} has a relative import"
-            names = [f"{node.module}.{alias.name}" if f"{node.module}.{alias.name}" in FILES else str(node.module) for alias in node.names]
+            names = [
+                f"{node.module}.{alias.name}" if f"{node.module}.{alias.name}" in FILES else str(node.module)
+                for alias in node.names
+            ]
         else:
             continue
         found |= {each for each in names if each in FILES}
@@ -98,7 +111,9 @@ def test_imports_go_down(name: str) -> None:
     wrong = {target for target in others if layer(target) >= layer(name)}
     assert not wrong, f"{name} (layer {layer(name)}) imports upward or sideways: {wrong}"
     assert "engine" not in own_imports(name) or name.startswith("engine.cli"), f"{name} imports the public face"
-    assert name == SECOND_NAME or not any(target.startswith("callbacks") for target in own_imports(name)), f"{name} imports callbacks"
+    assert name == SECOND_NAME or not any(target.startswith("callbacks") for target in own_imports(name)), (
+        f"{name} imports callbacks"
+    )
     assert SECOND_NAME not in own_imports(name) or name == "engine", f"{name} imports callbacks"
 
 
@@ -125,7 +140,9 @@ def test_no_own_import_inside_a_function(name: str) -> None:
                 if isinstance(inner, ast.ImportFrom):
                     assert str(inner.module).split(".")[0] not in ("engine", "callbacks"), f"{name}:{inner.lineno}"
                 elif isinstance(inner, ast.Import):
-                    assert all(a.name.split(".")[0] not in ("engine", "callbacks") for a in inner.names), f"{name}:{inner.lineno}"
+                    assert all(a.name.split(".")[0] not in ("engine", "callbacks") for a in inner.names), (
+                        f"{name}:{inner.lineno}"
+                    )
 
 
 @pytest.mark.parametrize("name", list(FILES))

@@ -109,7 +109,9 @@ def test_what_it_knows_in_a_run(tmp_path: Path) -> None:
 
     class Knows(Weight):
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            seen.append((self.current_epoch, batch_idx, self.global_step, self.global_rank, self.world_size, str(self.device)))
+            seen.append(
+                (self.current_epoch, batch_idx, self.global_step, self.global_rank, self.world_size, str(self.device))
+            )
             return super().training_step(batch, batch_idx)
 
     module = Knows()
@@ -120,7 +122,9 @@ def test_what_it_knows_in_a_run(tmp_path: Path) -> None:
     assert (module.current_epoch, module.global_step) == (2, 4)  # the run is over
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+)
 def test_a_copy_taken_inside_a_run_belongs_to_none(tmp_path: Path, duplicate: Any) -> None:
     copies: list[Weight] = []
 

@@ -22,7 +22,15 @@ def engine() -> Engine:
 
 def rank_identity() -> Any:
     e = engine()
-    return [e.process_index, e.local_process_index, e.num_processes, e.is_main_process, e.is_local_main_process, e.is_last_process, str(e.device)]
+    return [
+        e.process_index,
+        e.local_process_index,
+        e.num_processes,
+        e.is_main_process,
+        e.is_local_main_process,
+        e.is_last_process,
+        str(e.device),
+    ]
 
 
 def rank_only() -> Any:
@@ -132,7 +140,12 @@ def rank_trigger() -> Any:
 def rank_two_engines() -> Any:
     first, second = engine(), Engine(accelerator="cpu", accumulate_grad_batches=3)
     first.set_trigger()
-    return [first.check_trigger(), second.check_trigger(), first.accumulate_grad_batches, second.accumulate_grad_batches]
+    return [
+        first.check_trigger(),
+        second.check_trigger(),
+        first.accumulate_grad_batches,
+        second.accumulate_grad_batches,
+    ]
 
 
 def rank_seed() -> Any:
@@ -158,7 +171,14 @@ def test_gather(found: Any) -> None:
 
 
 def test_reduce(found: Any) -> None:
-    expected = {"sum": [3.0, -6.0], "mean": [1.5, -3.0], "min": [1.0, -4.0], "max": [2.0, -2.0], "default": [3.0, -6.0], "scaled": [3.0, -6.0]}
+    expected = {
+        "sum": [3.0, -6.0],
+        "mean": [1.5, -3.0],
+        "min": [1.0, -4.0],
+        "max": [2.0, -2.0],
+        "default": [3.0, -6.0],
+        "scaled": [3.0, -6.0],
+    }
     assert found["reduce"] == [expected] * 2
 
 
@@ -172,7 +192,11 @@ def test_pad(found: Any) -> None:
 
 def test_gather_for_metrics_leaves_out_the_repeated(found: Any) -> None:
     # Batches 0 and 1 in the first round; batch 2 on rank 0 in the second, where rank 1 repeats one.
-    expected = {"tensors": [[0, 1, 2], [3, 4, 5, 6]], "objects": [["n0", "n2"], ["n3"]], "forced": [[[0, 1], [2]], [[3, 4, 5, 6]]]}
+    expected = {
+        "tensors": [[0, 1, 2], [3, 4, 5, 6]],
+        "objects": [["n0", "n2"], ["n3"]],
+        "forced": [[[0, 1], [2]], [[3, 4, 5, 6]]],
+    }
     assert found["gather_for_metrics"] == [expected] * 2
 
 
@@ -232,7 +256,10 @@ def test_unknown_reductions_are_errors(op: str) -> None:
 
 def test_what_cannot_be_split() -> None:
     e = engine()
-    with pytest.raises(ValueError, match=r"values differ in length: {'a': 1, 'b': 2}"), e.split_between_processes({"a": [1], "b": [1, 2]}):
+    with (
+        pytest.raises(ValueError, match=r"values differ in length: {'a': 1, 'b': 2}"),
+        e.split_between_processes({"a": [1], "b": [1, 2]}),
+    ):
         pass
     with pytest.raises(TypeError, match="got int"), e.split_between_processes(3):
         pass

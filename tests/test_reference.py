@@ -24,7 +24,12 @@ from engine import Callback
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN = ("engine", "callbacks")
-EXPORTED = [(module, name) for module in MODULES for name in importlib.import_module(module).__all__ if name not in ("__version__", "launch")]
+EXPORTED = [
+    (module, name)
+    for module in MODULES
+    for name in importlib.import_module(module).__all__
+    if name not in ("__version__", "launch")
+]
 
 
 def exported(module: str, name: str) -> Any:
@@ -40,7 +45,9 @@ def methods(cls: type) -> Iterator[tuple[str, Callable[..., Any]]]:
     for name in sorted({name for each in own_bases(cls) for name in vars(each)}):
         found = inspect.getattr_static(cls, name)
         function = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
-        if inspect.isfunction(function) and (not name.startswith("_") or (name == "__init__" and "__wrapped__" not in dir(cls))):
+        if inspect.isfunction(function) and (
+            not name.startswith("_") or (name == "__init__" and "__wrapped__" not in dir(cls))
+        ):
             yield name, function
 
 
@@ -49,7 +56,11 @@ def field_names(cls: type) -> set[str]:
     """Attributes of a class with a docstring under them."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
     pairs = [(first, second) for first, second in itertools.pairwise(body) if isinstance(first, ast.AnnAssign)]
-    return {first.target.id for first, second in pairs if isinstance(second, ast.Expr) and isinstance(first.target, ast.Name)}
+    return {
+        first.target.id
+        for first, second in pairs
+        if isinstance(second, ast.Expr) and isinstance(first.target, ast.Name)
+    }
 
 
 def texts(cls: type) -> str:
@@ -64,7 +75,11 @@ def names(text: str, name: str) -> bool:
 def arguments(function: Callable[..., Any]) -> list[str]:
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     found = inspect.signature(function).parameters.items()
-    return [name for name, each in found if name not in ("self", "cls") and each.kind not in kinds and not name.startswith("_")]
+    return [
+        name
+        for name, each in found
+        if name not in ("self", "cls") and each.kind not in kinds and not name.startswith("_")
+    ]
 
 
 def problems(module: str, name: str) -> list[str]:
@@ -80,7 +95,9 @@ def problems(module: str, name: str) -> list[str]:
     for method, function in methods(owner):
         if method in documented:
             continue
-        text = inspect.getdoc(function) or next((doc for each in own_bases(owner) if (doc := getattr(vars(each).get(method), "__doc__", None))), "")
+        text = inspect.getdoc(function) or next(
+            (doc for each in own_bases(owner) if (doc := getattr(vars(each).get(method), "__doc__", None))), ""
+        )
         if not text and not names(about, method) and method != "__init__":
             found.append(f"{name}.{method} has no docstring")
         inherited = " ".join(getattr(vars(each).get(method), "__doc__", None) or "" for each in own_bases(owner))
@@ -105,7 +122,11 @@ def docstrings(owner: Any) -> Iterator[str]:
     if isinstance(owner, type):
         for each in own_bases(owner):
             for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(each)))):
-                if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+                if (
+                    isinstance(node, ast.Expr)
+                    and isinstance(node.value, ast.Constant)
+                    and isinstance(node.value.value, str)
+                ):
                     yield inspect.cleandoc(node.value.value)
 
 
@@ -127,7 +148,11 @@ def leads_somewhere(target: str) -> bool:
     except ModuleNotFoundError:  # an attribute of a class
         module, _, owner = above.rpartition(".")
         found = getattr(importlib.import_module(module), owner)
-    return hasattr(found, name) or name in getattr(found, "__annotations__", {}) or importlib.util.find_spec(target) is not None
+    return (
+        hasattr(found, name)
+        or name in getattr(found, "__annotations__", {})
+        or importlib.util.find_spec(target) is not None
+    )
 
 
 def test_what_docstrings_refer_to_is_exported() -> None:

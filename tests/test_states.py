@@ -72,7 +72,9 @@ def test_other_objects_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no model was prepared"):
         engine.load_state(tmp_path / "state")
     engine.prepare(nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1)))
-    with pytest.raises(ValueError, match=r"\(optimizers, schedulers, loaders\) = \(1, 1, 1\), and \(0, 0, 0\) were prepared"):
+    with pytest.raises(
+        ValueError, match=r"\(optimizers, schedulers, loaders\) = \(1, 1, 1\), and \(0, 0, 0\) were prepared"
+    ):
         engine.load_state(tmp_path / "state")
     with pytest.raises(FileNotFoundError, match="holds no complete checkpoint"):
         engine.load_state(tmp_path / "other")
@@ -94,7 +96,10 @@ def test_several_models(tmp_path: Path) -> None:
     assert torch.equal(one.weight, one_.weight)
     assert torch.equal(two.weight, two_.weight)
     (group,) = optimizer_.param_groups
-    assert all(torch.equal(optimizer_.state[p]["momentum_buffer"], q) for p, q in zip(group["params"], momenta(optimizer), strict=True))
+    assert all(
+        torch.equal(optimizer_.state[p]["momentum_buffer"], q)
+        for p, q in zip(group["params"], momenta(optimizer), strict=True)
+    )
 
 
 def momenta(optimizer: Any) -> list[torch.Tensor]:
@@ -104,7 +109,9 @@ def momenta(optimizer: Any) -> list[torch.Tensor]:
 def test_save_model(tmp_path: Path) -> None:
     job = Job()
     (file,) = job.engine.save_model(job.wrapped, tmp_path / "one")
-    assert {name: tensor.shape for name, tensor in load_file(file).items()} == {name: p.shape for name, p in job.model.named_parameters()}
+    assert {name: tensor.shape for name, tensor in load_file(file).items()} == {
+        name: p.shape for name, p in job.model.named_parameters()
+    }
     files = job.engine.save_model(job.wrapped, tmp_path / "many", max_shard_size=40)
     assert len(files) > 1
     assert (tmp_path / "many" / "model.safetensors.index.json").exists()

@@ -18,7 +18,9 @@ class Tied(TrainModule):
     def __init__(self, width: int = 4, *, scale: float = 1.0, rate: float = 0.1) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.model = nn.ModuleDict({"embed": nn.Linear(6, width, bias=False), "norm": nn.BatchNorm1d(width), "head": nn.Linear(width, 6)})
+        self.model = nn.ModuleDict(
+            {"embed": nn.Linear(6, width, bias=False), "norm": nn.BatchNorm1d(width), "head": nn.Linear(width, 6)}
+        )
         self.model["up"] = nn.Linear(6, width, bias=False)
         self.model["up"].weight = self.model["embed"].weight
         self.scale = scale
@@ -56,7 +58,14 @@ def batches(count: int = 2) -> list[Tensor]:
 def save(root: Path | str, module: TrainModule, data: Sequence[Any] | None = None, **settings: Any) -> Path:
     """Train and save; the checkpoint's directory."""
     scores, name = settings.pop("scores", None), settings.pop("name", None)
-    defaults = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "root_dir": root, "callbacks": Saves(name, scores), "seed": 1}
+    defaults = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "root_dir": root,
+        "callbacks": Saves(name, scores),
+        "seed": 1,
+    }
     result = Fit(**{**defaults, **settings}).run(module, batches() if data is None else data)
     assert result.folder is not None
     return sorted((result.folder / "checkpoints").iterdir())[-1]

@@ -71,7 +71,9 @@ class CSVLogger(Callback):
 
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
         if run.is_main_process:
-            self._write({"step": step, "epoch": run.epoch, **{name: metrics[name] for name in metrics if name not in _FIXED}})
+            self._write(
+                {"step": step, "epoch": run.epoch, **{name: metrics[name] for name in metrics if name not in _FIXED}}
+            )
 
     def on_exception(self, run: Run, module: nn.Module, exception: BaseException) -> None:
         self._close()

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from engine.checkpoint.directory import SHARED, write_tree
 from engine.checkpoint.files import Record
-from engine.checkpoint.foreign_files import METADATA, PICKLE, DistributedFiles, InMemory, SafetensorsFile, Tensors, load_pickle
+from engine.checkpoint.foreign_files import (
+    METADATA,
+    PICKLE,
+    DistributedFiles,
+    InMemory,
+    SafetensorsFile,
+    Tensors,
+    load_pickle,
+)
 from engine.checkpoint.json_tree import pack, same_memory
 from engine.checkpoint.manifest import MANIFEST
 from engine.checkpoint.optimizer_names import named, nested
@@ -26,8 +34,24 @@ _MODELS = ("model", "state_dict", "module")
 _SCALERS = ("MixedPrecision", "MixedPrecisionPlugin", "NativeMixedPrecisionPlugin")
 _LIGHTNING = frozenset(
     (
-        *("state_dict", "epoch", "global_step", "pytorch-lightning_version", "loops", "callbacks", "optimizer_states", "lr_schedulers"),
-        *("hparams_name", "hyper_parameters", "hparams_type", "datamodule_hparams_name", "datamodule_hyper_parameters", *_SCALERS),
+        *(
+            "state_dict",
+            "epoch",
+            "global_step",
+            "pytorch-lightning_version",
+            "loops",
+            "callbacks",
+            "optimizer_states",
+            "lr_schedulers",
+        ),
+        *(
+            "hparams_name",
+            "hyper_parameters",
+            "hparams_type",
+            "datamodule_hparams_name",
+            "datamodule_hyper_parameters",
+            *_SCALERS,
+        ),
     )
 )
 
@@ -91,7 +115,9 @@ def convert(source: str | Path, out: str | Path, *, trust_pickle: bool = False) 
         FileExistsError, FileNotFoundError: ``out`` exists already; ``source`` does not exist.
     """
     if "://" in str(out) and str(out).rstrip("/").count("/") < 3:
-        raise ValueError(f"{out} is a whole bucket or file system: give a name in it, such as {str(out).rstrip('/')}/step=00000000")
+        raise ValueError(
+            f"{out} is a whole bucket or file system: give a name in it, such as {str(out).rstrip('/')}/step=00000000"
+        )
     place, name = split(out)
     if name in {*place.manifests(), *place.damaged()} or ("://" not in str(out) and Path(out).exists()):
         raise FileExistsError(f"{out} exists already: choose another path")
@@ -130,7 +156,9 @@ def _read(path: Path, told: str, trust_pickle: bool) -> _Content:
         return _distributed(path)
     loaded = load_pickle(str(path), told, mmap=True)
     if not isinstance(loaded, Mapping):
-        raise ValueError(f"{told} holds a {type(loaded).__name__}: a dict of tensors by name is needed, or one with {', '.join(_MODELS)}")
+        raise ValueError(
+            f"{told} holds a {type(loaded).__name__}: a dict of tensors by name is needed, or one with {', '.join(_MODELS)}"
+        )
     if "state_dict" in loaded and "pytorch-lightning_version" in loaded:
         return _lightning(loaded, _tensors("Lightning checkpoint", loaded["state_dict"], told))
     key = next((key for key in _MODELS if isinstance(loaded.get(key), Mapping)), None)
@@ -145,15 +173,31 @@ def _tensors(kind: str, state: Mapping[str, Any], told: str) -> _Content:
     """The tensors of a ``state_dict``; those that share memory once."""
     tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
     if not tensors:
-        raise ValueError(f"{told} has no tensors by name; its keys are {', '.join(map(str, list(state)[:8])) or 'none'}")
+        raise ValueError(
+            f"{told} has no tensors by name; its keys are {', '.join(map(str, list(state)[:8])) or 'none'}"
+        )
     for name, tensor in tensors.items():
         if not storable(tensor):
-            raise ValueError(f"{told}: {name!r} ({tensor.dtype}, {tensor.layout}) cannot be stored: convert it to a dense tensor first")
+            raise ValueError(
+                f"{told}: {name!r} ({tensor.dtype}, {tensor.layout}) cannot be stored: convert it to a dense tensor first"
+            )
     first: dict[Any, str] = {}
-    aliases = {name: known for name, tensor in tensors.items() if (known := first.setdefault(same_memory(tensor), name)) != name}
+    aliases = {
+        name: known
+        for name, tensor in tensors.items()
+        if (known := first.setdefault(same_memory(tensor), name)) != name
+    }
     rest = [str(name) for name in state if str(name) not in tensors]
-    notes = [f"left out, because it is not a tensor: {', '.join(rest[:5])}{f' and {len(rest) - 5} more' if len(rest) > 5 else ''}"] if rest else []
-    return _Content(kind, InMemory(tensors), {name: name for name in tensors if name not in aliases}, aliases, notes=notes)
+    notes = (
+        [
+            f"left out, because it is not a tensor: {', '.join(rest[:5])}{f' and {len(rest) - 5} more' if len(rest) > 5 else ''}"
+        ]
+        if rest
+        else []
+    )
+    return _Content(
+        kind, InMemory(tensors), {name: name for name in tensors if name not in aliases}, aliases, notes=notes
+    )
 
 
 def _lightning(loaded: Mapping[str, Any], content: _Content) -> _Content:
@@ -166,11 +210,19 @@ def _lightning(loaded: Mapping[str, Any], content: _Content) -> _Content:
             content.hparams[str(name)] = value
     whole = loaded.get("hparams_name")
     content.hparams_name = whole if isinstance(whole, str) and whole != "kwargs" else None
-    content.optim = [_by_names(state, content, f"optimizer {i}") for i, state in enumerate(loaded.get("optimizer_states") or [])]
-    content.schedulers = [s for i, s in enumerate(loaded.get("lr_schedulers") or []) if _packs(s, f"scheduler {i}", content.notes)]
+    content.optim = [
+        _by_names(state, content, f"optimizer {i}") for i, state in enumerate(loaded.get("optimizer_states") or [])
+    ]
+    content.schedulers = [
+        s for i, s in enumerate(loaded.get("lr_schedulers") or []) if _packs(s, f"scheduler {i}", content.notes)
+    ]
     scaler = next((loaded[name] for name in _SCALERS if name in loaded), None)
     content.scaler = scaler if _packs(scaler, "the loss scaler", content.notes) else None
-    content.user = {name: v for name, v in loaded.items() if name not in _LIGHTNING and _packs(v, f"the entry {name!r}", content.notes)}
+    content.user = {
+        name: v
+        for name, v in loaded.items()
+        if name not in _LIGHTNING and _packs(v, f"the entry {name!r}", content.notes)
+    }
     if loaded.get("callbacks"):
         content.notes.append(f"left out: the states of {len(loaded['callbacks'])} callback(s)")
     return content
@@ -180,13 +232,17 @@ def _distributed(path: Path) -> _Content:
     files = DistributedFiles(path)
     paths = files.paths
     tops = {p[0] for p in paths.values()}
-    if len(tops) == 1 and not tops & set(_MODELS) and all(len(p) > 2 for p in paths.values()):  # one outer key, such as "app"
+    if (
+        len(tops) == 1 and not tops & set(_MODELS) and all(len(p) > 2 for p in paths.values())
+    ):  # one outer key, such as "app"
         paths = {name: p[1:] for name, p in paths.items()}
     key = next((key for key in _MODELS if any(p[0] == key and len(p) > 1 for p in paths.values())), None)
     inner = {name: p for name, p in paths.items() if (p[0] == key if key is not None else len(p) == 1)}
     names = {".".join(map(str, p if key is None else p[1:])): name for name, p in inner.items() if name in files.stored}
     if not names:
-        raise ValueError(f"{path}: no model is found among {', '.join(map(str, dict.fromkeys(p[0] for p in paths.values())))}")
+        raise ValueError(
+            f"{path}: no model is found among {', '.join(map(str, dict.fromkeys(p[0] for p in paths.values())))}"
+        )
     content = _Content("torch.distributed.checkpoint directory", files, names)
     rest: dict[Any, dict[tuple[Any, ...], str]] = {}
     for name, p in paths.items():
@@ -196,7 +252,10 @@ def _distributed(path: Path) -> _Content:
             content.notes.append(f"left out, because it is not a tensor: {name}")
     for top, leaves in rest.items():
         if any(p[:1] == ("param_groups",) for p in leaves):
-            values = {p: files.whole([name])[name] if name in files.stored else files.value(name) for p, name in leaves.items()}
+            values = {
+                p: files.whole([name])[name] if name in files.stored else files.value(name)
+                for p, name in leaves.items()
+            }
             content.optim.append(_by_names({"state": {}, **nested(values)}, content, f"optimizer {top!r}"))
         else:
             content.notes.append(f"left out: {top!r}")
@@ -208,13 +267,19 @@ def _distributed(path: Path) -> _Content:
 
 
 def _is_optimizer(value: Any) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("state"), Mapping) and isinstance(value.get("param_groups"), list)
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("state"), Mapping)
+        and isinstance(value.get("param_groups"), list)
+    )
 
 
 def _by_names(state: Any, content: _Content, what: str) -> Any:
     """An optimizer's state by names of parameters, or unchanged."""
     if not _is_optimizer(state) or not _packs(state, what, content.notes):
-        raise ValueError(f"{what} is not an optimizer's state, or contains what a checkpoint cannot hold: {'; '.join(content.notes)}")
+        raise ValueError(
+            f"{what} is not an optimizer's state, or contains what a checkpoint cannot hold: {'; '.join(content.notes)}"
+        )
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     if not all(isinstance(number, int) for number in numbers):
         return state
@@ -250,7 +315,9 @@ def _write(place: Place, name: str, content: _Content, told: str) -> Converted:
     files: dict[str, Record] = {}
     for index, shard in enumerate(_shards(content)):
         tensors = content.model.whole([content.names[each] for each in shard])
-        files |= _write_tensors(draft, f"model/rank={index:05d}.safetensors", {each: tensors[content.names[each]] for each in shard})
+        files |= _write_tensors(
+            draft, f"model/rank={index:05d}.safetensors", {each: tensors[content.names[each]] for each in shard}
+        )
         size += sum(tensor.nbytes for tensor in tensors.values())
     optim, states = pack({str(index): state for index, state in enumerate(content.optim)})
     if states:
@@ -261,7 +328,10 @@ def _write(place: Place, name: str, content: _Content, told: str) -> Converted:
     facts = {
         "counters": {"epoch": content.epoch, "step": content.step, "batch_idx": 0},
         "metrics": {},
-        "hparams": {k: v if isinstance(v, (str, int, float, bool, type(None))) else repr(v)[:200] for k, v in content.hparams.items()},
+        "hparams": {
+            k: v if isinstance(v, (str, int, float, bool, type(None))) else repr(v)[:200]
+            for k, v in content.hparams.items()
+        },
         "converted_from": {"path": told, "kind": content.kind},
         "versions": {"torch": str(torch.__version__)},
     }
@@ -269,7 +339,15 @@ def _write(place: Place, name: str, content: _Content, told: str) -> Converted:
     place.seal(name, 1, facts, files)
     path = str(place.path(name))
     return Converted(
-        path, content.kind, len(content.names), size, len(content.optim), content.step, content.epoch, list(content.hparams), content.notes
+        path,
+        content.kind,
+        len(content.names),
+        size,
+        len(content.optim),
+        content.step,
+        content.epoch,
+        list(content.hparams),
+        content.notes,
     )
 
 
@@ -290,7 +368,9 @@ def _shards(content: _Content) -> Iterator[list[str]]:
 def _write_tensors(draft: Path, file: str, tensors: Mapping[str, Tensor]) -> dict[str, Record]:
     for name, tensor in tensors.items():
         if not storable(tensor):
-            raise ValueError(f"{name!r} ({tensor.dtype}, {tensor.layout}) cannot be stored: convert it to a dense tensor first")
+            raise ValueError(
+                f"{name!r} ({tensor.dtype}, {tensor.layout}) cannot be stored: convert it to a dense tensor first"
+            )
     return {file: write_tensors(draft / file, tensors, {name: [0] * tensor.dim() for name, tensor in tensors.items()})}
 
 

@@ -26,7 +26,17 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.checkpoint.files import DamagedCheckpoint, Record, blocks, inside, open_file, read_json, sync, verify, write_json
+from engine.checkpoint.files import (
+    DamagedCheckpoint,
+    Record,
+    blocks,
+    inside,
+    open_file,
+    read_json,
+    sync,
+    verify,
+    write_json,
+)
 from engine.checkpoint.json_tree import unpack
 from engine.checkpoint.manifest import FOLDERS, MANIFEST, age_of, check_manifest
 from engine.checkpoint.tensors import TensorFiles, read_tensors, write_tensors
@@ -52,7 +62,9 @@ def begin(directory: Path) -> int:
         FileExistsError: ``directory`` exists and is not a checkpoint.
     """
     if directory.exists() and not (directory / MANIFEST).is_file():
-        raise FileExistsError(f"{directory} exists and is not a checkpoint ({MANIFEST} is missing): choose another path, or move it away")
+        raise FileExistsError(
+            f"{directory} exists and is not a checkpoint ({MANIFEST} is missing): choose another path, or move it away"
+        )
     partial = draft(directory)
     _delete(partial)
     descriptor = None
@@ -92,7 +104,9 @@ def seal(directory: Path, manifest: Mapping[str, Any], files: Mapping[str, Recor
     partial = draft(directory)
     for name, known in files.items():
         if not (partial / name).is_file() or (partial / name).stat().st_size != known["bytes"]:
-            raise FileNotFoundError(f"{name} was written by its rank and is not in {partial}: all ranks need the same file system there")
+            raise FileNotFoundError(
+                f"{name} was written by its rank and is not in {partial}: all ranks need the same file system there"
+            )
     write_json(partial / MANIFEST, manifest)
     for folder in (*FOLDERS, "."):
         sync(partial / folder)
@@ -123,14 +137,18 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     path = directory / MANIFEST
     if not path.is_file():
         beside = ", ".join(each.name for each in list_checkpoints(directory.parent)) or "none"
-        raise FileNotFoundError(f"{directory} holds no complete checkpoint ({MANIFEST} is missing); complete ones beside it: {beside}")
+        raise FileNotFoundError(
+            f"{directory} holds no complete checkpoint ({MANIFEST} is missing); complete ones beside it: {beside}"
+        )
     manifest = check_manifest(directory, read_json(inside(directory, MANIFEST)))
     for name, known in manifest["files"].items():
         file = inside(directory, name)
         if not file.is_file():
             raise DamagedCheckpoint(f"{directory}: {name} is missing")
         if file.stat().st_size != known["bytes"]:
-            raise DamagedCheckpoint(f"{directory}: {name} has {file.stat().st_size} bytes, and had {known['bytes']} when it was written")
+            raise DamagedCheckpoint(
+                f"{directory}: {name} has {file.stat().st_size} bytes, and had {known['bytes']} when it was written"
+            )
     return manifest
 
 
@@ -287,7 +305,9 @@ def sweep(root: Path) -> None:
     """Delete what killed runs left in ``root``; drafts of other running jobs stay."""
     complete = set(list_checkpoints(root))
     for path in directories(root):
-        ours = path.name.startswith(".") and path.suffix in (".partial", ".replaced", ".removed") and path not in complete
+        ours = (
+            path.name.startswith(".") and path.suffix in (".partial", ".replaced", ".removed") and path not in complete
+        )
         with suppress(OSError):
             if ours and all(each.name in (*FOLDERS, MANIFEST) for each in path.iterdir()):
                 descriptor = os.open(path, os.O_RDONLY)

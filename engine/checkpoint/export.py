@@ -106,16 +106,24 @@ def export_checkpoint(
         for name in names:
             first.setdefault(source.aliases.get(name, name), name)
         if not first:
-            raise ValueError(f"{path}: no tensor of the model's {len(everything)} is selected: widen include, or narrow exclude")
+            raise ValueError(
+                f"{path}: no tensor of the model's {len(everything)} is selected: widen include, or narrow exclude"
+            )
         targets = _stripped(first, prefix_strip)
         stored = {new: files.stored[old] for new, old in targets.items()}
         sizes = {new: known.shape.numel() * _as(known, wanted).itemsize for new, known in stored.items()}
-        written = _write(sizes, lambda chosen: _read(files, {name: stored[name] for name in chosen}, wanted), directory, limit)
+        written = _write(
+            sizes, lambda chosen: _read(files, {name: stored[name] for name in chosen}, wanted), directory, limit
+        )
         return Exported(
             files=[str(file) if directory == Path(out) else f"{str(out).rstrip('/')}/{file.name}" for file in written],
             tensors=len(sizes),
             bytes=sum(sizes.values()),
-            tied={name: first[source.aliases.get(name, name)] for name in names if first[source.aliases.get(name, name)] != name},
+            tied={
+                name: first[source.aliases.get(name, name)]
+                for name in names
+                if first[source.aliases.get(name, name)] != name
+            },
             left_out=sorted(set(everything) - set(names)),
         )
 
@@ -133,7 +141,9 @@ def _as(known: Stored, wanted: torch.dtype | None) -> torch.dtype:
 def _chosen(names: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
     for pattern in (*include, *exclude):
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"the pattern {pattern!r} matches none of the model's names, such as {', '.join(names[:5])}")
+            raise ValueError(
+                f"the pattern {pattern!r} matches none of the model's names, such as {', '.join(names[:5])}"
+            )
     kept = [name for name in names if not include or any(fnmatchcase(name, pattern) for pattern in include)]
     return [name for name in kept if not any(fnmatchcase(name, pattern) for pattern in exclude)]
 
@@ -168,7 +178,9 @@ def _read(files: TensorFiles, stored: Mapping[str, Stored], wanted: torch.dtype 
     return found
 
 
-def _write(sizes: Mapping[str, int], read: Callable[[list[str]], dict[str, Tensor]], directory: Path, limit: int) -> list[Path]:
+def _write(
+    sizes: Mapping[str, int], read: Callable[[list[str]], dict[str, Tensor]], directory: Path, limit: int
+) -> list[Path]:
     """Write the tensors of these names and sizes (bytes), those of one file read together; after an error no files remain."""
     shards: list[list[str]] = [[]]
     filled = 0
@@ -182,7 +194,11 @@ def _write(sizes: Mapping[str, int], read: Callable[[list[str]], dict[str, Tenso
     if there := sorted(path.name for path in directory.glob("model*.safetensors*")):
         raise FileExistsError(f"{directory} holds {there[0]} already: choose another directory, or remove it")
     count = len(shards)
-    names = ["model.safetensors"] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    names = (
+        ["model.safetensors"]
+        if count == 1
+        else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    )
     paths = [directory / name for name in names]
     try:
         for path, shard in zip(paths, shards, strict=True):

@@ -89,7 +89,9 @@ def unlike(saved: Any, own: Any) -> bool:
     if isinstance(own, (tuple, list)):
         return not isinstance(saved, (tuple, list)) or len(saved) != len(own) or any(map(unlike, saved, own))
     if type(own) in (int, float):
-        return not hasattr(saved, "dtype") and (type(saved) not in (int, float) or (type(saved) is int and abs(saved) >= 1 << 63))
+        return not hasattr(saved, "dtype") and (
+            type(saved) not in (int, float) or (type(saved) is int and abs(saved) >= 1 << 63)
+        )
     if isinstance(own, bool):
         return saved is not None and type(saved) is not bool
     return isinstance(saved, Stored) and saved.shape.numel() != 1
@@ -104,7 +106,10 @@ def _wrong(value: Any, form: Any, place: str) -> str | None:
     if isinstance(form, list):
         if not isinstance(value, list):
             return place
-        return next((bad for index, each in enumerate(value) if (bad := _wrong(each, form[0], f"{place}.{index}")) is not None), None)
+        return next(
+            (bad for index, each in enumerate(value) if (bad := _wrong(each, form[0], f"{place}.{index}")) is not None),
+            None,
+        )
     if isinstance(form, dict):
         if not isinstance(value, dict):
             return place

@@ -117,7 +117,9 @@ class DistributedFiles:
         try:
             self._read_index(index)
         except (AttributeError, TypeError, KeyError, ValueError) as error:
-            raise DamagedCheckpoint(f"{directory / METADATA} is not a checkpoint's index: {type(error).__name__}: {error}") from error
+            raise DamagedCheckpoint(
+                f"{directory / METADATA} is not a checkpoint's index: {type(error).__name__}: {error}"
+            ) from error
 
     def _read_index(self, index: Any) -> None:
         self.paths: dict[str, tuple[str | int, ...]] = {}
@@ -126,7 +128,11 @@ class DistributedFiles:
         self.values: list[str] = []
         """Names of the entries that are not tensors."""
         self._places = {
-            (str(key.fqn), tuple(getattr(key, "offset", None) or ())): (str(at.relative_path), int(at.offset), int(at.length))
+            (str(key.fqn), tuple(getattr(key, "offset", None) or ())): (
+                str(at.relative_path),
+                int(at.offset),
+                int(at.length),
+            )
             for key, at in index.storage_data.items()
             if not getattr(at, "transform_descriptors", None)
         }
@@ -138,7 +144,10 @@ class DistributedFiles:
                 continue
             dtype, size = entry.properties.dtype, torch.Size(entry.size)
             self._chunks[name] = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
-            if not isinstance(dtype, torch.dtype) or sum(prod(sizes) for _, sizes in self._chunks[name]) != size.numel():
+            if (
+                not isinstance(dtype, torch.dtype)
+                or sum(prod(sizes) for _, sizes in self._chunks[name]) != size.numel()
+            ):
                 raise ValueError(f"parts of {name!r} are missing")
             self.stored[name] = Stored(name, size, dtype)
 
@@ -149,7 +158,9 @@ class DistributedFiles:
             for offsets, sizes in self._chunks[name]:
                 part = self._load(name, offsets)
                 if not isinstance(part, Tensor) or tuple(part.shape) != sizes:
-                    raise DamagedCheckpoint(f"{self.directory}: {name!r} at {list(offsets)} is not a tensor of shape {list(sizes)}")
+                    raise DamagedCheckpoint(
+                        f"{self.directory}: {name!r} at {list(offsets)} is not a tensor of shape {list(sizes)}"
+                    )
                 target = found[name]
                 for dim, (low, length) in enumerate(zip(offsets, sizes, strict=True)):
                     target = target.narrow(dim, low, length)
@@ -162,7 +173,9 @@ class DistributedFiles:
 
     def _load(self, name: str, offsets: tuple[int, ...]) -> Any:
         if (name, offsets) not in self._places:
-            raise DamagedCheckpoint(f"{self.directory}: the index does not say where {name!r} at {list(offsets)} is, or it is transformed")
+            raise DamagedCheckpoint(
+                f"{self.directory}: the index does not say where {name!r} at {list(offsets)} is, or it is transformed"
+            )
         relative, low, length = self._places[name, offsets]
         path = inside(self.directory, relative)
         if low < 0 or length < 0 or not path.is_file() or low + length > path.stat().st_size:
@@ -184,7 +197,10 @@ class _StandIn:
 
 _CLASSES = frozenset(
     (
-        *(("torch.distributed.checkpoint.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+        *(
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")
+        ),
         *(("torch.distributed.checkpoint.metadata", f"{name}StorageMetadata") for name in ("Tensor", "Bytes", "Chunk")),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     )
@@ -248,7 +264,9 @@ def _unpickled(path: Path) -> Any:
         _check_sizes(content)
         return _Index(io.BytesIO(content)).load()
     except _Foreign as error:
-        raise ValueError(f"{path} holds {error}, which a checkpoint's index does not contain: it is not read") from error
+        raise ValueError(
+            f"{path} holds {error}, which a checkpoint's index does not contain: it is not read"
+        ) from error
     except FileNotFoundError:
         raise
     except Exception as error:  # a pickle can fail in any way

@@ -17,10 +17,14 @@ from engine.checkpoint.tensors import known_format
 _TAG = "$"  # {"$": kind, ...} represents what JSON cannot express
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _SEQUENCES: dict[str, type[Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
-_NUMPY = frozenset(("bool", *(f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64)), "float16", "float32", "float64"))
+_NUMPY = frozenset(
+    ("bool", *(f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64)), "float16", "float32", "float64")
+)
 _ARRAYS = _NUMPY | {"complex64"}
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-_POSSIBLE = "possible are dict, list, tuple, set, int, float, str, bool, None, bytes, tensors, and numpy arrays and numbers"
+_POSSIBLE = (
+    "possible are dict, list, tuple, set, int, float, str, bool, None, bytes, tensors, and numpy arrays and numbers"
+)
 
 
 def pack(tree: Any, cut: Callable[[Tensor], bool] = lambda tensor: False) -> tuple[Any, dict[str, Tensor]]:
@@ -100,9 +104,13 @@ class _Packer:
     def _tensor(self, item: Tensor, path: tuple[Any, ...]) -> str:
         plain = type(item) in (Tensor, torch.nn.Parameter) or self.cut(item)
         if not plain or item.layout != torch.strided or item.is_quantized:
-            raise TypeError(f"{_where(path)} is a tensor of a special kind ({type(item).__name__}, {item.layout}): make it a dense one")
+            raise TypeError(
+                f"{_where(path)} is a tensor of a special kind ({type(item).__name__}, {item.layout}): make it a dense one"
+            )
         if not known_format(item.dtype) or item.is_meta:
-            raise TypeError(f"{_where(path)} is a tensor of {item.dtype} on {item.device}, which cannot be stored: convert it")
+            raise TypeError(
+                f"{_where(path)} is a tensor of {item.dtype} on {item.device}, which cannot be stored: convert it"
+            )
         known = same_memory(item)
         if known not in self._names:
             self._names[known] = self._name(path)
@@ -136,7 +144,15 @@ def same_memory(tensor: Tensor) -> Any:
     """A key that is equal for tensors with the same elements in the same memory, such as tied weights."""
     if not tensor.numel() or type(tensor) not in (Tensor, torch.nn.Parameter):
         return id(tensor)
-    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return (
+        tensor.data_ptr(),
+        tensor.device,
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
 
 
 def _where(path: tuple[Any, ...]) -> str:
@@ -154,7 +170,9 @@ def _unpackable(item: Any, path: tuple[Any, ...]) -> TypeError:
         fix = "save its state_dict()"
     else:
         fix = "save its parts, and create it again when loading"
-    return TypeError(f"{_where(path)} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: {fix}; {_POSSIBLE}")
+    return TypeError(
+        f"{_where(path)} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: {fix}; {_POSSIBLE}"
+    )
 
 
 def _unpack(value: Any, tensors: Mapping[str, Any]) -> Any:

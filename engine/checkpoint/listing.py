@@ -34,7 +34,10 @@ def entries(root: str | Path) -> list[Entry]:
         return [_entry(where, name, manifest) for name, manifest in where.manifests().items() if name in names]
     found = [_entry(where, name, manifest) for name, manifest in where.manifests().items()]
     damaged = where.damaged().items()
-    return [*found, *({"name": name, "path": str(where.path(name)), "complete": False, "reason": why} for name, why in damaged)]
+    return [
+        *found,
+        *({"name": name, "path": str(where.path(name)), "complete": False, "reason": why} for name, why in damaged),
+    ]
 
 
 def _entry(where: Place, name: str, manifest: Mapping[str, Any]) -> Entry:
@@ -78,7 +81,9 @@ def facts(path: str | Path, tensors: bool = False) -> dict[str, Any]:
     where, names = find(path)
     with Opened(where.fetch(names[-1]), folders=()) as found:
         entry = _entry(where, names[-1], found.manifest)
-        rest = {name: value for name, value in found.manifest.items() if name not in (*entry, "files", "crc32", "counters")}
+        rest = {
+            name: value for name, value in found.manifest.items() if name not in (*entry, "files", "crc32", "counters")
+        }
         shared = _fields(found.tree(SHARED))
         report = {**entry, **rest, "files": {name: known["bytes"] for name, known in found.files.items()}}
         if isinstance(shared.get("hparams"), dict):
@@ -130,7 +135,12 @@ def _problems(where: Place, name: str, known: str = "") -> list[str]:
             verify(directory, files, blocks(files, [file]))
         except (OSError, ValueError) as error:
             found.append(str(error).removeprefix(f"{directory}: "))
-    there = {str(path.relative_to(directory)) for folder in FOLDERS for path in (directory / folder).glob("*") if path.is_file()}
+    there = {
+        str(path.relative_to(directory))
+        for folder in FOLDERS
+        for path in (directory / folder).glob("*")
+        if path.is_file()
+    }
     found += [f"{file} is not in the manifest" for file in sorted(there - files.keys())]
     if not found:
         try:
@@ -162,7 +172,11 @@ def by_score(manifests: Mapping[str, Mapping[str, Any]]) -> list[str]:
     scored = [name for name, score in scores.items() if not math.isnan(score["value"])]
     if scored:
         first = scores[scored[0]]
-        scored = [name for name in scored if (scores[name]["monitor"], scores[name]["mode"]) == (first["monitor"], first["mode"])]
+        scored = [
+            name
+            for name in scored
+            if (scores[name]["monitor"], scores[name]["mode"]) == (first["monitor"], first["mode"])
+        ]
         scored.sort(key=lambda name: scores[name]["value"], reverse=first["mode"] == "max")
     return scored
 

@@ -71,7 +71,9 @@ def packed_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"the names {taken} are reserved in the manifest: choose other names")
     value, tensors = pack(dict(facts))
     if tensors or not isinstance(value, dict) or "$" in value:
-        raise TypeError(f"the manifest is for small JSON values by name; found tensors {sorted(tensors)}, names {list(facts)}")
+        raise TypeError(
+            f"the manifest is for small JSON values by name; found tensors {sorted(tensors)}, names {list(facts)}"
+        )
     return value
 
 
@@ -94,7 +96,9 @@ def check_manifest(where: Any, manifest: Any) -> dict[str, Any]:
     except RecursionError as error:
         raise DamagedCheckpoint(f"{where}: {MANIFEST} is nested too deeply") from error
     if found != manifest["crc32"]:
-        raise DamagedCheckpoint(f"{where}: {MANIFEST} is not what was written: its checksum is {found}, expected {manifest['crc32']!r}")
+        raise DamagedCheckpoint(
+            f"{where}: {MANIFEST} is not what was written: its checksum is {found}, expected {manifest['crc32']!r}"
+        )
     manifest = {**manifest, **older}
     _check_values(where, manifest)
     try:
@@ -111,10 +115,16 @@ def _check_values(where: Any, manifest: Mapping[str, Any]) -> None:
     for name, known in manifest["files"].items():
         folder, _, file = name.partition("/")
         if folder not in FOLDERS or not is_entry(file):
-            raise DamagedCheckpoint(f"{where}: {MANIFEST} names the file {name!r}, which leads out of the checkpoint or is not part of one")
+            raise DamagedCheckpoint(
+                f"{where}: {MANIFEST} names the file {name!r}, which leads out of the checkpoint or is not part of one"
+            )
         if not isinstance(known, dict) or type(known.get("bytes")) is not int or not _sums(known):
             raise DamagedCheckpoint(f"{where}: {MANIFEST} has no usable entry for {name!r}")
-    limits = {"serial": _MOST_SERIAL, "saved_at": _LATEST, "world_size": max(1, len(manifest["files"]))}  # each rank wrote a file
+    limits = {
+        "serial": _MOST_SERIAL,
+        "saved_at": _LATEST,
+        "world_size": max(1, len(manifest["files"])),
+    }  # each rank wrote a file
     for name, most in limits.items():
         if not (name == "world_size") <= manifest[name] <= most:
             raise DamagedCheckpoint(f"{where}: {MANIFEST} has the {name} {manifest[name]!r:.40}, which is not possible")
@@ -130,7 +140,11 @@ def _unreadable(version: int) -> str:
 def _sums(known: Mapping[str, Any]) -> bool:
     """Whether a record has one checksum for each block."""
     sums = known.get("crc32")
-    return isinstance(sums, list) and len(sums) == max(1, -(-known["bytes"] // BLOCK)) and all(type(each) is str for each in sums)
+    return (
+        isinstance(sums, list)
+        and len(sums) == max(1, -(-known["bytes"] // BLOCK))
+        and all(type(each) is str for each in sums)
+    )
 
 
 def _sum(manifest: Mapping[str, Any]) -> str:

@@ -29,9 +29,13 @@ def named(state: Mapping[str, Any], model: Mapping[str, Stored]) -> dict[str, An
         found = [list(group["param_names"]) for group in groups]
     else:
         usable = {
-            n: s for n, s in model.items() if (s.dtype.is_floating_point or s.dtype.is_complex) and n.rpartition(".")[2] not in _BUFFERS
+            n: s
+            for n, s in model.items()
+            if (s.dtype.is_floating_point or s.dtype.is_complex) and n.rpartition(".")[2] not in _BUFFERS
         }
-        found = [_only_order([_shape(state["state"].get(number)) for number in group["params"]], usable) for group in groups]
+        found = [
+            _only_order([_shape(state["state"].get(number)) for number in group["params"]], usable) for group in groups
+        ]
     every = [name for names in found for name in names]
     whole = [len(names) == len(group["params"]) for names, group in zip(found, groups, strict=True)]
     if not all(whole) or len(set(every)) != len(every) or not set(every) <= model.keys():
@@ -56,7 +60,11 @@ def _only_order(shapes: Sequence[tuple[int, ...] | None], model: Mapping[str, St
 
     def first_fit(shapes: Sequence[tuple[int, ...] | None], names: Sequence[str]) -> list[str]:
         left = iter(names)
-        return [name for shape in shapes if (name := next((n for n in left if shape in (None, tuple(model[n].shape))), None)) is not None]
+        return [
+            name
+            for shape in shapes
+            if (name := next((n for n in left if shape in (None, tuple(model[n].shape))), None)) is not None
+        ]
 
     forward, backward = first_fit(shapes, names), first_fit(shapes[::-1], names[::-1])[::-1]
     # The earliest and the latest choice are the same: there is only one.

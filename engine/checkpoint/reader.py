@@ -41,7 +41,11 @@ class Report:
             ("of another shape", self.other_shapes),
             ("of another type", self.other_dtypes),
         )
-        parts = (f"{kind}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}" for kind, names in kinds if names)
+        parts = (
+            f"{kind}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+            for kind, names in kinds
+            if names
+        )
         return printable("; ".join(parts))
 
 
@@ -53,7 +57,11 @@ def _holds(here: torch.dtype, saved: torch.dtype) -> bool:
     depending on the precision."""
     if here == saved or (here in _TRAINED and saved in _TRAINED):
         return True
-    same = here.is_floating_point == saved.is_floating_point and here.is_complex == saved.is_complex and torch.bool not in (here, saved)
+    same = (
+        here.is_floating_point == saved.is_floating_point
+        and here.is_complex == saved.is_complex
+        and torch.bool not in (here, saved)
+    )
     return same and here.itemsize > saved.itemsize and torch.promote_types(here, saved) == here
 
 
@@ -94,9 +102,15 @@ class Source:
         """How a model's state fits; tensors may be on the meta device."""
         there = {*self._model.stored, *self.aliases, *self.extra}
         tensors = {name: value for name, value in own.items() if isinstance(value, Tensor) and name in there}
-        shapes = [f"{n} ({list(self.stored(n).shape)} there, {list(t.shape)} here)" for n, t in tensors.items() if self.stored(n).shape != t.shape]
+        shapes = [
+            f"{n} ({list(self.stored(n).shape)} there, {list(t.shape)} here)"
+            for n, t in tensors.items()
+            if self.stored(n).shape != t.shape
+        ]
         kinds = {name: (self.stored(name).dtype, value.dtype) for name, value in tensors.items()}
-        dtypes = [f"{name} ({saved} there, {here} here)" for name, (saved, here) in kinds.items() if not _holds(here, saved)]
+        dtypes = [
+            f"{name} ({saved} there, {here} here)" for name, (saved, here) in kinds.items() if not _holds(here, saved)
+        ]
         return Report(sorted(own.keys() - there), sorted(there - own.keys()), shapes, dtypes)
 
     def stored(self, name: str) -> Stored:
@@ -135,7 +149,11 @@ class Source:
             return ""
         if not self._hparams:
             return "; it has no hyperparameters (save_hyperparameters): create the module with the arguments that it was trained with"
-        other = {str(n): v for n, v in self._hparams.items() if n not in own or (isinstance(v, type(own[n])) and v != own[n] and v != HIDDEN)}
+        other = {
+            str(n): v
+            for n, v in self._hparams.items()
+            if n not in own or (isinstance(v, type(own[n])) and v != own[n] and v != HIDDEN)
+        }
         shown = ", ".join(f"{name}={value!s:.40}" for name, value in other.items())
         return f"; it was created with {printable(shown)}" if shown else ""
 
@@ -154,7 +172,11 @@ class Source:
         direct = {id(t) for t in (*module.parameters(), *module.buffers())}
         fits = {name: value for name, value in own.items() if name in self and name not in wrong}
         here = {name: value for name, value in fits.items() if isinstance(value, Tensor) and not value.is_meta}
-        made = {name: torch.empty_like(value, requires_grad=False) for name, value in here.items() if id(value) not in direct}
+        made = {
+            name: torch.empty_like(value, requires_grad=False)
+            for name, value in here.items()
+            if id(value) not in direct
+        }
         self.read_model({name: made.get(name, value) for name, value in here.items()})
         rest = made | {name: self.extra[name] for name in fits if name in self.extra}
         if rest:

@@ -75,7 +75,9 @@ class Remote:
     def begin(self, name: str, first: bool) -> None:
         if first and self.files.exists(self._at(name)):
             if not self.files.exists(self._at(f"{name}/{MANIFEST}")) and not self._remains(name):
-                raise FileExistsError(f"{self.path(name)} exists and is not a checkpoint ({MANIFEST} is missing): choose another path")
+                raise FileExistsError(
+                    f"{self.path(name)} exists and is not a checkpoint ({MANIFEST} is missing): choose another path"
+                )
             self._delete(name)
         self._drafts[name] = Path(tempfile.mkdtemp(dir=self._copies))
         for folder in FOLDERS:
@@ -93,7 +95,9 @@ class Remote:
         for file, known in files.items():
             found = self.files.size(self._at(f"{name}/{file}"))
             if found != known["bytes"]:
-                raise OSError(f"{self.path(name)}/{file} has {found} bytes after sending, and {known['bytes']} were written")
+                raise OSError(
+                    f"{self.path(name)}/{file} has {found} bytes after sending, and {known['bytes']} were written"
+                )
         self.files.pipe_file(self._at(f"{name}/{MANIFEST}"), json.dumps(manifest, allow_nan=False, indent=1).encode())
         self._drop(name)
 
@@ -140,7 +144,9 @@ class Remote:
         for file, known in manifest["files"].items():
             size = sizes.get(self._at(f"{name}/{file}"))
             if size != known["bytes"]:
-                what = "is missing" if size is None else f"has {size} bytes, and had {known['bytes']} when it was written"
+                what = (
+                    "is missing" if size is None else f"has {size} bytes, and had {known['bytes']} when it was written"
+                )
                 raise DamagedCheckpoint(f"{self.path(name)}: {file} {what}")
         return manifest
 
@@ -186,7 +192,10 @@ class Remote:
         """The time of its newest file; ``None`` if the storage has no times."""
         now, youngest = datetime.now(UTC), timedelta.max
         for entry in self.files.find(self._at(name), detail=True).values():
-            when = next((entry[key] for key in ("LastModified", "mtime", "updated", "created") if entry.get(key) is not None), None)
+            when = next(
+                (entry[key] for key in ("LastModified", "mtime", "updated", "created") if entry.get(key) is not None),
+                None,
+            )
             if isinstance(when, (int, float)):
                 when = datetime.fromtimestamp(when, UTC)
             if not isinstance(when, datetime):
@@ -204,8 +213,12 @@ class Remote:
 
     def _remains(self, name: str) -> bool:
         """Whether these files belong to a checkpoint that was being written or removed: only checkpoints have such state files."""
-        found = (path.removeprefix(self._at(name)).strip("/").partition("/") for path in self.files.find(self._at(name)))
-        return any(inner in FOLDERS and file.startswith("rank=") for inner, _, file in found)  # checkpoints in it do not count
+        found = (
+            path.removeprefix(self._at(name)).strip("/").partition("/") for path in self.files.find(self._at(name))
+        )
+        return any(
+            inner in FOLDERS and file.startswith("rank=") for inner, _, file in found
+        )  # checkpoints in it do not count
 
     def _manifest(self, name: str) -> dict[str, Any]:
         try:

@@ -51,7 +51,9 @@ class Resume:
 
     def __post_init__(self) -> None:
         if self.hyperparameters not in ("checkpoint", "configured"):
-            raise ValueError(f"Resume(hyperparameters={self.hyperparameters!r}) is unknown; possible: 'checkpoint', 'configured'")
+            raise ValueError(
+                f"Resume(hyperparameters={self.hyperparameters!r}) is unknown; possible: 'checkpoint', 'configured'"
+            )
 
 
 class Loaded:
@@ -102,7 +104,9 @@ class Loaded:
         try:
             take(state)
         except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise ValueError(f"{self.path}: the saved state does not fit {what}: {type(error).__name__}: {printable(error)}") from error
+            raise ValueError(
+                f"{self.path}: the saved state does not fit {what}: {type(error).__name__}: {printable(error)}"
+            ) from error
 
     def own(self, place: Any) -> Any:
         """This rank's state, if all ranks have their old positions; else ``None``, on all ranks.
@@ -143,14 +147,18 @@ def opening(
     """
     named = wanted in NAMES
     where, name = (place, "") if named else split(wanted)
-    candidates, unusable = together(group, partial(_there, place, wanted) if named and group.is_main else lambda: [[name], {}])[0]
+    candidates, unusable = together(
+        group, partial(_there, place, wanted) if named and group.is_main else lambda: [[name], {}]
+    )[0]
     reasons = [f"{where.path(name)}: {why}" for name, why in unusable.items()]
     passed: list[str] = []
     for name in candidates:
         try:
             loaded, damage = _open(group, where, name, folders)
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{argument}={wanted!r}: {error}{'' if named else nearest(wanted, NAMES)}") from error
+            raise FileNotFoundError(
+                f"{argument}={wanted!r}: {error}{'' if named else nearest(wanted, NAMES)}"
+            ) from error
         if loaded is not None:
             for reason in reasons if group.is_main else ():
                 report("%s; using %s", printable(reason), name)
@@ -183,7 +191,9 @@ def describe(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> dict[str, 
     return dict(zip(("optimizers", "schedulers"), names, strict=True))
 
 
-_KNOBS = frozenset(("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad", "decoupled_weight_decay", "initial_lr"))
+_KNOBS = frozenset(
+    ("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad", "decoupled_weight_decay", "initial_lr")
+)
 """Hyperparameters that choose an implementation, or that variants of one method lack."""
 
 
@@ -197,7 +207,9 @@ def check_optimizer(loaded: Loaded, index: int, optimizer: Any) -> None:
     kind, own = kinds[index] if index < len(kinds) else None, type(optimizer).__name__
     for group, here in zip(saved["param_groups"], optimizer.param_groups, strict=False):
         missing = sorted(here.keys() - group.keys() - {"params"} - (_KNOBS if kind != own else here.keys()))
-        missing += sorted(name for name, value in here.items() if name != "params" and name in group and unlike(group[name], value))
+        missing += sorted(
+            name for name, value in here.items() if name != "params" and name in group and unlike(group[name], value)
+        )
         if missing:
             raise ValueError(
                 f"{loaded.path} has the state of {printable(kind or 'another optimizer')} for optimizer {index}, which is {own}: no usable "
@@ -206,7 +218,9 @@ def check_optimizer(loaded: Loaded, index: int, optimizer: Any) -> None:
     if type(optimizer).__module__.startswith("torch.optim."):
         _check_torch(loaded, index, optimizer, saved)
     if kind not in (None, own):
-        logger.warning("%s: optimizer %d was %s, and its state continues in %s", loaded.path, index, printable(kind), own)
+        logger.warning(
+            "%s: optimizer %d was %s, and its state continues in %s", loaded.path, index, printable(kind), own
+        )
 
 
 def _check_torch(loaded: Loaded, index: int, optimizer: Any, saved: Any) -> None:
@@ -214,15 +228,21 @@ def _check_torch(loaded: Loaded, index: int, optimizer: Any, saved: Any) -> None
     taken = inspect.signature(type(optimizer)).parameters
     for group in saved["param_groups"]:
         given = {name: value for name, value in group.items() if name in taken and type(value) in (int, float, tuple)}
-        loaded.give(f"optimizer {index}", lambda values: type(optimizer)([torch.zeros(1, requires_grad=True)], **values), given)
+        loaded.give(
+            f"optimizer {index}", lambda values: type(optimizer)([torch.zeros(1, requires_grad=True)], **values), given
+        )
         kinds: dict[int, Any] = {}
         for name in group["params"]:
             entry = saved["state"].get(name)
             if entry:
                 shape = {key: isinstance(value, Stored) for key, value in entry.items()}
-                dims = len(loaded.source.stored(str(name)).shape) if isinstance(optimizer, torch.optim.Adafactor) else 0  # matrices: rows, columns
+                dims = (
+                    len(loaded.source.stored(str(name)).shape) if isinstance(optimizer, torch.optim.Adafactor) else 0
+                )  # matrices: rows, columns
                 if kinds.setdefault(dims, shape) != shape:
-                    raise DamagedCheckpoint(f"{loaded.path}: optim/optim.json has different entries for {name!r} than for other parameters")
+                    raise DamagedCheckpoint(
+                        f"{loaded.path}: optim/optim.json has different entries for {name!r} than for other parameters"
+                    )
 
 
 def check_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> None:
@@ -235,12 +255,28 @@ def check_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> N
     kind = kinds[index] if index < len(kinds) else None
     known = scheduler.state_dict()
     differ = {name for name in known.keys() ^ state.keys() if not str(name).startswith("_")} if kind is None else set()
-    odd = {str(name) for name in state.keys() - known.keys() if str(name) == "optimizer" or callable(getattr(type(scheduler), str(name), None))}
+    odd = {
+        str(name)
+        for name in state.keys() - known.keys()
+        if str(name) == "optimizer" or callable(getattr(type(scheduler), str(name), None))
+    }
     # A list may have grown: the list of rates does with the parameter groups.
-    odd |= {str(name) for name in state.keys() & known.keys() if type(known[name]) in (int, float) and unlike(state[name], known[name])}
-    odd |= {str(name) for name in state.keys() & known.keys() if type(known[name]) is list and not isinstance(state[name], (list, tuple))}
+    odd |= {
+        str(name)
+        for name in state.keys() & known.keys()
+        if type(known[name]) in (int, float) and unlike(state[name], known[name])
+    }
+    odd |= {
+        str(name)
+        for name in state.keys() & known.keys()
+        if type(known[name]) is list and not isinstance(state[name], (list, tuple))
+    }
     if kind not in (None, own) or differ or odd:
-        what = f"another scheduler ({kind})" if kind not in (None, own) else f"no {own} (see {', '.join(sorted(map(str, differ | odd)))})"
+        what = (
+            f"another scheduler ({kind})"
+            if kind not in (None, own)
+            else f"no {own} (see {', '.join(sorted(map(str, differ | odd)))})"
+        )
         raise ValueError(
             f"{loaded.path} has the state of {printable(what)} for scheduler {index}, which is {own}: give the saved scheduler, or start "
             "optimizers and schedulers fresh with Resume(path, optimizer=False)"
@@ -308,7 +344,11 @@ def fitting(saved: dict[str, Any], own: dict[str, Any], module: nn.Module, sourc
     """
     shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
     names = {name for group in own["param_groups"] for name in group["params"]}
-    entries = {n: e for n, e in saved["state"].items() if n in names and n in source and source.stored(n).shape == shapes.get(n)}
+    entries = {
+        n: e
+        for n, e in saved["state"].items()
+        if n in names and n in source and source.stored(n).shape == shapes.get(n)
+    }
     same = len(saved["param_groups"]) == len(own["param_groups"])
     pairs = zip(saved["param_groups"] if same else own["param_groups"], own["param_groups"], strict=True)
     return {**saved, "state": entries, "param_groups": [{**group, "params": mine["params"]} for group, mine in pairs]}

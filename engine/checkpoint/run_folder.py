@@ -129,7 +129,11 @@ class RunFolder:
         number, mark = self._get(first, wanted, uuid.uuid4().hex)
         named = self._named(first) if wanted is None and self._wanted in NAMES else first.place(number)
         own = number if first is self._root else self._get(self._root, self._root.with_id(mark["id"]), mark["id"])[0]
-        where = self._root.folder(own) if first is self._root else f"{self._root.folder(own)}, its checkpoints into {first.folder(number)}"
+        where = (
+            self._root.folder(own)
+            if first is self._root
+            else f"{self._root.folder(own)}, its checkpoints into {first.folder(number)}"
+        )
         news: list[Any] = [logging.INFO, "this run writes into %s", where]
         if wanted is None and (number or own):
             news = [
@@ -151,7 +155,13 @@ class RunFolder:
         return self._row(mark["id"], number, named, named, news)
 
     def _row(self, name: str, number: int, checkpoints: Place, named: Place, news: list[Any]) -> dict[str, Any]:
-        return {"id": name, "path": self._root.folder(number), "checkpoints": checkpoints.root, "named": named.root, "news": news}
+        return {
+            "id": name,
+            "path": self._root.folder(number),
+            "checkpoints": checkpoints.root,
+            "named": named.root,
+            "news": news,
+        }
 
     def _keep(self, root: Runs) -> str:
         if self._stage != "fit":
@@ -235,7 +245,11 @@ def _check_writable(where: str) -> None:
         return
     there = next(each for each in (Path(where), *Path(where).parents) if os.path.exists(each))
     if not os.access(there, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
-        why = "is on a read-only file system" if os.statvfs(there).f_flag & os.ST_RDONLY else "may not be written to by this user"
+        why = (
+            "is on a read-only file system"
+            if os.statvfs(there).f_flag & os.ST_RDONLY
+            else "may not be written to by this user"
+        )
         raise PermissionError(
             f"checkpoints are to be kept in {where}, and {there} {why}: choose another root_dir, or another dirpath of ModelCheckpoint"
         )
@@ -263,7 +277,9 @@ def _own(environ: Mapping[str, str]) -> list[str]:
 
 
 def _restarted(environ: Mapping[str, str]) -> bool:
-    return any(environ.get(name, "0") not in ("", "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
+    return any(
+        environ.get(name, "0") not in ("", "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    )
 
 
 def _of(mark: Mark, names: list[str]) -> bool:

@@ -51,7 +51,12 @@ def who(mark: Mark) -> str:
 def runs_here(mark: Mark) -> bool:
     """Whether the process in the mark is on this host and still running."""
     pid = mark.get("pid")
-    if mark.get("status") != RUNNING or mark.get("host") != socket.gethostname() or type(pid) is not int or not 0 < pid < 1 << 31:
+    if (
+        mark.get("status") != RUNNING
+        or mark.get("host") != socket.gethostname()
+        or type(pid) is not int
+        or not 0 < pid < 1 << 31
+    ):
         return False
     try:
         os.kill(pid, 0)

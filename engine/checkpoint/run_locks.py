@@ -23,7 +23,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from engine.checkpoint.remote_storage import reach
-from engine.checkpoint.run_json import ENDED, FAILED, LONGEST, RUN, RUNNING, Mark, continued, in_use, packed, parsed, read, runs_here, who
+from engine.checkpoint.run_json import (
+    ENDED,
+    FAILED,
+    LONGEST,
+    RUN,
+    RUNNING,
+    Mark,
+    continued,
+    in_use,
+    packed,
+    parsed,
+    read,
+    runs_here,
+    who,
+)
 from engine.checkpoint.storage import Place, place
 from engine.utils.errors import FolderInUse
 from engine.utils.log import logger
@@ -204,7 +218,9 @@ class LocalRuns(Runs):
         if not free:
             os.close(descriptor)
             return None
-        return LocalHeld(descriptor, folder, [folder, *made[1:]] if number else made, mark if new else continued(before, mark), new)
+        return LocalHeld(
+            descriptor, folder, [folder, *made[1:]] if number else made, mark if new else continued(before, mark), new
+        )
 
 
 class LocalHeld:
@@ -299,7 +315,9 @@ class RemoteRuns(Runs):
 
     def _numbered(self) -> list[int]:
         try:
-            names = [str(entry).rstrip("/").rpartition("/")[2] for entry in self.files.ls(reach(self.root)[1], detail=False)]
+            names = [
+                str(entry).rstrip("/").rpartition("/")[2] for entry in self.files.ls(reach(self.root)[1], detail=False)
+            ]
         except FileNotFoundError:
             return []
         return [int(found[1]) for name in names if (found := _NUMBERED.fullmatch(name))]
@@ -309,7 +327,9 @@ class RemoteRuns(Runs):
         if runs_here(before) or (new and (before or number in self._numbered() or has_checkpoints(self.place(number)))):
             return None
         if before.get("status") == RUNNING and before.get("host") != mark["host"]:
-            logger.warning("%s was last used by %s, and it is unknown whether it is still in use", self.folder(number), who(before))
+            logger.warning(
+                "%s was last used by %s, and it is unknown whether it is still in use", self.folder(number), who(before)
+            )
         held = RemoteHeld(self.files, self._file(number), mark if new else continued(before, mark), new)
         return held if self.mark(number).get("id") == held.mark["id"] else None
 

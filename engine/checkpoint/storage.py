@@ -68,7 +68,9 @@ def place(root: str | Path) -> Place:
 
 def same(one: Place, other: Place) -> bool:
     """Whether both paths name one directory, in any spelling."""
-    return one.root == other.root or (one.shared and other.shared and os.path.realpath(one.root) == os.path.realpath(other.root))
+    return one.root == other.root or (
+        one.shared and other.shared and os.path.realpath(one.root) == os.path.realpath(other.root)
+    )
 
 
 def split(path: str | Path) -> tuple[Place, str]:
@@ -112,7 +114,9 @@ class Local:
         """Nothing to do: the files are in the draft."""
 
     def seal(self, name: str, world_size: int, facts: Mapping[str, Any], files: Mapping[str, Record]) -> None:
-        self._serial = next_serial([{"serial": self._serial}] if self._serial else self.manifests().values())  # the folder is listed once
+        self._serial = next_serial(
+            [{"serial": self._serial}] if self._serial else self.manifests().values()
+        )  # the folder is listed once
         directory.seal(self.path(name), manifest_of(world_size, facts, files, self._serial), files)
         self._unlock()
 
@@ -153,7 +157,11 @@ class Local:
 
     def unusable(self) -> dict[str, str]:
         remains = set(_REMAINS.values())
-        return {name: why for name, why in self.damaged().items() if why not in remains and directory.is_one(self.path(name))}
+        return {
+            name: why
+            for name, why in self.damaged().items()
+            if why not in remains and directory.is_one(self.path(name))
+        }
 
     def fetch(self, name: str) -> Path:
         return self.path(name)
@@ -167,5 +175,3 @@ class Local:
 
     def sweep(self) -> None:
         directory.sweep(self.directory)
-
-

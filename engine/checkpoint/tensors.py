@@ -22,10 +22,22 @@ from engine.checkpoint.files import DamagedCheckpoint, Record, write_file
 FORMATS: dict[torch.dtype, str] = {
     getattr(torch, name): short
     for name, short in (
-        *(("float64", "F64"), ("float32", "F32"), ("float16", "F16"), ("bfloat16", "BF16"), ("complex64", "C64"), ("bool", "BOOL")),
+        *(
+            ("float64", "F64"),
+            ("float32", "F32"),
+            ("float16", "F16"),
+            ("bfloat16", "BF16"),
+            ("complex64", "C64"),
+            ("bool", "BOOL"),
+        ),
         *(("int64", "I64"), ("int32", "I32"), ("int16", "I16"), ("int8", "I8")),
         *(("uint64", "U64"), ("uint32", "U32"), ("uint16", "U16"), ("uint8", "U8")),
-        *(("float8_e4m3fn", "F8_E4M3"), ("float8_e5m2", "F8_E5M2"), ("float8_e4m3fnuz", "F8_E4M3FNUZ"), ("float8_e5m2fnuz", "F8_E5M2FNUZ")),
+        *(
+            ("float8_e4m3fn", "F8_E4M3"),
+            ("float8_e5m2", "F8_E5M2"),
+            ("float8_e4m3fnuz", "F8_E4M3FNUZ"),
+            ("float8_e5m2fnuz", "F8_E5M2FNUZ"),
+        ),
     )
 }
 """The dtypes of safetensors, and its names for them."""
@@ -44,7 +56,12 @@ class Stored:
 
 def storable(tensor: Any) -> bool:
     """Whether safetensors can hold it: a dense tensor with memory, of a supported dtype."""
-    return isinstance(tensor, Tensor) and known_format(tensor.dtype) and not tensor.is_meta and tensor.layout == torch.strided
+    return (
+        isinstance(tensor, Tensor)
+        and known_format(tensor.dtype)
+        and not tensor.is_meta
+        and tensor.layout == torch.strided
+    )
 
 
 def known_format(dtype: torch.dtype) -> bool:
@@ -52,7 +69,9 @@ def known_format(dtype: torch.dtype) -> bool:
     return dtype in FORMATS or dtype == torch.complex128
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], offsets: Mapping[str, Sequence[int]] | None = None) -> Record:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], offsets: Mapping[str, Sequence[int]] | None = None
+) -> Record:
     """Write one file and wait until it is on the disk. Tensors of a device are copied to the host one at a time.
 
     torch's and safetensors' own writers first assemble the whole file in memory while they hold the GIL; this one writes directly
@@ -67,7 +86,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], offsets: Mapping[st
             del parts[name]
             parts[name + COMPLEX] = torch.view_as_real(tensor.resolve_conj()), [*begin, 0]
     # Large elements first: every tensor then starts at a multiple of its element size.
-    ordered = sorted(((name, tensor) for name, (tensor, _) in parts.items()), key=lambda item: (-item[1].element_size(), item[0]))
+    ordered = sorted(
+        ((name, tensor) for name, (tensor, _) in parts.items()), key=lambda item: (-item[1].element_size(), item[0])
+    )
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     if offsets is not None:
         where = {name: {"saved_offsets": parts[name][1]} for name, _ in ordered}
@@ -79,7 +100,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], offsets: Mapping[st
         low = high
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return write_file(path, (part for parts in ([len(text).to_bytes(8, "little"), text], map(_bytes, (t for _, t in ordered))) for part in parts))
+    return write_file(
+        path,
+        (
+            part
+            for parts in ([len(text).to_bytes(8, "little"), text], map(_bytes, (t for _, t in ordered)))
+            for part in parts
+        ),
+    )
 
 
 def _bytes(tensor: Tensor) -> Any:
@@ -116,7 +144,9 @@ class TensorFiles:
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
         for name, entry in self._entries.items():
-            assert isinstance(entry, TensorStorageMetadata)  # the other kind is pickled, and never written by this library
+            assert isinstance(
+                entry, TensorStorageMetadata
+            )  # the other kind is pickled, and never written by this library
             if bad := _untiled(entry.size, [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]):
                 raise DamagedCheckpoint(f"{self.directory}: parts of {name!r} {bad}")
             if name.endswith(COMPLEX):
@@ -140,7 +170,9 @@ class TensorFiles:
             if known is None:
                 raise ValueError(f"{self.directory}: there is no tensor {name!r}")
             if known.shape != target.shape:
-                raise ValueError(f"{self.directory}: {name!r} has shape {list(known.shape)}, and {list(target.shape)} was requested")
+                raise ValueError(
+                    f"{self.directory}: {name!r} has shape {list(known.shape)}, and {list(target.shape)} was requested"
+                )
         if targets:
             from torch.distributed.checkpoint import DefaultLoadPlanner, load
 
@@ -154,7 +186,9 @@ class TensorFiles:
             with torch.no_grad(), warnings.catch_warnings():
                 # Every rank reads for itself on purpose.
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-                _checked(self.directory, lambda: load(state, storage_reader=self._reader, planner=planner, no_dist=True))
+                _checked(
+                    self.directory, lambda: load(state, storage_reader=self._reader, planner=planner, no_dist=True)
+                )
             for target in targets.values():  # written through views and aliases: bump the version of the tensor itself
                 torch.autograd.graph.increment_version(target)
 
@@ -171,7 +205,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     found: dict[str, Tensor] = _checked(path, lambda: load_file(path))
-    return {name.removesuffix(COMPLEX): torch.view_as_complex(t) if name.endswith(COMPLEX) else t for name, t in found.items()}
+    return {
+        name.removesuffix(COMPLEX): torch.view_as_complex(t) if name.endswith(COMPLEX) else t
+        for name, t in found.items()
+    }
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -180,7 +217,10 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 def _untiled(shape: Sequence[int], parts: Sequence[Box]) -> str:
     """What is wrong with shards that do not cover each element of a tensor of ``shape`` once; empty if nothing."""
-    if any(len(begin) != len(shape) or any(b < 0 or b + n > most for b, n, most in zip(begin, size, shape, strict=True)) for begin, size in parts):
+    if any(
+        len(begin) != len(shape) or any(b < 0 or b + n > most for b, n, most in zip(begin, size, shape, strict=True))
+        for begin, size in parts
+    ):
         return "lie outside of it"
     if sum(math.prod(size) for _, size in parts) != math.prod(shape):
         return "are missing"
@@ -205,7 +245,12 @@ def _pairs(tensor: Any) -> Tensor:
     local = torch.view_as_real(tensor.to_local())
     stride = (*(2 * step for step in tensor.stride()), 1)
     made: Tensor = type(tensor).from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=torch.Size((*tensor.shape, 2)), stride=stride
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=torch.Size((*tensor.shape, 2)),
+        stride=stride,
     )
     return made
 
@@ -217,5 +262,16 @@ def _checked(directory: Path, read: Any) -> Any:
         return read()
     except DamagedCheckpoint:
         raise
-    except (SafetensorError, LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError, AssertionError) as error:
-        raise DamagedCheckpoint(f"{directory}: a safetensors file cannot be read: {type(error).__name__}: {error}") from error
+    except (
+        SafetensorError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        ArithmeticError,
+        RecursionError,
+        AssertionError,
+    ) as error:
+        raise DamagedCheckpoint(
+            f"{directory}: a safetensors file cannot be read: {type(error).__name__}: {error}"
+        ) from error

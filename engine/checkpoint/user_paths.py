@@ -32,7 +32,9 @@ def folder(path: str | Path) -> Place | None:
         return None
     root = str(path).rstrip("/")
     tried = [place(f"{each}{inner}") for each in runs(root).folders() for inner in ("", "/checkpoints")]
-    return next((each for each in tried if each.manifests()), None) or next((each for each in tried if each.damaged()), None)
+    return next((each for each in tried if each.manifests()), None) or next(
+        (each for each in tried if each.damaged()), None
+    )
 
 
 def find(path: str | Path) -> tuple[Place, list[str]]:
@@ -54,7 +56,9 @@ def find(path: str | Path) -> tuple[Place, list[str]]:
     for what, why in damaged.items():
         raise DamagedCheckpoint(f"{what}: {why}; there is no complete checkpoint")
     beside = ", ".join(where.manifests()) or "none"
-    raise FileNotFoundError(f"{path} is not a checkpoint, and contains none ({MANIFEST} is missing); complete ones beside it: {beside}")
+    raise FileNotFoundError(
+        f"{path} is not a checkpoint, and contains none ({MANIFEST} is missing); complete ones beside it: {beside}"
+    )
 
 
 @contextmanager

@@ -142,12 +142,19 @@ class Saver:
             return self.place.path(name)
         if self._side is None:
             # Collectives of another thread need their own process group.
-            self._side = self.group.part([list(range(self.group.world_size))]) if self.group.world_size > 1 else self.group
+            self._side = (
+                self.group.part([list(range(self.group.world_size))]) if self.group.world_size > 1 else self.group
+            )
         if self._staging is None:
             self._staging = Staging(self.group.device)
-        copies = self._staging.begin({key: part.tensor for key, part in job.parts.items()}, later if unchanging else set())
+        copies = self._staging.begin(
+            {key: part.tensor for key, part in job.parts.items()}, later if unchanging else set()
+        )
         job.parts = {key: Part(copies[key], part.offsets) for key, part in job.parts.items()}
-        job.trees = {stem: (value, {n: t.detach().cpu().clone() for n, t in tensors.items()}) for stem, (value, tensors) in job.trees.items()}
+        job.trees = {
+            stem: (value, {n: t.detach().cpu().clone() for n, t in tensors.items()})
+            for stem, (value, tensors) in job.trees.items()
+        }
         job.staging = self._staging
         job.future, self._job = Future(), job
         _open.add(self)
@@ -180,9 +187,16 @@ class Saver:
         self.lost.add(name)
         message = f"checkpoint {name} was not written: {type(error).__name__}: {error}"
         if self._failures >= self.max_failures:
-            raise RuntimeError(f"{message} ({self._failures} failure(s) in a row). Earlier checkpoints are unchanged") from error
+            raise RuntimeError(
+                f"{message} ({self._failures} failure(s) in a row). Earlier checkpoints are unchanged"
+            ) from error
         if self.group.is_main:
-            logger.error("%s; training continues (failure %d in a row, %d are an error)", message, self._failures, self.max_failures)
+            logger.error(
+                "%s; training continues (failure %d in a row, %d are an error)",
+                message,
+                self._failures,
+                self.max_failures,
+            )
 
     def close(self, failed: bool = False) -> None:
         """Wait for the checkpoint in progress, and free the buffers.
@@ -239,7 +253,11 @@ class Saver:
             number += 1
             found = f"{name}-v{number}"
         if number:
-            logger.warning("%s must stay: it is in use, or cannot be read; this checkpoint becomes %s", self.place.path(name), found)
+            logger.warning(
+                "%s must stay: it is in use, or cannot be read; this checkpoint becomes %s",
+                self.place.path(name),
+                found,
+            )
         return found
 
     def _prepare(self, name: str, content: Content, remove: Sequence[str]) -> tuple[_Job, set[str]]:
@@ -257,11 +275,23 @@ class Saver:
             tensors, model = split(content.model)
             optim, states = pack(dict(content.optim), write_shares.is_cut)
             packed_facts(content.facts)
-            trees.update({"model/model": (model, {}), "optim/optim": (optim, {}), RANK.format(self.group.rank): pack(content.own)})
+            trees.update(
+                {
+                    "model/model": (model, {}),
+                    "optim/optim": (optim, {}),
+                    RANK.format(self.group.rank): pack(content.own),
+                }
+            )
             if self.group.is_main:
                 trees[SHARED] = pack(content.shared)
-            parts.update(write_shares.parts_of({f"model/{n}": t for n, t in tensors.items()} | {f"optim/{n}": t for n, t in states.items()}))
-            later.update({f"optim/{n}" for n in states}, (f"model/{n}" for n, t in tensors.items() if id(t) in content.stepped))
+            parts.update(
+                write_shares.parts_of(
+                    {f"model/{n}": t for n, t in tensors.items()} | {f"optim/{n}": t for n, t in states.items()}
+                )
+            )
+            later.update(
+                {f"optim/{n}" for n in states}, (f"model/{n}" for n, t in tensors.items() if id(t) in content.stepped)
+            )
             # Where ranks may have different values, such as batch statistics, rank 0's are saved.
             fixed = {f"model/{n}" for n, t in tensors.items() if not isinstance(t, nn.Parameter)}
             rows.extend((name, offsets, size, name in fixed) for name, offsets, size in write_shares.rows(parts))
@@ -275,7 +305,14 @@ class Saver:
         every = gather_json(self.group, joined) if content.partial else [joined]
         if self.group.is_main:
             trees |= {stem: (_merged([row[stem] for row in every]), {}) for stem in joined}
-        return _Job(name, {key: part for key, part in parts.items() if key in self._mine}, trees, content.facts, list(remove), None), later
+        return _Job(
+            name,
+            {key: part for key, part in parts.items() if key in self._mine},
+            trees,
+            content.facts,
+            list(remove),
+            None,
+        ), later
 
     # -- on the writing thread ----------------------------------------------------------------------------------------------
 
@@ -315,7 +352,11 @@ class Saver:
         for kind in ("optim", "model"):
             own = {key.partition("/")[2]: part for key, part in job.parts.items() if key.startswith(f"{kind}/")}
             for index, some in enumerate(write_shares.divide(own)):
-                name = f"{kind}/rank={rank:05d}.safetensors" if not index else f"{kind}/rank={rank:05d}-{index}.safetensors"
+                name = (
+                    f"{kind}/rank={rank:05d}.safetensors"
+                    if not index
+                    else f"{kind}/rank={rank:05d}-{index}.safetensors"
+                )
                 works.append(partial(_tensors, folder, name, some))
         works += [partial(write_tree, folder, stem, tree) for stem, tree in job.trees.items()]
         files = {name: known for found in in_parallel(lambda work: work(), works) for name, known in found.items()}
@@ -323,7 +364,9 @@ class Saver:
         return files
 
     def _seal(self, job: _Job, group: Group, files: list[dict[str, Record]]) -> None:
-        self.place.seal(job.name, group.world_size, job.facts, {name: known for own in files for name, known in own.items()})
+        self.place.seal(
+            job.name, group.world_size, job.facts, {name: known for own in files for name, known in own.items()}
+        )
 
 
 def _finish() -> None:
@@ -343,5 +386,3 @@ def stepped(optimizers: Sequence[Any]) -> set[int]:
 def _tensors(folder: Path, name: str, parts: Mapping[str, Part]) -> dict[str, Record]:
     tensors = {key: part.tensor for key, part in parts.items()}
     return {name: write_tensors(folder / name, tensors, {key: part.offsets for key, part in parts.items()})}
-
-

@@ -67,16 +67,27 @@ class Parsed:
         self.component = component
         self._parser = parser_of(component)
         names = parameters(self._parser)
-        for key, origin in (*_given(component, names), *((key, f"{COMMAND_LINE} {component.name}.{key}") for key, _ in component.overrides)):
+        for key, origin in (
+            *_given(component, names),
+            *((key, f"{COMMAND_LINE} {component.name}.{key}") for key, _ in component.overrides),
+        ):
             _check_name(component, key.removesuffix("+"), origin, names)
-        self._arguments = [f"--{_SECTION}", flow(dict(component.init_args)), *(f"--{key}={value}" for key, value in component.overrides)]
+        self._arguments = [
+            f"--{_SECTION}",
+            flow(dict(component.init_args)),
+            *(f"--{key}={value}" for key, value in component.overrides),
+        ]
         try:
             self._values = self._parser.parse_args(self._arguments)
         except argparse.ArgumentError as error:
             raise UsageError(_explained(component, str(error))) from None
         except Exception as error:  # from a module that a class path names, or from jsonargparse about one
             raise _mendable(component, error) from None
-        given = {*component.fixed, *component.init_args, *(key.removesuffix("+").split(".")[0] for key, _ in component.overrides)}
+        given = {
+            *component.fixed,
+            *component.init_args,
+            *(key.removesuffix("+").split(".")[0] for key, _ in component.overrides),
+        }
         if missing := [name for name in _untyped(component.target) if name not in given]:
             raise UsageError(_needs(component, missing))
 
@@ -114,13 +125,17 @@ class Parsed:
             return False
 
     def _as_values(self, values: Any) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._parser.dump(values, format="json_compact", skip_unset=False, skip_validation=True))
+        found: dict[str, Any] = json.loads(
+            self._parser.dump(values, format="json_compact", skip_unset=False, skip_validation=True)
+        )
         return found
 
 
 def parser_of(component: Component) -> ArgumentParser:
     """The options for the parameters of an object's class or function."""
-    parser = ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False, print_config=None, prog=component.name)
+    parser = ArgumentParser(
+        exit_on_error=False, add_help=False, allow_abbrev=False, print_config=None, prog=component.name
+    )
     parser.add_argument(f"--{_SECTION}", action="config")
     try:
         if isinstance(component.target, type):
@@ -128,13 +143,19 @@ def parser_of(component: Component) -> ArgumentParser:
         else:
             parser.add_function_arguments(component.target, None, fail_untyped=False, skip=set(component.fixed))
     except (ValueError, TypeError) as error:
-        raise UsageError(f"{component.name} {component.path}: its parameters cannot be read: {' '.join(str(error).split())}") from error
+        raise UsageError(
+            f"{component.name} {component.path}: its parameters cannot be read: {' '.join(str(error).split())}"
+        ) from error
     return parser
 
 
 def parameters(parser: ArgumentParser) -> dict[str, argparse.Action]:
     """The parameters that have values, by dotted name; those of a dataclass are listed themselves."""
-    actions = {action.dest: action for action in parser._actions if action.option_strings and action.dest != _SECTION.replace("-", "_")}
+    actions = {
+        action.dest: action
+        for action in parser._actions
+        if action.option_strings and action.dest != _SECTION.replace("-", "_")
+    }
     helps = {f"{name}.help" for name in actions}
     kept = {name: action for name, action in actions.items() if name not in helps}
     return {name: action for name, action in kept.items() if not any(other.startswith(f"{name}.") for other in kept)}
@@ -165,9 +186,17 @@ def _check_name(component: Component, key: str, origin: str, names: Mapping[str,
     above, _, last = key.rpartition(".")
     while above and not any(name.startswith(f"{above}.") for name in names):
         above, _, last = above.rpartition(".")
-    beside = sorted({name.removeprefix(f"{above}." if above else "").split(".")[0] for name in names if not above or name.startswith(f"{above}.")})
+    beside = sorted(
+        {
+            name.removeprefix(f"{above}." if above else "").split(".")[0]
+            for name in names
+            if not above or name.startswith(f"{above}.")
+        }
+    )
     where = f"{component.name}.{above}" if above else f"{component.name} {component.title}"
-    raise UsageError(f"{origin}: {where} has no parameter {last!r}{nearest(last, beside)}; it has {', '.join(beside) or 'none'}")
+    raise UsageError(
+        f"{origin}: {where} has no parameter {last!r}{nearest(last, beside)}; it has {', '.join(beside) or 'none'}"
+    )
 
 
 def _explained(component: Component, message: str) -> str:
@@ -199,9 +228,13 @@ def _mendable(component: Component, error: Exception) -> Exception:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    if trace is None or not any(name in trace.tb_frame.f_code.co_filename for name in (f"{os.sep}jsonargparse{os.sep}", argparse.__file__)):
+    if trace is None or not any(
+        name in trace.tb_frame.f_code.co_filename for name in (f"{os.sep}jsonargparse{os.sep}", argparse.__file__)
+    ):
         return error
-    return UsageError(f"{component.origin('')}: {component.name} {component.title} does not fit: {_reason(' '.join(str(error).split()))}")
+    return UsageError(
+        f"{component.origin('')}: {component.name} {component.title} does not fit: {_reason(' '.join(str(error).split()))}"
+    )
 
 
 def _reason(text: str) -> str:
@@ -210,4 +243,8 @@ def _reason(text: str) -> str:
         reasons = [each for each in found[1].split(" - ") if each != "Expected a <class 'NoneType'>"]
         text = f"{'; or: '.join(reasons)} (given: {found[2]})"
     text = re.sub(r"NestedArg\(key='([^']*)', val='([^']*)'\)", r"\1=\2", text)
-    return re.sub(r"Expected a dot import path string: (\S+)", r"\1 is not a class with its module, such as torch.optim.AdamW", text)
+    return re.sub(
+        r"Expected a dot import path string: (\S+)",
+        r"\1 is not a class with its module, such as torch.optim.AdamW",
+        text,
+    )

@@ -27,7 +27,8 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     """The subcommands and their arguments."""
     top = argparse.ArgumentParser(
-        prog="fit checkpoint", description="Inspect, verify, export, convert and remove checkpoints, without running code from them."
+        prog="fit checkpoint",
+        description="Inspect, verify, export, convert and remove checkpoints, without running code from them.",
     )
     commands = top.add_subparsers(dest="action", required=True, metavar="list|show|verify|export|convert|prune")
 
@@ -42,16 +43,24 @@ def parser() -> argparse.ArgumentParser:
 
     command = add("show", "print a checkpoint's description")
     command.add_argument("path", help=one)
-    command.add_argument("--tensors", action="store_true", help="also each tensor's name, shape, dtype and number of shards")
+    command.add_argument(
+        "--tensors", action="store_true", help="also each tensor's name, shape, dtype and number of shards"
+    )
 
-    command = add("verify", "read all files again and compare them with their checksums; status 1 if something is wrong")
+    command = add(
+        "verify", "read all files again and compare them with their checksums; status 1 if something is wrong"
+    )
     command.add_argument("paths", nargs="+", metavar="path", help=f"a checkpoint, or a folder with several: {_PLACE}")
 
-    _export(add("export", "write a checkpoint's weights as .safetensors files that transformers and load_file read"), one)
+    _export(
+        add("export", "write a checkpoint's weights as .safetensors files that transformers and load_file read"), one
+    )
 
     others = "a Lightning .ckpt, a torch.distributed.checkpoint directory or safetensors"
     _convert(add("convert", f"write a checkpoint of this library from {others}"))
-    _prune(add("prune", "delete all complete checkpoints of a folder except the newest, and those with the best scores"))
+    _prune(
+        add("prune", "delete all complete checkpoints of a folder except the newest, and those with the best scores")
+    )
     return top
 
 
@@ -76,12 +85,23 @@ def _prune(command: argparse.ArgumentParser) -> None:
 def _export(command: argparse.ArgumentParser, one: str) -> None:
     command.add_argument("path", help=one)
     command.add_argument("out", help=f"where the files go: {_PLACE}")
-    command.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="of floating point tensors; by default unchanged")
     command.add_argument(
-        "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="of a file, such as 5GB or 200MiB (default: 5GB)"
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="of floating point tensors; by default unchanged"
     )
-    command.add_argument("--prefix-strip", default="", metavar="PREFIX", help="remove this prefix of names, such as 'model.'")
-    for name, text in (("include", "only names that match a pattern, such as 'model.*'"), ("exclude", "no names that match a pattern")):
+    command.add_argument(
+        "--max-shard-size",
+        type=_size,
+        default="5GB",
+        metavar="SIZE",
+        help="of a file, such as 5GB or 200MiB (default: 5GB)",
+    )
+    command.add_argument(
+        "--prefix-strip", default="", metavar="PREFIX", help="remove this prefix of names, such as 'model.'"
+    )
+    for name, text in (
+        ("include", "only names that match a pattern, such as 'model.*'"),
+        ("exclude", "no names that match a pattern"),
+    ):
         command.add_argument(f"--{name}", action="extend", nargs="+", default=[], metavar="PATTERN", help=text)
 
 
@@ -89,7 +109,9 @@ def _size(text: str) -> str:
     try:
         size_in_bytes(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size: give bytes, or text such as '5GB' or '200MiB'") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size: give bytes, or text such as '5GB' or '200MiB'"
+        ) from None
     return text
 
 

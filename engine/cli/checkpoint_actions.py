@@ -27,7 +27,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         value, lines, good = _ACTIONS[arguments.action](arguments)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
-        print(f"fit checkpoint {arguments.action}: {printable(' '.join(str(error).split())) or type(error).__name__}", file=sys.stderr)
+        print(
+            f"fit checkpoint {arguments.action}: {printable(' '.join(str(error).split())) or type(error).__name__}",
+            file=sys.stderr,
+        )
         return 1
     if arguments.json:
         print(json.dumps(_plain(value), indent=1))
@@ -45,7 +48,13 @@ def _list(arguments: argparse.Namespace) -> Answer:
     rows = [("name", "step", "epoch", "time", "size", "ranks", "score and metrics")]
     for entry in found:
         if entry["complete"]:
-            told = (_text(entry["step"]), _text(entry["epoch"]), _time(entry["saved_at"]), _size(entry["bytes"]), str(entry["world_size"]))
+            told = (
+                _text(entry["step"]),
+                _text(entry["epoch"]),
+                _time(entry["saved_at"]),
+                _size(entry["bytes"]),
+                str(entry["world_size"]),
+            )
             rows.append((entry["name"], *told, _metrics(entry)))
     lines = table(rows) if len(rows) > 1 else []
     lines += [f"{entry['name']}  incomplete or damaged: {entry['reason']}" for entry in found if not entry["complete"]]
@@ -55,15 +64,26 @@ def _list(arguments: argparse.Namespace) -> Answer:
 def _show(arguments: argparse.Namespace) -> Answer:
     found = facts(arguments.path, arguments.tensors)
     tensors = found.get("tensors", {})
-    shown = {name: value for name, value in found.items() if name not in ("tensors", "tied", "files", "name", "complete", "config")}
-    shown |= {"saved_at": _time(found["saved_at"]), "bytes": f"{found['bytes']} ({_size(found['bytes'])}) in {len(found['files'])} files"}
+    shown = {
+        name: value
+        for name, value in found.items()
+        if name not in ("tensors", "tied", "files", "name", "complete", "config")
+    }
+    shown |= {
+        "saved_at": _time(found["saved_at"]),
+        "bytes": f"{found['bytes']} ({_size(found['bytes'])}) in {len(found['files'])} files",
+    }
     lines = [found["name"], *_section(shown)]
     config = found.get("config")
-    if isinstance(config, dict) and all(isinstance(entry, dict) and {"value", "origin"} <= entry.keys() for entry in config.values()):
+    if isinstance(config, dict) and all(
+        isinstance(entry, dict) and {"value", "origin"} <= entry.keys() for entry in config.values()
+    ):
         lines += ["  config", *("    " + line for line in table(settings_rows(config)))]
     for folder, each in tensors.items():
         lines += ["", f"{folder}: {len(each)} tensors"]
-        lines += table([(f"  {name}", str(t["shape"]), t["dtype"], f"{t['shards']} shard(s)") for name, t in each.items()])
+        lines += table(
+            [(f"  {name}", str(t["shape"]), t["dtype"], f"{t['shards']} shard(s)") for name, t in each.items()]
+        )
     if found.get("tied"):
         lines += ["", "tied", *(f"  {name} is {first}" for name, first in found["tied"].items())]
     return found, lines, True
@@ -110,7 +130,11 @@ def _convert(arguments: argparse.Namespace) -> Answer:
 
 def _prune(arguments: argparse.Namespace) -> Answer:
     found = prune(arguments.root, arguments.keep, arguments.keep_best, arguments.dry_run)
-    words = {"removed": "would be removed" if arguments.dry_run else "removed", "kept": "kept", "in_use": "kept, because it is being read"}
+    words = {
+        "removed": "would be removed" if arguments.dry_run else "removed",
+        "kept": "kept",
+        "in_use": "kept, because it is being read",
+    }
     return found, [f"{name}: {words[kind]}" for kind, names in found.items() for name in names], True
 
 
@@ -139,7 +163,9 @@ def _section(values: Mapping[str, Any], indent: str = "  ") -> list[str]:
 def _metrics(entry: Mapping[str, Any]) -> str:
     score = entry["score"]
     best = [f"{score['monitor']}={_text(score['value'])} ({score['mode']})"] if score else []
-    rest = [f"{name}={_text(value)}" for name, value in entry["metrics"].items() if not score or name != score["monitor"]]
+    rest = [
+        f"{name}={_text(value)}" for name, value in entry["metrics"].items() if not score or name != score["monitor"]
+    ]
     return ", ".join([*best, *rest])
 
 

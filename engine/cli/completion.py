@@ -65,7 +65,19 @@ SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 _FLAG = ("true", "false")
 VALUES: dict[str, tuple[str, ...]] = {
     "strategy": (
-        *("auto", "single", "ddp", "fsdp", "tp", "pp", "mesh", "deepspeed", "deepspeed_stage_0", "deepspeed_stage_1", "deepspeed_stage_2"),
+        *(
+            "auto",
+            "single",
+            "ddp",
+            "fsdp",
+            "tp",
+            "pp",
+            "mesh",
+            "deepspeed",
+            "deepspeed_stage_0",
+            "deepspeed_stage_1",
+            "deepspeed_stage_2",
+        ),
         *("deepspeed_stage_2_offload", "deepspeed_stage_3", "deepspeed_stage_3_offload"),
     ),
     "precision": tuple(PRECISIONS),
@@ -121,13 +133,22 @@ def candidates(words: Sequence[str]) -> list[str]:
     if at is None:
         return []
     for word in before[1:]:
-        at = next((each.choices[word] for each in at._actions if isinstance(each, argparse._SubParsersAction) and word in each.choices), at)
+        at = next(
+            (
+                each.choices[word]
+                for each in at._actions
+                if isinstance(each, argparse._SubParsersAction) and word in each.choices
+            ),
+            at,
+        )
     option = _open_option(at, before[1:])
     if current.startswith("-"):
         return _fitting(current, _options(at))
     if option is not None:
         return _fitting(current, _values(option, current))
-    return _fitting(current, [name for action in at._actions if not action.option_strings for name in action.choices or ()])
+    return _fitting(
+        current, [name for action in at._actions if not action.option_strings for name in action.choices or ()]
+    )
 
 
 def _parser(command: str) -> argparse.ArgumentParser | None:
@@ -160,7 +181,12 @@ def _values(option: argparse.Action, current: str) -> Iterable[str]:
         return map(str, option.choices or WORDS.get(option.dest, ()))
     name, equals, _ = current.partition("=")
     if not equals:
-        return [*(f"{each.name}=" for each in fields(Settings) if each.name != "callbacks"), "model.", "data.", "callbacks."]
+        return [
+            *(f"{each.name}=" for each in fields(Settings) if each.name != "callbacks"),
+            "model.",
+            "data.",
+            "callbacks.",
+        ]
     found = VALUES.get(name, ())
     if name == "strategy":
         found += tuple(point.name for point in entry_points(group="engine.strategies"))

@@ -39,7 +39,9 @@ class Components:
         return [self.model, *([self.data] if self.data is not None else []), *self.callbacks]
 
 
-def components_of(target: str | None, data: str | None, callbacks: Sequence[str], overrides: Sequence[str], config: str | None) -> Components:
+def components_of(
+    target: str | None, data: str | None, callbacks: Sequence[str], overrides: Sequence[str], config: str | None
+) -> Components:
     """Combine the file and the command line.
 
     Args:
@@ -58,11 +60,24 @@ def components_of(target: str | None, data: str | None, callbacks: Sequence[str]
     origins = _origins_of_file(resolved.file) if sections else {}
     model = _component("model", target, sections.get("model"), origins, "the target", TrainModule)
     if model is None:
-        where = f"{resolved.file} has no section model:" if resolved.file else "there is no ./fit.yaml with a section model:"
-        raise UsageError(f"nothing to run: name a TrainModule, as in 'fit run my.module:Net' or 'fit run net.py' ({where})")
+        where = (
+            f"{resolved.file} has no section model:"
+            if resolved.file
+            else "there is no ./fit.yaml with a section model:"
+        )
+        raise UsageError(
+            f"nothing to run: name a TrainModule, as in 'fit run my.module:Net' or 'fit run net.py' ({where})"
+        )
     if not (isinstance(model.target, type) and issubclass(model.target, TrainModule)):
-        raise UsageError(f"{model.origin('')}: {model.path!r} is {_kind(model.target)}, not a TrainModule: subclass engine.TrainModule")
-    found = Components(resolved, model, _data(data, sections.get("data"), origins), _callbacks(callbacks, sections.get("callbacks"), origins))
+        raise UsageError(
+            f"{model.origin('')}: {model.path!r} is {_kind(model.target)}, not a TrainModule: subclass engine.TrainModule"
+        )
+    found = Components(
+        resolved,
+        model,
+        _data(data, sections.get("data"), origins),
+        _callbacks(callbacks, sections.get("callbacks"), origins),
+    )
     for text in overrides:
         _override(found, *text.split("=", 1))
     return found
@@ -80,11 +95,18 @@ def _origins_of_file(file: Path | None) -> dict[str, str]:
         for index, each in inner:
             prefix = name if index is None else f"{name}.{index}"
             found[prefix] = where if index is None else f"{origin}:{each.start_mark.line + 1}"
-            found.update({f"{prefix}.{key}": where for key, where in yaml_reader.origins_of_keys(each, origin, lines=True).items()})
+            found.update(
+                {
+                    f"{prefix}.{key}": where
+                    for key, where in yaml_reader.origins_of_keys(each, origin, lines=True).items()
+                }
+            )
     return found
 
 
-def _component(name: str, given: str | None, section: Any, origins: Mapping[str, str], role: str, base: type) -> Component | None:
+def _component(
+    name: str, given: str | None, section: Any, origins: Mapping[str, str], role: str, base: type
+) -> Component | None:
     """The object that the command line (``given``) or a section of the file describes; ``None``: neither does."""
     origin = origins.get(name, COMMAND_LINE)
     path, init_args = _described(name, section, origin)
@@ -96,9 +118,18 @@ def _component(name: str, given: str | None, section: Any, origins: Mapping[str,
     chosen = path if given is None else given
     target = load(str(chosen), role if given is not None else f"{origin}: {name}", base, package)
     if not callable(target):
-        raise UsageError(f"{origin if given is None else role}: {chosen!r} is {_kind(target)}: name a class or a function")
-    if given is not None and path is not None and init_args and load(path, f"{origin}: {name}", base, package) is not target:
-        logger.warning("%s: the parameters of %s are not used, because %s was given on the command line", origin, path, given)
+        raise UsageError(
+            f"{origin if given is None else role}: {chosen!r} is {_kind(target)}: name a class or a function"
+        )
+    if (
+        given is not None
+        and path is not None
+        and init_args
+        and load(path, f"{origin}: {name}", base, package) is not target
+    ):
+        logger.warning(
+            "%s: the parameters of %s are not used, because %s was given on the command line", origin, path, given
+        )
         init_args = {}
     prefix = f"{name}." if section is None or not set(_KEYS) & set(section) else f"{name}.init_args."
     own = {key.removeprefix(prefix): where for key, where in origins.items() if key.startswith(prefix)}
@@ -112,15 +143,21 @@ def _described(name: str, section: Any, origin: str) -> tuple[str | None, dict[s
     if section is None or isinstance(section, str):
         return section, {}
     if not isinstance(section, Mapping):
-        raise UsageError(f"{origin}: {name} is of type {type(section).__name__}: give a class, or a mapping with class_path and init_args")
+        raise UsageError(
+            f"{origin}: {name} is of type {type(section).__name__}: give a class, or a mapping with class_path and init_args"
+        )
     if not set(_KEYS) & set(section):
         return None, dict(section)
     for key in section:
         if key not in _KEYS:
-            raise UsageError(f"{origin}: {name} has the key {key!r} besides class_path{nearest(key, _KEYS)}; parameters belong under init_args")
+            raise UsageError(
+                f"{origin}: {name} has the key {key!r} besides class_path{nearest(key, _KEYS)}; parameters belong under init_args"
+            )
     path, init_args = section.get("class_path"), section.get("init_args") or {}
     if not isinstance(path, str | None) or not isinstance(init_args, Mapping):
-        raise UsageError(f"{origin}: {name}: class_path is text, as in my.module:Name, and init_args a mapping of parameters")
+        raise UsageError(
+            f"{origin}: {name}: class_path is text, as in my.module:Name, and init_args a mapping of parameters"
+        )
     return path, dict(init_args)
 
 
@@ -134,7 +171,15 @@ def _callbacks(given: Sequence[str], section: Any, origins: Mapping[str, str]) -
     found = []
     for index, entry in enumerate(listed):
         name = f"callbacks.{index}"
-        own = {name + key.removeprefix("callbacks"): where for key, where in origins.items() if key.startswith("callbacks")} if alone else origins
+        own = (
+            {
+                name + key.removeprefix("callbacks"): where
+                for key, where in origins.items()
+                if key.startswith("callbacks")
+            }
+            if alone
+            else origins
+        )
         component = _component(name, None, entry, own, name, Callback)
         if component is None:
             raise UsageError(f"{origins.get(name, name)}: {name} is empty: name a class")
@@ -180,7 +225,9 @@ def _callback(callbacks: list[Component], which: str, origin: str) -> Component:
     if len(same) == 1:
         return same[0]
     if same:
-        raise UsageError(f"{origin}: there are {len(same)} {which}: name one by its number, {' or '.join(component.name for component in same)}")
+        raise UsageError(
+            f"{origin}: there are {len(same)} {which}: name one by its number, {' or '.join(component.name for component in same)}"
+        )
     there = [f"{component.name} ({component.title})" for component in callbacks]
     hint = nearest(which, [component.title for component in callbacks])
     raise UsageError(f"{origin}: there is no callback {which!r}{hint}; there are: {', '.join(there) or 'none'}")

@@ -24,7 +24,9 @@ def parser() -> argparse.ArgumentParser:
         description="Write a commented file of settings, from answers to questions unless one of the first three options is given.",
     )
     ways = top.add_mutually_exclusive_group()
-    ways.add_argument("--default", action="store_true", help="without questions: every setting as a comment with its default")
+    ways.add_argument(
+        "--default", action="store_true", help="without questions: every setting as a comment with its default"
+    )
     ways.add_argument(
         "--from-accelerate",
         nargs="?",

@@ -49,7 +49,9 @@ def _write(arguments: argparse.Namespace) -> int:
     try:
         resolved = _judge(draft)
     except (ValueError, TypeError) as error:
-        raise type(error)(f"nothing was written, because the file would be wrong: {str(error).replace(str(draft), str(path))}") from None
+        raise type(error)(
+            f"nothing was written, because the file would be wrong: {str(error).replace(str(draft), str(path))}"
+        ) from None
     finally:
         draft.unlink()
     write_atomically(path, text)
@@ -83,8 +85,15 @@ def _from_accelerate(arguments: argparse.Namespace) -> tuple[dict[str, Any], lis
             f"{path} has {count} key(s) that would change the training and have no counterpart here; --force writes them as comments:\n"
             + "\n".join(f"  {line}" for line in file.refused)
         )
-    head = ["", f"Converted from Accelerate's {path}. This starts the processes that it describes:", f"    {file.launch}"]
-    told = (("Ignored, because it has no meaning here:", file.notes), ("NOT DONE HERE, and it changes the training:", file.refused))
+    head = [
+        "",
+        f"Converted from Accelerate's {path}. This starts the processes that it describes:",
+        f"    {file.launch}",
+    ]
+    told = (
+        ("Ignored, because it has no meaning here:", file.notes),
+        ("NOT DONE HERE, and it changes the training:", file.refused),
+    )
     for title, lines in told:
         head += ["", title, *(f"    {' '.join(line.split())}" for line in lines)] if lines else []
     return file.settings, head

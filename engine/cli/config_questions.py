@@ -40,17 +40,30 @@ QUESTIONS = (
     Question("devices", "Processes on this machine, one device each"),
     Question("num_nodes", "Machines"),
     Question("strategy", "Strategy: auto, single, ddp, fsdp, mesh (tensor and pipeline parallel), deepspeed, ..."),
-    Question("strategy.find_unused_parameters", "May a step leave parameters without a gradient", _is("strategy", "ddp")),
+    Question(
+        "strategy.find_unused_parameters", "May a step leave parameters without a gradient", _is("strategy", "ddp")
+    ),
     Question("strategy.cpu_offload", "Keep parameters and optimizer states in host memory", _SHARDED),
-    Question("strategy.dp_replicate", "Groups of ranks with one copy of the model each (1: it is sharded over all of them)", _SHARDED),
+    Question(
+        "strategy.dp_replicate",
+        "Groups of ranks with one copy of the model each (1: it is sharded over all of them)",
+        _SHARDED,
+    ),
     Question("strategy.tp", "Tensor parallel: ranks that layers are sharded over", _is("strategy", "mesh")),
     Question("strategy.pp", "Pipeline parallel: stages that the layers are split into", _is("strategy", "mesh")),
     Question("strategy.stage", "ZeRO stage: 0, 1, 2 or 3 (null: 2)", _ZERO),
     Question("strategy.offload_optimizer", "Keep optimizer states in host memory: true, false or nvme", _ZERO),
     Question("strategy.offload_parameters", "Keep parameters there too, at stage 3: true, false or nvme", _ZERO),
-    Question("strategy.nvme_path", "Directory on the disk for offloading", lambda values: "nvme" in flow(values.get("strategy")), True),
+    Question(
+        "strategy.nvme_path",
+        "Directory on the disk for offloading",
+        lambda values: "nvme" in flow(values.get("strategy")),
+        True,
+    ),
     Question("precision", f"Precision: {', '.join(dict.fromkeys(PRECISIONS.values()))}"),
-    Question("precision.recipe", "Scales of fp8: tensorwise, rowwise or rowwise_with_gw_hp", _is("precision", "fp8-mixed")),
+    Question(
+        "precision.recipe", "Scales of fp8: tensorwise, rowwise or rowwise_with_gw_hp", _is("precision", "fp8-mixed")
+    ),
     Question("accumulate_grad_batches", "Micro-batches of one optimizer step"),
     Question("gradient_clip_val", "Largest gradient norm (null: no clipping)"),
     Question("max_epochs", "Epochs"),
@@ -118,8 +131,13 @@ def _default(name: str, values: Mapping[str, Any]) -> tuple[Any, str]:
     if not option:
         default = next(field.default for field in fields(Settings) if field.name == setting)
         return (1 if setting == "max_epochs" else default), documentation().get(setting, "")
-    thing = strategies.get(_name(values[setting])) if setting == "strategy" else Precision.parse(_name(values[setting])).fp8
-    told = next((found[option] for cls in type(thing).__mro__ if cls is not object and option in (found := documentation(cls))), "")
+    thing = (
+        strategies.get(_name(values[setting])) if setting == "strategy" else Precision.parse(_name(values[setting])).fp8
+    )
+    told = next(
+        (found[option] for cls in type(thing).__mro__ if cls is not object and option in (found := documentation(cls))),
+        "",
+    )
     return getattr(thing, option), told
 
 

@@ -50,17 +50,26 @@ def class_help(command: str, components: Sequence[Component]) -> str:
     """The parameters of each class: name, type, default and documentation."""
     lines = [f"usage: fit {command} TARGET --set NAME=VALUE ...", ""]
     for component in components:
-        bare = inspect.isclass(component.target) and component.target.__doc__ is None  # then getdoc would describe the base class
+        bare = (
+            inspect.isclass(component.target) and component.target.__doc__ is None
+        )  # then getdoc would describe the base class
         about = "" if bare else (inspect.getdoc(component.target) or "").split("\n\n")[0]
         about = " ".join(about.split())
         lines += [f"{component.name}: {component.path}", *([f"  {about}"] if about else [])]
-        rows = [(f"{component.name}.{name}", *_about(action)) for name, action in parameters(parser_of(component)).items()]
+        rows = [
+            (f"{component.name}.{name}", *_about(action)) for name, action in parameters(parser_of(component)).items()
+        ]
         widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:2]] if rows else []
         for name, kind, rest in rows:
             lines.append(f"    {name:<{widths[0]}}  {kind:<{widths[1]}}  {rest}".rstrip())
         lines += [] if rows else ["    (no parameters)"]
         lines.append("")
-    return "\n".join([*lines, "settings of Fit: 'fit config --default' writes each with its documentation, 'fit env' prints each with its value"])
+    return "\n".join(
+        [
+            *lines,
+            "settings of Fit: 'fit config --default' writes each with its documentation, 'fit env' prints each with its value",
+        ]
+    )
 
 
 def _about(action: argparse.Action) -> tuple[str, str]:
@@ -84,4 +93,8 @@ def _shown(value: Any) -> str:
         return value.name
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
-    return str(value) if isinstance(value, (str, int, float, Path)) or value is None else " ".join(repr(value).split())[:80]
+    return (
+        str(value)
+        if isinstance(value, (str, int, float, Path)) or value is None
+        else " ".join(repr(value).split())[:80]
+    )

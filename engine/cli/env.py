@@ -22,6 +22,8 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    top = argparse.ArgumentParser(prog="fit env", description="Print versions, devices, environment, and each setting with its origin.")
+    top = argparse.ArgumentParser(
+        prog="fit env", description="Print versions, devices, environment, and each setting with its origin."
+    )
     top.add_argument("--json", action="store_true", help="print one JSON object")
     return top

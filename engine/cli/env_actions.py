@@ -42,7 +42,8 @@ def collect(environ: Mapping[str, str]) -> dict[str, Any]:
         (what makes environment or settings fail).
     """
     report: dict[str, Any] = {
-        "versions": {"python": f"{platform.python_version()} ({platform.platform()})"} | {name: version(name) for name in _PACKAGES},
+        "versions": {"python": f"{platform.python_version()} ({platform.platform()})"}
+        | {name: version(name) for name in _PACKAGES},
         "devices": _devices(),
         "environment": None,
         "variables": {},
@@ -108,4 +109,3 @@ def _devices() -> dict[str, str]:
         there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
         found["backends"] = ", ".join(name for name, available in there.items() if available) or "none"
     return found
-

@@ -51,7 +51,9 @@ def guarded(command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         complain("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has closed it; leave nothing for the interpreter to write at exit
+    except (
+        BrokenPipeError
+    ):  # the reader of our output has closed it; leave nothing for the interpreter to write at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
 

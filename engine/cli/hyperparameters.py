@@ -65,11 +65,23 @@ def completed(component: Component, found: Recorded) -> Component:
                 f"{found.path}: the module was created with {name}={shown}, which is not taken from a checkpoint: it may name code, or is a secret. "
                 f"Give it, as in --set {shlex.quote(f'model.{name}={shown}')}"
             )
-    _tell(component, found, {name: value for name, value in taken.items() if plain(value) != current.get(name, current)})
-    given = {*held, *texts, *component.init_args, *(key.removesuffix("+").split(".")[0] for key, _ in component.overrides)}
+    _tell(
+        component, found, {name: value for name, value in taken.items() if plain(value) != current.get(name, current)}
+    )
+    given = {
+        *held,
+        *texts,
+        *component.init_args,
+        *(key.removesuffix("+").split(".")[0] for key, _ in component.overrides),
+    }
     for name, text in replaced_by_defaults(component.target, found.texts, given).items():
         made = printable(f"{name}={text}")
-        _say(logging.WARNING, "%s: the module was created with %s, which a checkpoint cannot hold: using the default", found.path, made)
+        _say(
+            logging.WARNING,
+            "%s: the module was created with %s, which a checkpoint cannot hold: using the default",
+            found.path,
+            made,
+        )
     return replace(component, init_args=init_args, origins=origins, fixed=fixed)
 
 
@@ -82,7 +94,10 @@ def compare(parsed: Parsed, found: Recorded) -> None:
     for name, value in there.items():
         if name in here and here[name] != value and HIDDEN not in str(value):
             shown = without_secrets({"here": {name: here[name]}, "there": {name: value}})
-            what = f"{component.name}.{name}={flow(shown['here'][name])}", f"the {flow(shown['there'][name])} of {found.path}"
+            what = (
+                f"{component.name}.{name}={flow(shown['here'][name])}",
+                f"the {flow(shown['there'][name])} of {found.path}",
+            )
             _say(logging.WARNING, "%s: using %s, not %s", component.origin(name), *map(printable, what))
 
 
@@ -110,7 +125,9 @@ def _defaults(component: Component) -> dict[str, Any]:
 def _partly(component: Component, name: str, nested: bool) -> bool | None:
     """Whether only part of a parameter's value is given (an entry, an appended element); ``None``: nothing is."""
     keys = [key for key, _ in component.overrides if key.removesuffix("+").split(".")[0] == name]
-    if name in keys or (name in component.init_args and not (nested and isinstance(component.init_args[name], Mapping))):
+    if name in keys or (
+        name in component.init_args and not (nested and isinstance(component.init_args[name], Mapping))
+    ):
         return False
     return True if keys or name in component.init_args else None
 
@@ -135,13 +152,19 @@ def _fits(hint: Any, value: Any) -> bool:
         mapping = isinstance(value, Mapping) and "class_path" not in value
         return mapping and all(_fits(inner[1], each) if inner else _is_plain(each) for each in value.values())
     if kind in _LISTS:
-        return isinstance(value, list) and all(_fits(inner[min(i, len(inner) - 1)], v) if inner else _is_plain(v) for i, v in enumerate(value))
+        return isinstance(value, list) and all(
+            _fits(inner[min(i, len(inner) - 1)], v) if inner else _is_plain(v) for i, v in enumerate(value)
+        )
     if dataclasses.is_dataclass(kind):
         known = hints_of(kind)  # type: ignore[arg-type]
-        return isinstance(value, Mapping) and all(name in known and _fits(known[name], each) for name, each in value.items())
+        return isinstance(value, Mapping) and all(
+            name in known and _fits(known[name], each) for name, each in value.items()
+        )
     if isinstance(kind, type) and issubclass(kind, Enum):
         return isinstance(value, str) and value in kind.__members__
-    return isinstance(value, str if kind is Path else (int, float) if kind is float else type(None) if kind is None else kind)
+    return isinstance(
+        value, str if kind is Path else (int, float) if kind is float else type(None) if kind is None else kind
+    )
 
 
 def _is_data(hint: Any) -> bool:

@@ -46,7 +46,11 @@ class _Parser(argparse.ArgumentParser):
     """Errors name the nearest option."""
 
     def error(self, message: str) -> NoReturn:
-        unknown = message.removeprefix("unrecognized arguments: ").split("=")[0].split(" ")[0] if message.startswith("unrecognized") else ""
+        unknown = (
+            message.removeprefix("unrecognized arguments: ").split("=")[0].split(" ")[0]
+            if message.startswith("unrecognized")
+            else ""
+        )
         super().error(f"{message}{nearest(unknown, self._option_string_actions) if unknown else ''}")
 
 
@@ -80,39 +84,81 @@ def _add_processes(found: argparse.ArgumentParser) -> None:
     where.add_argument("--nproc", metavar="N", help="processes on this machine: a number, 'gpu' (one per GPU), 'cpu' (one per core), "
                        "'auto' (one per GPU, or one); default: auto")  # fmt: skip
     where.add_argument(
-        "--nnodes", metavar="N|MIN:MAX", help="machines; with MIN:MAX the job continues while MIN are left and grows again; default: 1"
+        "--nnodes",
+        metavar="N|MIN:MAX",
+        help="machines; with MIN:MAX the job continues while MIN are left and grows again; default: 1",
     )
     where.add_argument(
         "--node-rank", metavar="R", help="fix this machine's number, 0 to N-1; machine 0 serves the rendezvous"
     )
-    where.add_argument("--rdzv", metavar="HOST:PORT", help="the rendezvous of the machines: a port of one of them; not needed for one machine")
-    where.add_argument("--rdzv-id", metavar="ID", help="the name at the rendezvous, the same on all machines; default: fit (one machine: random)")
+    where.add_argument(
+        "--rdzv",
+        metavar="HOST:PORT",
+        help="the rendezvous of the machines: a port of one of them; not needed for one machine",
+    )
+    where.add_argument(
+        "--rdzv-id",
+        metavar="ID",
+        help="the name at the rendezvous, the same on all machines; default: fit (one machine: random)",
+    )
 
 
 def _add_failures(found: argparse.ArgumentParser) -> None:
     life = found.add_argument_group("failures")
     life.add_argument("--max-restarts", metavar="K", help="restart all ranks up to K times when one fails; default: 0")
     life.add_argument(
-        "--grace", metavar="S", type=float, default=120.0, help="seconds that ranks get to save after SIGTERM or Ctrl-C; default: 120"
+        "--grace",
+        metavar="S",
+        type=float,
+        default=120.0,
+        help="seconds that ranks get to save after SIGTERM or Ctrl-C; default: 120",
     )
     life.add_argument(
-        "--dead-after", metavar="S", type=int, default=10, help="seconds without an answer after which a machine is considered dead; default: 10"
+        "--dead-after",
+        metavar="S",
+        type=int,
+        default=10,
+        help="seconds without an answer after which a machine is considered dead; default: 10",
     )
     life.add_argument(
-        "--join-wait", metavar="S", type=int, default=5, help="seconds to wait for more machines once MIN have joined; default: 5"
+        "--join-wait",
+        metavar="S",
+        type=int,
+        default=5,
+        help="seconds to wait for more machines once MIN have joined; default: 5",
     )
-    life.add_argument("--join-timeout", metavar="S", type=int, default=600, help="seconds to wait for the machines to join; default: 600")
+    life.add_argument(
+        "--join-timeout",
+        metavar="S",
+        type=int,
+        default=600,
+        help="seconds to wait for the machines to join; default: 600",
+    )
 
 
 def _add_output(found: argparse.ArgumentParser) -> None:
     out = found.add_argument_group("settings and output")
-    out.add_argument("--config", metavar="FILE", type=Path, help="the YAML file of settings, for every rank (its FIT_CONFIG)")
-    out.add_argument("--log-dir", metavar="DIR", type=Path, help="the parent of a new directory with a file per rank; default: runs/logs")
-    out.add_argument("--show", metavar="RANKS", default="all", help="whose output is shown here: 'all', 'none', or '0,3'; default: all")
+    out.add_argument(
+        "--config", metavar="FILE", type=Path, help="the YAML file of settings, for every rank (its FIT_CONFIG)"
+    )
+    out.add_argument(
+        "--log-dir",
+        metavar="DIR",
+        type=Path,
+        help="the parent of a new directory with a file per rank; default: runs/logs",
+    )
+    out.add_argument(
+        "--show",
+        metavar="RANKS",
+        default="all",
+        help="whose output is shown here: 'all', 'none', or '0,3'; default: all",
+    )
 
 
 def _add_clusters(found: argparse.ArgumentParser) -> None:
-    slurm = found.add_argument_group("SLURM", "submit a job whose tasks are the ranks; --nproc is its tasks on each node, --nnodes its nodes")
+    slurm = found.add_argument_group(
+        "SLURM", "submit a job whose tasks are the ranks; --nproc is its tasks on each node, --nnodes its nodes"
+    )
     slurm.add_argument("--slurm", action="store_true", help="write an sbatch script and submit it")
     slurm.add_argument("--dry-run", action="store_true", help="print the script instead")
     for name, help in (
@@ -124,18 +170,55 @@ def _add_clusters(found: argparse.ArgumentParser) -> None:
         ("signal", "TERM@SECONDS before the time limit the ranks save and end; default: TERM@GRACE"),
     ):
         slurm.add_argument(f"--{name}", metavar="X", help=f"as for sbatch{'; ' if help else ''}{help}")
-    slurm.add_argument("--no-requeue", action="store_true", help="do not requeue the job after SIGTERM or the loss of a node")
-    slurm.add_argument("--slurm-option", metavar="KEY=VALUE", action="append", default=[], help="any other option of sbatch; may be repeated")
+    slurm.add_argument(
+        "--no-requeue", action="store_true", help="do not requeue the job after SIGTERM or the loss of a node"
+    )
+    slurm.add_argument(
+        "--slurm-option",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="any other option of sbatch; may be repeated",
+    )
     ray = found.add_argument_group("Ray")
-    ray.add_argument("--ray", action="store_true", help="run the ranks as workers of Ray Train; --nproc is their number, on all machines together")
-    ray.add_argument("--ray-address", metavar="ADDRESS", help="the cluster; default: RAY_ADDRESS, else a new one on this machine")
+    ray.add_argument(
+        "--ray",
+        action="store_true",
+        help="run the ranks as workers of Ray Train; --nproc is their number, on all machines together",
+    )
+    ray.add_argument(
+        "--ray-address", metavar="ADDRESS", help="the cluster; default: RAY_ADDRESS, else a new one on this machine"
+    )
 
 
 _NOT_FOR = {
     "slurm": ("node_rank", "rdzv", "rdzv_id", "dead_after", "join_wait", "join_timeout", "show", "ray_address"),
-    "ray": ("nnodes", "node_rank", "rdzv", "rdzv_id", "grace", "dead_after", "join_wait", "join_timeout", "show", "no_python"),
+    "ray": (
+        "nnodes",
+        "node_rank",
+        "rdzv",
+        "rdzv_id",
+        "grace",
+        "dead_after",
+        "join_wait",
+        "join_timeout",
+        "show",
+        "no_python",
+    ),
 }
-_SLURM_ONLY = ("dry_run", "job_name", "gpus_per_node", "cpus_per_task", "mem", "time", "partition", "account", "qos", "output", "signal")
+_SLURM_ONLY = (
+    "dry_run",
+    "job_name",
+    "gpus_per_node",
+    "cpus_per_task",
+    "mem",
+    "time",
+    "partition",
+    "account",
+    "qos",
+    "output",
+    "signal",
+)
 
 
 def _check_cluster(options: argparse.Namespace) -> None:

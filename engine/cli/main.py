@@ -14,11 +14,20 @@ from engine.utils.errors import nearest
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("engine.cli.run", "train what a Python path or a file of settings describes"),
     "validate": ("engine.cli.run:validate", "run the validation loop with a checkpoint's weights"),
-    "test": ("engine.cli.run:test", "run the test loop with a checkpoint's weights; alone: check this installation and its devices"),
+    "test": (
+        "engine.cli.run:test",
+        "run the test loop with a checkpoint's weights; alone: check this installation and its devices",
+    ),
     "predict": ("engine.cli.run:predict", "write the predictions of a checkpoint's weights to a file"),
     "checkpoint": ("engine.cli.checkpoint", "list, show, verify, export, convert and prune checkpoints"),
-    "config": ("engine.cli.config", "write a commented file of settings: from answers, defaults, or Accelerate's file; check one"),
-    "launch": ("engine.cli.launch", "start a script as the processes of one job, on this machine or on several; monitor and restart them"),
+    "config": (
+        "engine.cli.config",
+        "write a commented file of settings: from answers, defaults, or Accelerate's file; check one",
+    ),
+    "launch": (
+        "engine.cli.launch",
+        "start a script as the processes of one job, on this machine or on several; monitor and restart them",
+    ),
     "env": ("engine.cli.env", "print versions, devices, the distributed environment, and each setting with its origin"),
     "completion": ("engine.cli.completion", "print a script that completes fit's words in bash, zsh or fish"),
 }
@@ -42,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         top.print_help()
         return 0
     if known.command not in COMMANDS and known.command not in HIDDEN:
-        top.error(f"unknown command {known.command!r}{nearest(known.command, COMMANDS)}; possible: {', '.join(COMMANDS)}")
+        top.error(
+            f"unknown command {known.command!r}{nearest(known.command, COMMANDS)}; possible: {', '.join(COMMANDS)}"
+        )
     return guarded(lambda: int(entry(known.command)(arguments[1:])))
 
 

@@ -59,9 +59,17 @@ def write(predictions: list[Any], several: bool, output: str | None) -> dict[str
     for index, batches in enumerate(loaders):
         joined = _joined(batches)
         samples += max((len(tensor) for tensor in joined.values()), default=0)
-        tensors.update({".".join(([str(index)] if several else []) + list(path)) or "predictions": tensor for path, tensor in joined.items()})
+        tensors.update(
+            {
+                ".".join(([str(index)] if several else []) + list(path)) or "predictions": tensor
+                for path, tensor in joined.items()
+            }
+        )
     if output is None:
-        return {"samples": samples, **{name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors.items()}}
+        return {
+            "samples": samples,
+            **{name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors.items()},
+        }
     save_file(tensors, output)
     return {"samples": samples, "output": output}
 
@@ -73,7 +81,9 @@ def _joined(batches: Sequence[Any]) -> dict[tuple[str, ...], Tensor]:
         for path, leaf in _leaves(batch, ()):
             if not isinstance(leaf, (Tensor, bool, int, float)):
                 kind = type(leaf).__name__
-                raise ValueError(f"predictions hold {leaf!r:.60} of type {kind}, which is not a tensor: use --output FILE.jsonl")
+                raise ValueError(
+                    f"predictions hold {leaf!r:.60} of type {kind}, which is not a tensor: use --output FILE.jsonl"
+                )
             tensor = leaf if isinstance(leaf, Tensor) else torch.tensor(leaf)
             parts.setdefault(path, []).append(tensor if tensor.ndim else tensor.reshape(1))
     for path, tensors in parts.items():
@@ -102,10 +112,15 @@ def _rows(batch: Any) -> list[Any]:
     """A batch's prediction split into those of its samples, as JSON values; the batch as one row if it cannot be split."""
     if isinstance(batch, Tensor):
         return list(_plain(batch)) if batch.ndim else [_plain(batch)]
-    items = list(batch.values()) if isinstance(batch, Mapping) else list(batch) if isinstance(batch, (list, tuple)) else []
+    items = (
+        list(batch.values()) if isinstance(batch, Mapping) else list(batch) if isinstance(batch, (list, tuple)) else []
+    )
     if items and not isinstance(batch, Mapping) and not any(isinstance(item, Tensor) for item in items):
         return [_plain(item) for item in items]
-    lengths = {len(item) if isinstance(item, (list, tuple)) or (isinstance(item, Tensor) and item.ndim) else -1 for item in items}
+    lengths = {
+        len(item) if isinstance(item, (list, tuple)) or (isinstance(item, Tensor) and item.ndim) else -1
+        for item in items
+    }
     if len(lengths) != 1 or -1 in lengths:
         return [_plain(batch)]
     columns = [_plain(item) for item in items]

@@ -20,7 +20,13 @@ from engine.utils.errors import RankError
 _PACKAGE = Path(__file__).resolve().parents[1]
 _OURS = (f"{_PACKAGE}{os.sep}", f"{_PACKAGE.parent / 'callbacks'}{os.sep}")
 _INSTALLED = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")})
-_NEUTRAL = ("<frozen importlib", "<frozen runpy>", contextlib.__file__, importlib.__file__, f"{os.sep}jsonargparse{os.sep}")
+_NEUTRAL = (
+    "<frozen importlib",
+    "<frozen runpy>",
+    contextlib.__file__,
+    importlib.__file__,
+    f"{os.sep}jsonargparse{os.sep}",
+)
 """Frames of libraries between our code and the user's."""
 _MENDABLE = (ValueError, TypeError, ImportError, FileNotFoundError)
 """Exceptions of our own checks about values they were given."""
@@ -58,7 +64,9 @@ def reported(work: Callable[[], int]) -> int:
 
 def _report(error: Exception) -> int:
     _remember(error)
-    ours = isinstance(error, RankError) or all(_is_ours(frame) or _is_neutral(frame) for frame in _frames(error.__traceback__))
+    ours = isinstance(error, RankError) or all(
+        _is_ours(frame) or _is_neutral(frame) for frame in _frames(error.__traceback__)
+    )
     if ours and isinstance(error, (*_MENDABLE, *_TOLD)) and not sys.flags.dev_mode:
         _record(error)
         complain(error)

@@ -70,7 +70,9 @@ def _main(command: str, argv: Sequence[str]) -> int:
         return 0
     for text in arguments.set:
         if "=" not in text:
-            raise UsageError(f"--set {text}: give NAME=VALUE, as in max_epochs=3 or model.hidden=64; the target comes before the options")
+            raise UsageError(
+                f"--set {text}: give NAME=VALUE, as in max_epochs=3 or model.hidden=64; the target comes before the options"
+            )
     if command == "test" and not (described or arguments.set or arguments.checkpoint or arguments.print_config):
         return int(importlib.import_module(SELF_CHECK).main(as_json=arguments.json))
     return int(importlib.import_module(ACTIONS).run(command, arguments))
@@ -110,11 +112,19 @@ def parser(command: str) -> argparse.ArgumentParser:
     shown = "print everything that would run as such a file, without running it"
     top.add_argument("--print-config", action="store_true", help=shown)
     if command == "run":
-        top.add_argument("--resume", metavar="CHECKPOINT", help=f"last, auto (last, if there is one), best, or a checkpoint's path or URL; {_SAVED}")
+        top.add_argument(
+            "--resume",
+            metavar="CHECKPOINT",
+            help=f"last, auto (last, if there is one), best, or a checkpoint's path or URL; {_SAVED}",
+        )
         return top
     text = f"last, best, or a checkpoint's path or URL; without it the constructor's weights; {_SAVED}"
     top.add_argument("--checkpoint", metavar="CHECKPOINT", help=text)
     top.add_argument("--json", action="store_true", help="print one JSON value")
     if command == "predict":
-        top.add_argument("--output", metavar="FILE", help="a .safetensors file: tensors over all samples; a .jsonl file: one line per sample")
+        top.add_argument(
+            "--output",
+            metavar="FILE",
+            help="a .safetensors file: tensors over all samples; a .jsonl file: one line per sample",
+        )
     return top

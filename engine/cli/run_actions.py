@@ -51,7 +51,11 @@ def _run(command: str, arguments: argparse.Namespace) -> int:
         return OK
     _log_to_terminal()
     checkpoint = arguments.resume if command == "run" else arguments.checkpoint
-    parsed = [Parsed(component) for component in wanted.objects] if checkpoint is None else _of_checkpoint(wanted, command, checkpoint)
+    parsed = (
+        [Parsed(component) for component in wanted.objects]
+        if checkpoint is None
+        else _of_checkpoint(wanted, command, checkpoint)
+    )
     if arguments.print_config:
         print(config_text(wanted.resolved, parsed), end="")
         return OK
@@ -109,7 +113,10 @@ def _sections(parsed: list[Parsed], origins: Mapping[str, str]) -> dict[str, Any
     found: dict[str, Any] = {}
     given = dict(origins)
     for each in parsed:
-        section, text = each.component.name.partition(".")[0], {"class_path": each.component.path, "init_args": each.plain()[0]}
+        section, text = (
+            each.component.name.partition(".")[0],
+            {"class_path": each.component.path, "init_args": each.plain()[0]},
+        )
         given[section] = each.component.origin("")
         found[section] = [*found.get(section, []), text] if section == "callbacks" else text
     return {"sections": found, "origins": given}
@@ -118,7 +125,9 @@ def _sections(parsed: list[Parsed], origins: Mapping[str, str]) -> dict[str, Any
 def _callback(parsed: Parsed) -> Callback:
     found = parsed.build()[0]
     if not isinstance(found, Callback):
-        raise UsageError(f"{parsed.component.origin('')}: {parsed.component.path!r} gives a {type(found).__name__}, not an engine.Callback")
+        raise UsageError(
+            f"{parsed.component.origin('')}: {parsed.component.path!r} gives a {type(found).__name__}, not an engine.Callback"
+        )
     return found
 
 
@@ -151,9 +160,14 @@ class _Loaders(Callback):
 
 
 def _lines(result: Result) -> list[str]:
-    lines = [f"{result.status}{f' ({result.stop_reason})' if result.stop_reason else ''}: epoch {result.epoch}, step {result.step}"]
+    lines = [
+        f"{result.status}{f' ({result.stop_reason})' if result.stop_reason else ''}: epoch {result.epoch}, step {result.step}"
+    ]
     lines += [f"{name} {value:.6g}" for name, value in result.metrics.items()]
-    checkpoints: dict[str, Path | str | None] = {"last checkpoint": result.last_checkpoint, "best checkpoint": result.best_checkpoint}
+    checkpoints: dict[str, Path | str | None] = {
+        "last checkpoint": result.last_checkpoint,
+        "best checkpoint": result.best_checkpoint,
+    }
     return [*lines, *(f"{name}: {path}" for name, path in checkpoints.items() if path is not None)]
 
 

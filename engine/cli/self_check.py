@@ -21,7 +21,21 @@ JOBS = "engine.cli.self_check_jobs"
 LIMIT_S = 120.0
 """The time limit for the processes of one job (s)."""
 LAUNCHERS = (
-    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "NODE_RANK", "MASTER_", "TORCHELASTIC_", "PET_", "SLURM_", "OMPI_", "PMI_", "MV2_", "MPI_"),
+    *(
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "GROUP_",
+        "NODE_RANK",
+        "MASTER_",
+        "TORCHELASTIC_",
+        "PET_",
+        "SLURM_",
+        "OMPI_",
+        "PMI_",
+        "MV2_",
+        "MPI_",
+    ),
     "FIT_",
 )
 """Variables of launchers, and settings of ``Fit``: they are removed, because the checks are for this machine alone."""
@@ -36,7 +50,10 @@ CHECKS: dict[str, tuple[str, str]] = {
     "collectives": ("collectives", f"{_NETWORK}; with GPUs, NCCL_DEBUG=INFO shows more"),
     "ddp": ("DDP = one process", _TORCH),
     "fsdp": ("FSDP2 = one process", _TORCH),
-    "deepspeed": ("DeepSpeed = one process", "pip install 'fit-trainer[deepspeed]'; a compiler if it builds operators; ds_report shows more"),
+    "deepspeed": (
+        "DeepSpeed = one process",
+        "pip install 'fit-trainer[deepspeed]'; a compiler if it builds operators; ds_report shows more",
+    ),
 }
 """Name -> its title in the table, and what to do when it fails."""
 ALONE = ("store", "single", "bf16", "resume")
@@ -109,7 +126,9 @@ def _started(names: Sequence[str], report: Path, work: Path) -> str:
     environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", JOBS, *names, "--report", str(report)]
     with report.with_suffix(".txt").open("w+") as output:
-        process = subprocess.Popen(command, cwd=work, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, cwd=work, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        )
         try:
             code = process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:

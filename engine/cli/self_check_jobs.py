@@ -166,7 +166,9 @@ def strategy(name: str) -> Callable[[str, Ranks], None]:
 
 def _difference(module: Net) -> float:
     reference = Net.load_from_checkpoint(REFERENCE).state_dict()
-    return max(float((reference[name].cpu() - tensor.cpu()).abs().max()) for name, tensor in module.state_dict().items())
+    return max(
+        float((reference[name].cpu() - tensor.cpu()).abs().max()) for name, tensor in module.state_dict().items()
+    )
 
 
 CHECKS: dict[str, tuple[Callable[[str, Ranks], str | None], bool]] = {
@@ -202,7 +204,13 @@ def main() -> None:
                 raise  # the other ranks are elsewhere
             detail = f"{type(error).__name__}: {' '.join(str(error).split())}"
         seconds = round(time.perf_counter() - began, 2)
-        line = {"check": name, "devices": str(ranks) if several else f"1 x {alone}", "ok": ok, "detail": detail, "seconds": seconds}
+        line = {
+            "check": name,
+            "devices": str(ranks) if several else f"1 x {alone}",
+            "ok": ok,
+            "detail": detail,
+            "seconds": seconds,
+        }
         if detect(os.environ).rank == 0:
             with arguments.report.open("a") as file:
                 file.write(f"{json.dumps(line)}\n")

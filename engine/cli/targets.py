@@ -61,7 +61,9 @@ def load(text: str, role: str, base: type, package: str | None = None) -> Any:
 def _from_file(path: Path, role: str) -> ModuleType:
     if not path.is_file():
         beside = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise UsageError(f"{role} names the file {str(path)!r}, which does not exist (from {os.getcwd()}){nearest(path.name, beside)}")
+        raise UsageError(
+            f"{role} names the file {str(path)!r}, which does not exist (from {os.getcwd()}){nearest(path.name, beside)}"
+        )
     path = path.resolve()
     name, folder = path.stem, str(path.parent)
     if not name.isidentifier():
@@ -71,7 +73,9 @@ def _from_file(path: Path, role: str) -> ModuleType:
     module = importlib.import_module(name)
     found = getattr(module, "__file__", None)
     if found is None or Path(found).resolve() != path:
-        raise UsageError(f"{role} names the file {str(path)!r}, but the module {name!r} is {found or 'built into Python'} already; rename the file")
+        raise UsageError(
+            f"{role} names the file {str(path)!r}, but the module {name!r} is {found or 'built into Python'} already; rename the file"
+        )
     return module
 
 
@@ -82,7 +86,9 @@ def _import(name: str, text: str, role: str) -> ModuleType:
         if not _is_part(error.name, name):
             raise
         hint = f"; write a file with its suffix: {name.replace('.', '/')}.py" if error.name == name else ""
-        raise UsageError(f"{role} {text!r}: there is no module {error.name!r} (looked in {os.getcwd()} and where packages are){hint}") from None
+        raise UsageError(
+            f"{role} {text!r}: there is no module {error.name!r} (looked in {os.getcwd()} and where packages are){hint}"
+        ) from None
 
 
 def _longest(path: str, text: str, role: str) -> tuple[ModuleType, str]:
@@ -97,7 +103,9 @@ def _longest(path: str, text: str, role: str) -> tuple[ModuleType, str]:
                 raise
     if "=" in path:
         raise UsageError(f"{role} {text!r}: give a setting with --set, as in --set {text}")
-    raise UsageError(f"{role} {text!r}: there is no module {path.split('.')[0]!r}; write my.module:Name, file.py:Name or file.py")
+    raise UsageError(
+        f"{role} {text!r}: there is no module {path.split('.')[0]!r}; write my.module:Name, file.py:Name or file.py"
+    )
 
 
 def _is_part(missing: str | None, name: str) -> bool:
@@ -120,9 +128,17 @@ def _public(owner: Any) -> Iterator[str]:
 
 
 def _only(module: ModuleType, text: str, role: str, base: type) -> Any:
-    own = [each for each in vars(module).values() if inspect.isclass(each) and issubclass(each, base) and each.__module__ == module.__name__]
+    own = [
+        each
+        for each in vars(module).values()
+        if inspect.isclass(each) and issubclass(each, base) and each.__module__ == module.__name__
+    ]
     names = sorted({each.__qualname__ for each in own})
     if len(names) != 1:
-        there = f"several classes that are a {base.__name__} ({', '.join(names)})" if names else f"no class that is a {base.__name__}"
+        there = (
+            f"several classes that are a {base.__name__} ({', '.join(names)})"
+            if names
+            else f"no class that is a {base.__name__}"
+        )
         raise UsageError(f"{role} {text!r} defines {there}; name one: {text}:{names[0] if names else 'Name'}")
     return own[0]

@@ -14,7 +14,9 @@ from engine.config.yaml_reader import Node
 from engine.config.yaml_values import KINDS, NAMED, read_value
 
 
-def apply(overrides: Sequence[str], values: dict[str, Any], origins: dict[str, str], sections: Sequence[str] = ()) -> None:
+def apply(
+    overrides: Sequence[str], values: dict[str, Any], origins: dict[str, str], sections: Sequence[str] = ()
+) -> None:
     """Apply ``overrides`` to ``values`` and ``origins``, in place: whole settings first, then single keys, in order.
 
     Raises:
@@ -31,7 +33,9 @@ def apply(overrides: Sequence[str], values: dict[str, Any], origins: dict[str, s
         if not equals or not all(path):
             raise ValueError(f"{origin}: write name=value, such as max_epochs=3 or strategy.stage=3")
         if path[0] not in KINDS:
-            raise ValueError(f"{origin}: {path[0]!r} is not a Fit setting{hint(path[0], KINDS)}; possible: {', '.join(KINDS)}")
+            raise ValueError(
+                f"{origin}: {path[0]!r} is not a Fit setting{hint(path[0], KINDS)}; possible: {', '.join(KINDS)}"
+            )
         entry = (path, yaml_reader.compose(given, origin), origin)
         (parts if len(path) > 1 else whole).append(entry)
     for (name,), node, origin in whole:
@@ -90,5 +94,7 @@ def _as_mapping(setting: str, below: Any, origin: str) -> dict[Any, Any]:
     if setting == "accumulate_grad_batches":
         return {0: below}
     if setting in NAMED:
-        raise ValueError(f"{origin}: {setting} was given as an object in code ({below!r:.60}), which has its own settings; give a name there")
+        raise ValueError(
+            f"{origin}: {setting} was given as an object in code ({below!r:.60}), which has its own settings; give a name there"
+        )
     raise ValueError(f"{origin}: {setting} is not a mapping and has no keys; write {setting}=VALUE")

@@ -50,7 +50,12 @@ def document(values: Mapping[str, Any], head: Sequence[str] = ()) -> str:
     for field in fields(Settings):
         if field.name in CODE_ONLY:
             continue
-        lines += ["", *textwrap.wrap(told[field.name], WIDTH, initial_indent="# ", subsequent_indent="# ", break_long_words=False)]
+        lines += [
+            "",
+            *textwrap.wrap(
+                told[field.name], WIDTH, initial_indent="# ", subsequent_indent="# ", break_long_words=False
+            ),
+        ]
         if field.name in values:
             lines += _block(field.name, values[field.name])
         else:

@@ -96,7 +96,9 @@ def _converted(hint: Any, value: Any, name: str, readers: Readers) -> Any:
         if value in arguments and type(value) in map(type, arguments):
             return value
         if type(value) in map(type, arguments):
-            raise ValueError(f"{name}={value!r} is unknown{nearest(value, map(str, arguments))}; possible: {', '.join(map(repr, arguments))}")
+            raise ValueError(
+                f"{name}={value!r} is unknown{nearest(value, map(str, arguments))}; possible: {', '.join(map(repr, arguments))}"
+            )
         return _NO
     if origin is type:
         return value if isinstance(value, type) else _NO
@@ -135,7 +137,9 @@ def _mapping(arguments: tuple[Any, ...], value: Any, name: str, readers: Readers
         return dict(value)
     key_hint, value_hint = arguments
     return {
-        converted(key_hint, key, f"a key of {name}: {key}", readers): converted(value_hint, each, f"{name}.{key}", readers)
+        converted(key_hint, key, f"a key of {name}: {key}", readers): converted(
+            value_hint, each, f"{name}.{key}", readers
+        )
         for key, each in value.items()
     }
 
@@ -149,7 +153,10 @@ def _list(kind: Any, arguments: tuple[Any, ...], value: Any, name: str, readers:
     if kind is tuple and arguments and arguments[-1] is not Ellipsis:
         if len(arguments) != len(value):
             raise ValueError(f"{name}={value!r} has {len(value)} values: give {len(arguments)}")
-        return tuple(converted(hint, each, f"{name}.{i}", readers) for i, (hint, each) in enumerate(zip(arguments, value, strict=True)))
+        return tuple(
+            converted(hint, each, f"{name}.{i}", readers)
+            for i, (hint, each) in enumerate(zip(arguments, value, strict=True))
+        )
     inner = arguments[0] if arguments else Any
     items = [converted(inner, each, f"{name}.{i}", readers) for i, each in enumerate(value)]
     return tuple(items) if kind is tuple else items
@@ -169,7 +176,11 @@ def _scalar(kind: type, value: Any) -> Any:
 
 
 def _takes(hint: Any, kind: type) -> bool:
-    return hint is kind or any(_takes(each, kind) for each in typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType))
+    return hint is kind or any(
+        _takes(each, kind)
+        for each in typing.get_args(hint)
+        if typing.get_origin(hint) in (typing.Union, types.UnionType)
+    )
 
 
 def describe(hint: Any) -> str:

@@ -52,7 +52,9 @@ class Duration:
         if self.value == int(self.value):
             object.__setattr__(self, "value", int(self.value))
         elif self.unit == "steps":
-            raise ValueError(f"{self.value} steps: there is no fraction of a step; for a fraction of an epoch write '{self.value} epochs'")
+            raise ValueError(
+                f"{self.value} steps: there is no fraction of a step; for a fraction of an epoch write '{self.value} epochs'"
+            )
 
     def __str__(self) -> str:
         return f"{self.value} {self.unit}"
@@ -125,7 +127,9 @@ class Every:
         ValueError: a duration that is not positive, or as :func:`parse`.
     """
 
-    def __init__(self, duration: int | float | str | timedelta | Duration | None, steps_per_epoch: int | None = None) -> None:
+    def __init__(
+        self, duration: int | float | str | timedelta | Duration | None, steps_per_epoch: int | None = None
+    ) -> None:
         self.duration = parse(duration)
         if self.duration is not None and self.duration.value <= 0:
             raise ValueError(f"every {self.duration}: must be more than 0; give None for never")
@@ -137,7 +141,9 @@ class Every:
         """How many multiples of the duration had passed at the last call; ``None``: there was none."""
         self._n: Any = self.duration.value if self.duration else 0
         unit = self.duration.unit if self.duration else "never"
-        self._reached = {"never": self._never, "steps": self._steps, "epochs": self._epochs, "seconds": self._seconds}[unit]
+        self._reached = {"never": self._never, "steps": self._steps, "epochs": self._epochs, "seconds": self._seconds}[
+            unit
+        ]
         if unit == "epochs" and isinstance(self._n, float):
             # 0.1 is the user's 1/10: as a float, 3 * 0.1 > 0.3 would move the trigger by a step.
             self._n = Fraction(self._n).limit_denominator(1_000_000)
@@ -145,7 +151,9 @@ class Every:
 
     def start(self, step: int, epochs: Fraction | None = None) -> None:
         """Skip multiples up to here; no effect after :meth:`load_state_dict`, which restores them."""
-        known = self._reached == self._steps or (self._reached == self._fraction and (epochs is not None or self.steps_per_epoch))
+        known = self._reached == self._steps or (
+            self._reached == self._fraction and (epochs is not None or self.steps_per_epoch)
+        )
         if known and self._count is None:
             self._reached(step, None, 0.0, epochs)
 
@@ -173,7 +181,9 @@ class Every:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the ``state`` that :meth:`state_dict` returned."""
         self._last_step, self._last_s = int(state["last_step"]), float(state["last_s"])
-        count = state.get("count") if state.get("every") == str(self.duration) else None  # another duration has other multiples
+        count = (
+            state.get("count") if state.get("every") == str(self.duration) else None
+        )  # another duration has other multiples
         self._count = None if count is None else int(count)
 
     def _never(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Fraction | None) -> bool:
@@ -189,7 +199,9 @@ class Every:
         if epochs is not None:
             return self._passed(epochs // self._n, epochs // self._n, step)
         if not self.steps_per_epoch:
-            raise ValueError(f"every {self.duration}: the length of an epoch is unknown; give steps or a time, or a loader with a length")
+            raise ValueError(
+                f"every {self.duration}: the length of an epoch is unknown; give steps or a time, or a loader with a length"
+            )
         length = self._n * self.steps_per_epoch
         return self._passed(step // length, (step - 1) // length, step)
 

@@ -18,7 +18,9 @@ class HParams(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"no hyperparameter {name!r}; there are: {', '.join(map(str, self)) or 'none'}") from None
+            raise AttributeError(
+                f"no hyperparameter {name!r}; there are: {', '.join(map(str, self)) or 'none'}"
+            ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
@@ -35,7 +37,9 @@ def init_arguments(owner: object, frame: FrameType | None) -> dict[str, Any]:
         if not arguments.args or arguments.locals[arguments.args[0]] is not owner:
             break
         values = {name: arguments.locals[name] for name in arguments.args[1:] if name in arguments.locals}
-        keyword_only = frame.f_code.co_varnames[frame.f_code.co_argcount : frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
+        keyword_only = frame.f_code.co_varnames[
+            frame.f_code.co_argcount : frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount
+        ]
         values.update({name: arguments.locals[name] for name in keyword_only if name in arguments.locals})
         if arguments.keywords:
             values.update(arguments.locals.get(arguments.keywords, {}))
@@ -54,7 +58,9 @@ def kept_arguments(cls: Callable[..., Any], saved: Mapping[str, Any], whole: str
     """The arguments of ``cls`` that saved hyperparameters provide, by name; parameters as of :func:`constructor_arguments`."""
     parameters = inspect.signature(cls).parameters
     named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    whole = _whole(named, [name for name, p in named.items() if p.default is p.empty and name not in saved], saved, whole)
+    whole = _whole(
+        named, [name for name, p in named.items() if p.default is p.empty and name not in saved], saved, whole
+    )
     if whole is not None:
         return {whole: HParams(saved)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -68,9 +74,15 @@ def replaced_by_defaults(cls: Callable[..., Any], texts: Mapping[str, str], give
         texts: of the values of all hyperparameters, as in a checkpoint's manifest.
         given: names of those that are saved, or given otherwise.
     """
-    defaults = {name: p.default for name, p in inspect.signature(cls).parameters.items() if p.default is not p.empty and name not in set(given)}
+    defaults = {
+        name: p.default
+        for name, p in inspect.signature(cls).parameters.items()
+        if p.default is not p.empty and name not in set(given)
+    }
     lost = {name: str(texts[name]) for name in defaults if name in texts}
-    return {name: text for name, text in lost.items() if _ADDRESS.sub("", text) != _ADDRESS.sub("", as_text(defaults[name]))}
+    return {
+        name: text for name, text in lost.items() if _ADDRESS.sub("", text) != _ADDRESS.sub("", as_text(defaults[name]))
+    }
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -102,12 +114,18 @@ def constructor_arguments(
     parameters = inspect.signature(cls).parameters
     named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    missing = [name for name, p in named.items() if p.default is p.empty and name not in saved and name not in overrides]
+    missing = [
+        name for name, p in named.items() if p.default is p.empty and name not in saved and name not in overrides
+    ]
     whole = _whole(named, missing, saved, whole)
-    entries = {name: value for name, value in overrides.items() if whole is not None and name in saved and name not in named}
+    entries = {
+        name: value for name, value in overrides.items() if whole is not None and name in saved and name not in named
+    }
     overrides = {name: value for name, value in overrides.items() if name not in entries}
     if not takes_any and (strange := [name for name in overrides if name not in named]):
-        raise TypeError(f"{cls.__name__}.__init__ has no argument {strange[0]!r}{nearest(strange[0], named)}; it has {', '.join(named) or 'none'}")
+        raise TypeError(
+            f"{cls.__name__}.__init__ has no argument {strange[0]!r}{nearest(strange[0], named)}; it has {', '.join(named) or 'none'}"
+        )
     if whole is not None:
         found = {whole: HParams({**saved, **entries}), **overrides}
     else:

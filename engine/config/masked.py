@@ -18,7 +18,9 @@ HIDDEN = "***"
 """The replacement for a secret."""
 
 
-def readable(settings: Settings, origins: Mapping[str, str], objects: Mapping[str, Any] | None = None, *, hide: bool = True) -> Config:
+def readable(
+    settings: Settings, origins: Mapping[str, str], objects: Mapping[str, Any] | None = None, *, hide: bool = True
+) -> Config:
     """For each setting its ``value`` and ``origin``; for a strategy or a precision with options also the ``origins`` of these.
 
     Args:
@@ -29,7 +31,10 @@ def readable(settings: Settings, origins: Mapping[str, str], objects: Mapping[st
     found: Config = {}
     for each in fields(settings):
         value = getattr(settings, each.name)
-        entry: dict[str, Any] = {"value": plain((objects or {}).get(each.name, value)), "origin": _hide_text(origins.get(each.name, "code"))}
+        entry: dict[str, Any] = {
+            "value": plain((objects or {}).get(each.name, value)),
+            "origin": _hide_text(origins.get(each.name, "code")),
+        }
         if isinstance(value, Named):
             entry["origins"] = {key: _hide_text(origin) for key, origin in value.origins.items() if key}
         found[each.name] = entry
@@ -39,14 +44,19 @@ def readable(settings: Settings, origins: Mapping[str, str], objects: Mapping[st
 
 def described(sections: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
     """The arguments from which ``fit run`` built model, data and callbacks, in the form of :func:`readable`, without secrets."""
-    found: Config = {name: {"value": plain(value), "origin": _hide_text(origins.get(name, "command line"))} for name, value in sections.items()}
+    found: Config = {
+        name: {"value": plain(value), "origin": _hide_text(origins.get(name, "command line"))}
+        for name, value in sections.items()
+    }
     shown: Config = without_secrets(found)
     return shown
 
 
 def fields_of(thing: Any, name: str) -> dict[str, Any]:
     """An object's public dataclass fields that its constructor takes, ``name`` first."""
-    shown = {each.name: getattr(thing, each.name) for each in fields(thing) if each.init and not each.name.startswith("_")}
+    shown = {
+        each.name: getattr(thing, each.name) for each in fields(thing) if each.init and not each.name.startswith("_")
+    }
     return {"name": name, **shown}
 
 
@@ -75,7 +85,9 @@ def rows(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     found = []
     for name, entry in config.items():
         value, origin, origins = entry["value"], entry["origin"], entry.get("origins", {})
-        classes = {name: value} if name != "callbacks" else {f"{name}.{index}": each for index, each in enumerate(value)}
+        classes = (
+            {name: value} if name != "callbacks" else {f"{name}.{index}": each for index, each in enumerate(value)}
+        )
         if classes and all(isinstance(each, Mapping) and "class_path" in each for each in classes.values()):
             for inner, each in classes.items():
                 found.append((inner, str(each["class_path"]), origin))

@@ -55,7 +55,9 @@ def named(setting: str, value: Mapping[str, Any], origins: Mapping[str, str] | N
     where = "" if first == "code" else f"{first}: "
     name = value.get("name")
     if "name" not in value:
-        raise ValueError(f"{where}{setting}={dict(value)!r} has no 'name': give the mapping one, such as {{name: {_EXAMPLES[setting]}}}")
+        raise ValueError(
+            f"{where}{setting}={dict(value)!r} has no 'name': give the mapping one, such as {{name: {_EXAMPLES[setting]}}}"
+        )
     if not isinstance(name, str) or not name:
         raise TypeError(f"{where}{setting}.name={name!r} is of type {type(name).__name__}: give the name as text")
     for key in value:
@@ -77,7 +79,9 @@ def precision_name(value: object) -> str:
     """
     name = PRECISIONS.get(str(value).lower())
     if name is None:
-        raise ValueError(f"precision={value!r} is unknown{nearest(value, PRECISIONS)}; possible: {', '.join(PRECISIONS)}")
+        raise ValueError(
+            f"precision={value!r} is unknown{nearest(value, PRECISIONS)}; possible: {', '.join(PRECISIONS)}"
+        )
     return name
 
 
@@ -94,7 +98,9 @@ def strategy_setting(name: str, value: Any) -> Any:
         raise TypeError(f"{name}={value!r} is of type {type(value).__name__}: give {possible}")
     if isinstance(value, Named) and value.name == "auto":
         first = next(iter(value.options))
-        raise ValueError(f"{value.at(first)}strategy 'auto' takes no settings, and {first!r} was given: give name: ddp, fsdp, ... with it")
+        raise ValueError(
+            f"{value.at(first)}strategy 'auto' takes no settings, and {first!r} was given: give name: ddp, fsdp, ... with it"
+        )
     return value
 
 
@@ -109,8 +115,12 @@ def precision_setting(name: str, value: Any) -> Any:
     if isinstance(value, Named):
         known, first = precision_name(value.name), next(iter(value.options))
         if known != "fp8-mixed":
-            raise ValueError(f"{value.at(first)}precision {value.name!r} takes no settings, and {first!r} was given: only 'fp8-mixed' does")
+            raise ValueError(
+                f"{value.at(first)}precision {value.name!r} takes no settings, and {first!r} was given: only 'fp8-mixed' does"
+            )
         return replace(value, name=known)
     if isinstance(value, _LISTS):
-        raise TypeError(f"{name}={value!r} is of type {type(value).__name__}: give the name of a precision, or a mapping with its name and settings")
+        raise TypeError(
+            f"{name}={value!r} is of type {type(value).__name__}: give the name of a precision, or a mapping with its name and settings"
+        )
     return precision_name(value) if value is None or isinstance(value, (str, bool, int, float, type)) else value

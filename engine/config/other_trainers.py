@@ -103,7 +103,9 @@ class _Elsewhere:
 
     def __get__(self, owner: object, kind: type) -> NoReturn:
         if owner is None:
-            raise AttributeError(f"{kind.__name__!r} has no attribute {self.name!r}: {self.said}", name=self.name, obj=kind)
+            raise AttributeError(
+                f"{kind.__name__!r} has no attribute {self.name!r}: {self.said}", name=self.name, obj=kind
+            )
         raise missing(owner, {self.name: self.said}, self.name)
 
     def __set__(self, owner: object, value: object) -> NoReturn:

@@ -34,10 +34,16 @@ OTHERWISE = {
         ("use_distributed_sampler", "replace_sampler_ddp"),
         "samples are divided among the ranks for any sampler; a loader or sampler with presharded = True is each rank's own",
     ),
-    **dict.fromkeys(("split_batches", "dispatch_batches", "even_batches"), "samples are divided exactly among the ranks; see global_batch_size"),
+    **dict.fromkeys(
+        ("split_batches", "dispatch_batches", "even_batches"),
+        "samples are divided exactly among the ranks; see global_batch_size",
+    ),
     "dataloader_config": "the DataLoader that you give keeps its own settings",
     "plugins": "a precision is Fit(precision=...), a strategy Fit(strategy=...); processes are detected from the environment (fit env)",
-    **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins", "deepspeed"), "here it is strategy={'name': 'deepspeed', 'stage': 2, ...}"),
+    **dict.fromkeys(
+        ("deepspeed_plugin", "deepspeed_plugins", "deepspeed"),
+        "here it is strategy={'name': 'deepspeed', 'stage': 2, ...}",
+    ),
     **dict.fromkeys(("fsdp_plugin", "fsdp", "fsdp_config"), "here it is strategy={'name': 'fsdp', ...}"),
     **dict.fromkeys(("megatron_lm_plugin", "parallelism_config"), "here it is strategy={'name': 'mesh', 'tp': 2, ...}"),
     "dynamo_plugin": "here it is compile: True, 'blocks', or a dict of torch.compile's options",
@@ -51,10 +57,17 @@ OTHERWISE = {
     "step_scheduler_with_optimizer": "schedulers step once per step that happened; in Fit, 'interval' in configure_optimizers sets when",
     "device_placement": "everything prepared is on its device; choose it with accelerator and devices",
     "project_config": "here it is root_dir",
-    **dict.fromkeys(("logger", "loggers", "log_with", "report_to"), "loggers are callbacks, for example callbacks=[CSVLogger()]"),
+    **dict.fromkeys(
+        ("logger", "loggers", "log_with", "report_to"), "loggers are callbacks, for example callbacks=[CSVLogger()]"
+    ),
     "enable_progress_bar": "a progress bar is a callback: callbacks=[RichProgressBar()]",
-    **dict.fromkeys(("enable_checkpointing", "checkpoint_callback"), "a callback writes checkpoints: callbacks=[ModelCheckpoint()]"),
-    **dict.fromkeys(("ckpt_path", "resume_from_checkpoint", "resume"), "resuming is an argument of run: fit.run(module, loader, resume='auto')"),
+    **dict.fromkeys(
+        ("enable_checkpointing", "checkpoint_callback"), "a callback writes checkpoints: callbacks=[ModelCheckpoint()]"
+    ),
+    **dict.fromkeys(
+        ("ckpt_path", "resume_from_checkpoint", "resume"),
+        "resuming is an argument of run: fit.run(module, loader, resume='auto')",
+    ),
 }
 
 
@@ -70,8 +83,13 @@ _SAFETENSORS = "weights are always written as safetensors: leave it out"
 
 _EVALUATION = {
     "model": _called("module"),
-    **dict.fromkeys(("dataloader", "dataloaders", "loader", "test_dataloaders", "val_dataloaders", "val_loaders"), _called("loaders")),
-    **dict.fromkeys(("ckpt_path", "resume", "resume_from_checkpoint"), "here it is checkpoint='best', 'last' or a path"),
+    **dict.fromkeys(
+        ("dataloader", "dataloaders", "loader", "test_dataloaders", "val_dataloaders", "val_loaders"),
+        _called("loaders"),
+    ),
+    **dict.fromkeys(
+        ("ckpt_path", "resume", "resume_from_checkpoint"), "here it is checkpoint='best', 'last' or a path"
+    ),
     "verbose": "the metrics are returned: print them",
     "weights_only": _NO_PICKLE,
 }
@@ -95,14 +113,22 @@ _DEVICE = "prepared objects are on their device"
 ARGUMENTS: dict[str, dict[str, str]] = {
     "Fit.run": {
         "model": _called("module"),
-        **dict.fromkeys(("dataloader", "dataloaders", "loader", "train_dataloader", "train_dataloaders"), _called("train_loader")),
-        **dict.fromkeys(("eval_dataloader", "val_dataloader", "val_dataloaders", "val_loader", "valid_loader"), _called("val_loaders")),
-        **dict.fromkeys(("checkpoint", "ckpt_path", "resume_from_checkpoint"), "here it is resume='last', 'auto', 'best' or a path"),
+        **dict.fromkeys(
+            ("dataloader", "dataloaders", "loader", "train_dataloader", "train_dataloaders"), _called("train_loader")
+        ),
+        **dict.fromkeys(
+            ("eval_dataloader", "val_dataloader", "val_dataloaders", "val_loader", "valid_loader"),
+            _called("val_loaders"),
+        ),
+        **dict.fromkeys(
+            ("checkpoint", "ckpt_path", "resume_from_checkpoint"), "here it is resume='last', 'auto', 'best' or a path"
+        ),
         "weights_only": _NO_PICKLE,
     },
     "Fit.validate": _EVALUATION,
     "Fit.test": _EVALUATION,
-    "Fit.predict": _EVALUATION | {"return_predictions": "the outputs of predict_step are returned: write large ones there, and return None"},
+    "Fit.predict": _EVALUATION
+    | {"return_predictions": "the outputs of predict_step are returned: write large ones there, and return None"},
     "TrainModule.log": {
         "reduce_fx": _called("reduce"),
         **dict.fromkeys(("sync_dist", "sync_dist_group"), _ALWAYS_REDUCED),
@@ -118,9 +144,15 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     "DataModule.save_hyperparameters": _HYPERPARAMETERS,
     "Engine.__init__": {
         **dict.fromkeys(("devices", "num_processes", "num_nodes", "num_machines", "gpus"), _LAUNCHER),
-        **dict.fromkeys(("callbacks", "log_with", "logger", "loggers"), "your own loop calls and logs directly; engine.Fit has callbacks"),
+        **dict.fromkeys(
+            ("callbacks", "log_with", "logger", "loggers"),
+            "your own loop calls and logs directly; engine.Fit has callbacks",
+        ),
         **dict.fromkeys(("project_dir", "project_config", "root_dir"), "give a path to save_state and load_state"),
-        **dict.fromkeys(("gradient_clip_val", "max_grad_norm"), "call engine.clip_grad_norm_(model.parameters(), 1.0) before optimizer.step()"),
+        **dict.fromkeys(
+            ("gradient_clip_val", "max_grad_norm"),
+            "call engine.clip_grad_norm_(model.parameters(), 1.0) before optimizer.step()",
+        ),
         "torch_tp_plugin": "here it is strategy={'name': 'mesh', 'tp': 2, ...}",
         "step_scheduler_with_optimizer": "a prepared scheduler steps when the optimizer did",
     },
@@ -128,7 +160,10 @@ ARGUMENTS: dict[str, dict[str, str]] = {
         "device_placement": f"{_DEVICE}; prepare_data_loader(loader, place=False) leaves batches where they are",
         "move_to_device": f"{_DEVICE}: leave it out",
     },
-    "Engine.prepare_model": {"device_placement": f"{_DEVICE}: leave it out", "evaluation_mode": "without training: place_model(model)"},
+    "Engine.prepare_model": {
+        "device_placement": f"{_DEVICE}: leave it out",
+        "evaluation_mode": "without training: place_model(model)",
+    },
     "Engine.prepare_optimizer": {"device_placement": f"{_DEVICE}: leave it out"},
     "Engine.prepare_data_loader": {
         **dict.fromkeys(("data_loader", "dataloader"), _called("loader")),
@@ -141,7 +176,10 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     "Engine.load_state": {"weights_only": _NO_PICKLE},
     "Engine.save_model": {"safe_serialization": _SAFETENSORS},
     "Engine.unwrap_model": {
-        **dict.fromkeys(("keep_fp32_wrapper", "keep_torch_compile"), "the result is the module that you gave to prepare: leave it out")
+        **dict.fromkeys(
+            ("keep_fp32_wrapper", "keep_torch_compile"),
+            "the result is the module that you gave to prepare: leave it out",
+        )
     },
     "Engine.gather": {"tensor": _called("tree")},
     "Engine.reduce": {"tensor": _called("tree"), "reduce_op": _called("reduction")},
@@ -160,7 +198,9 @@ ARGUMENTS: dict[str, dict[str, str]] = {
         "save_best_only": "here it is save_top_k=1, save_last=False",
     },
     "EarlyStopping.__init__": {
-        **dict.fromkeys(("verbose", "log_rank_zero_only"), "Result.stop_reason says why a run has stopped: leave it out"),
+        **dict.fromkeys(
+            ("verbose", "log_rank_zero_only"), "Result.stop_reason says why a run has stopped: leave it out"
+        ),
         "strict": "a missing metric is always an error: leave it out",
         "check_on_train_epoch_end": "it checks after each validation, or without validation after each epoch: leave it out",
     },
@@ -193,7 +233,10 @@ OF_SETTINGS = {each.name: f"use settings.{each.name}" for each in fields(Setting
 _OF_TRAINERS = {
     **OF_SETTINGS,
     "is_global_zero": "use is_main_process",
-    **dict.fromkeys(("checkpoint_callback", "checkpoint_callbacks", "early_stopping_callback", "early_stopping_callbacks"), _REFERENCE),
+    **dict.fromkeys(
+        ("checkpoint_callback", "checkpoint_callbacks", "early_stopping_callback", "early_stopping_callbacks"),
+        _REFERENCE,
+    ),
     **dict.fromkeys(("logger", "loggers", "profiler", "progress_bar_callback"), _REFERENCE),
     **dict.fromkeys(("train_dataloader", "val_dataloaders", "test_dataloaders", "predict_dataloaders"), _REFERENCE),
     "default_root_dir": "use settings.root_dir",
@@ -218,7 +261,10 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("model", "lightning_module"), "the module that you gave to run has the trained weights"),
         **dict.fromkeys(("optimizers", "lr_scheduler_configs"), "in a callback use run.optimizers and run.schedulers"),
         **dict.fromkeys(("global_rank", "local_rank", "world_size"), _IN_A_RUN),
-        **dict.fromkeys(("state", "training", "validating", "testing", "predicting", "sanity_checking"), "in a callback use run.stage"),
+        **dict.fromkeys(
+            ("state", "training", "validating", "testing", "predicting", "sanity_checking"),
+            "in a callback use run.stage",
+        ),
         "save_checkpoint": "give callbacks=[ModelCheckpoint()], or call run.save_checkpoint() in a callback",
         "should_stop": "in a callback call run.stop(reason)",
         "datamodule": "in a callback use run.datamodule",
@@ -247,7 +293,9 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "print": "use print under: if run.is_main_process",
     },
     "Engine": {
-        **dict.fromkeys(("setup", "setup_module", "setup_optimizers", "setup_dataloaders"), "use prepare(model, optimizer, loader)"),
+        **dict.fromkeys(
+            ("setup", "setup_module", "setup_optimizers", "setup_dataloaders"), "use prepare(model, optimizer, loader)"
+        ),
         "launch": _LAUNCHER,
         "accelerator": "use device",
         "call": "your own loop makes the calls; engine.Fit has callbacks",
@@ -281,9 +329,13 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "on_local_process": "use on_local_main_process",
         "join_uneven_inputs": "a rank without data runs repeated batches that do not count: leave it out",
         "profile": "use torch.profiler.profile()",
-        **dict.fromkeys(("register_save_state_pre_hook", "register_load_state_pre_hook"), "use register_for_checkpointing(objects)"),
+        **dict.fromkeys(
+            ("register_save_state_pre_hook", "register_load_state_pre_hook"), "use register_for_checkpointing(objects)"
+        ),
         "trigger_sync_in_backward": "use accumulate(model)",
-        **dict.fromkeys(("project_dir", "logging_dir", "project_configuration"), "give a path to save_state and load_state"),
+        **dict.fromkeys(
+            ("project_dir", "logging_dir", "project_configuration"), "give a path to save_state and load_state"
+        ),
         **dict.fromkeys(("deepspeed_plugin", "parallelism_config", "torch_device_mesh"), "use strategy"),
     },
 }

@@ -128,7 +128,9 @@ def _from_environment(environ: Mapping[str, str]) -> _Entries:
         if name not in KINDS or variable != variable.upper():
             known = ", ".join(PREFIX + kind.upper() for kind in KINDS)
             meant = f"; did you mean {variable.upper()}?" if name in KINDS else hint(name, KINDS)
-            raise ValueError(f"environment {variable}: {name!r} is not a Fit setting{meant}; unset it, or choose from {known}")
+            raise ValueError(
+                f"environment {variable}: {name!r} is not a Fit setting{meant}; unset it, or choose from {known}"
+            )
         yield name, yaml_reader.compose(text, f"environment {variable}"), f"environment {variable}"
 
 
@@ -156,6 +158,8 @@ def _from_file(path: Path) -> list[tuple[str, Node, str]]:
 def _check_name(name: str, origin: str) -> None:
     if name in SECTIONS:
         also = "; Fit(callbacks=[...]) takes callbacks in code only" if name == "callbacks" else ""
-        raise ValueError(f"{origin}: {name!r} is a section that 'fit run' reads; a script with Fit(...) builds its own{also}")
+        raise ValueError(
+            f"{origin}: {name!r} is a section that 'fit run' reads; a script with Fit(...) builds its own{also}"
+        )
     if name not in KINDS:
         raise ValueError(f"{origin}: {name!r} is not a Fit setting{hint(name, KINDS)}; possible: {', '.join(KINDS)}")

@@ -137,16 +137,22 @@ class Settings:
         for least, most in ((self.min_epochs, self.max_epochs), (self.min_steps, self.max_steps)):
             if least is not None and most is not None and least > most:
                 unit = "epochs" if most is self.max_epochs else "steps"
-                raise ValueError(f"min_{unit}={least} and max_{unit}={most}: the training would end before its minimum; give a larger max_{unit}")
+                raise ValueError(
+                    f"min_{unit}={least} and max_{unit}={most}: the training would end before its minimum; give a larger max_{unit}"
+                )
 
     def _check_together(self) -> None:
         """Check for settings that contradict each other."""
         for name in OVERFIT:
             given = getattr(self, name)
             if self.overfit_batches and not self.fast_dev_run and given not in (None, self.overfit_batches):
-                raise ValueError(f"overfit_batches={self.overfit_batches} and {name}={given}: the first sets the second; give one of them")
+                raise ValueError(
+                    f"overfit_batches={self.overfit_batches} and {name}={given}: the first sets the second; give one of them"
+                )
         if self.benchmark and self.deterministic is True:
-            raise ValueError("benchmark=True and deterministic=True: the fastest algorithm differs between runs; give one of them")
+            raise ValueError(
+                "benchmark=True and deterministic=True: the fastest algorithm differs between runs; give one of them"
+            )
 
     def accumulate_at(self, epoch: int) -> int:
         """Micro-batches of one optimizer step in ``epoch`` (the first is 0)."""
@@ -214,7 +220,9 @@ def _accumulate(name: str, value: Any) -> int | dict[int, int]:
         if value < 1:
             raise wrong(name, value, possible)
         return operator.index(value)
-    if not value or not all(is_int(n) and n >= least for pair in value.items() for n, least in zip(pair, (0, 1), strict=True)):
+    if not value or not all(
+        is_int(n) and n >= least for pair in value.items() for n, least in zip(pair, (0, 1), strict=True)
+    ):
         raise wrong(name, value, possible)
     return {operator.index(epoch): operator.index(value[epoch]) for epoch in sorted(value)}
 

@@ -48,7 +48,9 @@ def compile_setting(name: str, given: Any) -> Compile:
     if isinstance(given, Mapping):
         for key in given:
             if key not in known:
-                raise ValueError(f"{name} has the key {key!r}, which is unknown{nearest(str(key), known)}; possible: {', '.join(known)}")
+                raise ValueError(
+                    f"{name} has the key {key!r}, which is unknown{nearest(str(key), known)}; possible: {', '.join(known)}"
+                )
         return dict(given)
     if isinstance(given, bool) or given == "blocks":
         return given

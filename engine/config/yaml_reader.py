@@ -52,12 +52,16 @@ def read_file(path: Path) -> str:
     with path.open("rb") as file:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-        raise ValueError(f"file {path}: has more than {MAX_BYTES:,} bytes, too many for settings; is it the right file?")
+        raise ValueError(
+            f"file {path}: has more than {MAX_BYTES:,} bytes, too many for settings; is it the right file?"
+        )
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"file {path}:{line}: is not UTF-8 (byte 0x{data[error.start]:02x}); save it as UTF-8") from None
+        raise ValueError(
+            f"file {path}:{line}: is not UTF-8 (byte 0x{data[error.start]:02x}); save it as UTF-8"
+        ) from None
 
 
 def compose(text: str, origin: str, *, lines: bool = False) -> Node:
@@ -116,7 +120,12 @@ def origins_of_keys(node: Node, origin: str, *, lines: bool = False) -> dict[str
     if node is not None and node.id == "mapping":
         for name, value, where in entries(node, origin, lines=lines):
             found[name] = where
-            found.update({f"{name}.{inner}": where_inner for inner, where_inner in origins_of_keys(value, origin, lines=lines).items()})
+            found.update(
+                {
+                    f"{name}.{inner}": where_inner
+                    for inner, where_inner in origins_of_keys(value, origin, lines=lines).items()
+                }
+            )
     return found
 
 
@@ -148,7 +157,9 @@ def _check(root: Node, origin: str, lines: bool) -> None:
                 inner = node.value
             sizes[id(node)] = 1 + sum(size(each, (*above, id(node))) for each in inner)
         if sizes[id(node)] > MAX_NODES:
-            raise ValueError(f"{_where(origin, node, lines)}: has more than {MAX_NODES:,} values with aliases expanded, too many for settings")
+            raise ValueError(
+                f"{_where(origin, node, lines)}: has more than {MAX_NODES:,} values with aliases expanded, too many for settings"
+            )
         return sizes[id(node)]
 
     try:
@@ -166,7 +177,9 @@ def _check_keys(node: Node, origin: str, lines: bool) -> None:
         if key.value in seen:
             raise ValueError(f"{where}: {key.value!r} was given already in {seen[key.value]}; keep one of them")
         seen[key.value] = where
-        if _is_merge(key) and any(each.id != "mapping" for each in (value.value if value.id == "sequence" else [value])):
+        if _is_merge(key) and any(
+            each.id != "mapping" for each in (value.value if value.id == "sequence" else [value])
+        ):
             raise ValueError(f"{where}: '<<' merges mappings; give an alias of one")
 
 

@@ -55,4 +55,8 @@ def _value(name: str, node: Node) -> Any:
             value["name"] = written["name"].value
         return value
     # Environment variables use 1 and 0 for flags.
-    return bool(value) if kind.startswith("bool") and "int" not in kind and type(value) is int and value in (0, 1) else value
+    return (
+        bool(value)
+        if kind.startswith("bool") and "int" not in kind and type(value) is int and value in (0, 1)
+        else value
+    )

@@ -20,7 +20,9 @@ def flow(value: Any) -> str:
     """A plain value as one line of YAML."""
     import yaml
 
-    text = yaml.dump(value, Dumper=_dumper(), default_flow_style=True, sort_keys=False, width=math.inf, allow_unicode=True)
+    text = yaml.dump(
+        value, Dumper=_dumper(), default_flow_style=True, sort_keys=False, width=math.inf, allow_unicode=True
+    )
     return text.removesuffix("\n").removesuffix("\n...")
 
 

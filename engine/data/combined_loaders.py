@@ -45,21 +45,31 @@ class CombinedLoader:
 
     def __init__(self, loaders: Any, mode: str = "min_size") -> None:
         if mode not in MODES:
-            raise ValueError(f"CombinedLoader(mode={mode!r}) is unknown{nearest(mode, MODES)}; possible: {', '.join(MODES)}")
+            raise ValueError(
+                f"CombinedLoader(mode={mode!r}) is unknown{nearest(mode, MODES)}; possible: {', '.join(MODES)}"
+            )
         if not isinstance(loaders, (Mapping, list, tuple)):
-            raise TypeError(f"CombinedLoader takes a dict, list or tuple of loaders, got {type(loaders).__name__}: {loaders!r:.80}")
+            raise TypeError(
+                f"CombinedLoader takes a dict, list or tuple of loaders, got {type(loaders).__name__}: {loaders!r:.80}"
+            )
         if not loaders:
             raise ValueError(f"CombinedLoader got no loaders: {loaders!r}")
         self.loaders, self.mode = loaders, mode
         self.members: list[Any] = list(loaders.values() if isinstance(loaders, Mapping) else loaders)
-        for index, member in zip(loaders if isinstance(loaders, Mapping) else range(len(loaders)), self.members, strict=True):
+        for index, member in zip(
+            loaders if isinstance(loaders, Mapping) else range(len(loaders)), self.members, strict=True
+        ):
             if not isinstance(member, Iterable) and not hasattr(member, "__getitem__"):
-                raise TypeError(f"CombinedLoader: {index!r} cannot be iterated: {type(member).__name__}: {member!r:.80}")
+                raise TypeError(
+                    f"CombinedLoader: {index!r} cannot be iterated: {type(member).__name__}: {member!r:.80}"
+                )
 
     @property
     def batch_size(self) -> int | None:
         """Samples in a full combined batch; ``None`` when the members do not know, or differ in sequential mode."""
-        sizes = [size for size in (getattr(member, "batch_size", None) for member in self.members) if isinstance(size, int)]
+        sizes = [
+            size for size in (getattr(member, "batch_size", None) for member in self.members) if isinstance(size, int)
+        ]
         if len(sizes) < len(self.members) or (self.mode == "sequential" and len(set(sizes)) > 1):
             return None
         return sizes[0] if self.mode == "sequential" else sum(sizes)
@@ -102,7 +112,9 @@ def combined(loader: CombinedLoader, group: Group, seed: int, feistel: bool = Tr
     known = [feed for feed in feeds if feed is not None]
     divided = [presharded(member) for member in loader.members]
     if any(divided) and not all(divided):
-        raise ValueError("CombinedLoader: some of the loaders are presharded, others are not; make all or none of them presharded")
+        raise ValueError(
+            "CombinedLoader: some of the loaders are presharded, others are not; make all or none of them presharded"
+        )
     for feed in known:
         if not divided[0] and feed.order is not None and feed.order.sharded:
             raise ValueError(
@@ -174,7 +186,9 @@ class _Passes:
 class Indexed:
     """The combination of members with indices. The position counts combined batches of all ranks."""
 
-    def __init__(self, loader: CombinedLoader, feeds: Sequence[SampleIndices | BatchIndices | Batches], group: Group) -> None:
+    def __init__(
+        self, loader: CombinedLoader, feeds: Sequence[SampleIndices | BatchIndices | Batches], group: Group
+    ) -> None:
         self.loader, self.group, self.feeds = loader, group, feeds
         self.members = [_Passes(feed) for feed in feeds]
         self.reads_ahead = all(feed.reads_ahead for feed in feeds)
@@ -222,7 +236,9 @@ class Indexed:
         if mode == "max_size_cycle" and deal.used:
             if not all(counts):
                 empty = self.loader.members[counts.index(0)]
-                raise ValueError(f"CombinedLoader: a {type(empty).__name__} is empty and cannot be read again; leave it out, or use mode='max_size'")
+                raise ValueError(
+                    f"CombinedLoader: a {type(empty).__name__} is empty and cannot be read again; leave it out, or use mode='max_size'"
+                )
             for member in self.members:
                 member.draw(-(-deal.used // member.count))
         batches = self._one_by_one(deal, start) if mode == "sequential" else self._side_by_side(deal, start)
@@ -233,12 +249,17 @@ class Indexed:
     def _side_by_side(self, deal: Deal, start: int) -> Iterator[Any]:
         cycle = self.loader.mode == "max_size_cycle"
         ends = [deal.used if cycle else min(member.count, deal.used) for member in self.members]
-        parts = [member.fetch(_own(deal, start, 0, end)) if end else iter(()) for member, end in zip(self.members, ends, strict=True)]
+        parts = [
+            member.fetch(_own(deal, start, 0, end)) if end else iter(())
+            for member, end in zip(self.members, ends, strict=True)
+        ]
         return self._packed(deal, start, ends, parts)
 
     def _packed(self, deal: Deal, start: int, ends: list[int], parts: list[Iterator[Any]]) -> Iterator[Any]:
         for number in _own(deal, start, 0, deal.used):
-            yield self.loader.packed([next(part) if number < end else None for part, end in zip(parts, ends, strict=True)])
+            yield self.loader.packed(
+                [next(part) if number < end else None for part, end in zip(parts, ends, strict=True)]
+            )
 
     def _one_by_one(self, deal: Deal, start: int) -> Iterator[Any]:
         def opened(index: int) -> Iterator[Any]:

@@ -35,7 +35,9 @@ class Reader:
         batch = self.next()
         if batch is _END:
             kind = type(self.data).__name__
-            raise ValueError(f"CombinedLoader: a {kind} yielded no batch when it was read again: it is empty, or can be read only once")
+            raise ValueError(
+                f"CombinedLoader: a {kind} yielded no batch when it was read again: it is empty, or can be read only once"
+            )
         return batch
 
     def open(self) -> Iterator[Any]:
@@ -115,7 +117,14 @@ class _StreamReader(Reader):
 class Rows(Source):
     """Combined batches read in turn; the state consists of the members' positions."""
 
-    def __init__(self, data: Any, members: Sequence[Any], feeds: Sequence[Feed | None], mode: str, packed: Callable[[list[Any]], Any]) -> None:
+    def __init__(
+        self,
+        data: Any,
+        members: Sequence[Any],
+        feeds: Sequence[Feed | None],
+        mode: str,
+        packed: Callable[[list[Any]], Any],
+    ) -> None:
         super().__init__(data)
         self.members, self.feeds, self.mode, self.packed = members, feeds, mode, packed
         self.epoch = 0
@@ -126,9 +135,16 @@ class Rows(Source):
     def begin(self, state: Any = None) -> tuple[Any, Iterator[Any]]:
         self.readers = [self._reader(place) for place in range(len(self.feeds))]
         for reader, saved in zip(self.readers, state["members"] if state else (), strict=False):
-            reader.passes, reader.given, reader.over, reader.start = saved["pass"], saved["given"], saved["over"], saved["state"]
+            reader.passes, reader.given, reader.over, reader.start = (
+                saved["pass"],
+                saved["given"],
+                saved["over"],
+                saved["state"],
+            )
         # Start now, because a resume restores the random numbers that this draws; later members of a sequence start at their turn.
-        for reader in [r for r in self.readers if not r.over or self.mode == "max_size_cycle"][: 1 if self.mode == "sequential" else None]:
+        for reader in [r for r in self.readers if not r.over or self.mode == "max_size_cycle"][
+            : 1 if self.mode == "sequential" else None
+        ]:
             reader.iterator = reader.open()
         return None, rows(self.mode, self.packed, self.readers)
 
@@ -152,8 +168,14 @@ class Rows(Source):
     def fits(self, state: Any) -> bool:
         if state.get("mode") != self.mode or len(state["members"]) != len(self.sources):
             return False
-        read = [(saved, source) for saved, source in zip(state["members"], self.sources, strict=True) if saved["given"] and source is not None]
-        return all(self._done(saved) or (saved["state"] is not None and source.fits(saved["state"])) for saved, source in read)
+        read = [
+            (saved, source)
+            for saved, source in zip(state["members"], self.sources, strict=True)
+            if saved["given"] and source is not None
+        ]
+        return all(
+            self._done(saved) or (saved["state"] is not None and source.fits(saved["state"])) for saved, source in read
+        )
 
     def _done(self, saved: dict[str, Any]) -> bool:
         return saved["over"] and self.mode != "max_size_cycle"

@@ -68,7 +68,6 @@ class DataModule:
     def predict_dataloader(self) -> Any:
         """The loader of a prediction; several in a list or a dict."""
 
-
     def state_dict(self) -> dict[str, Any]:
         """The state to save in checkpoints: a tree of tensors and JSON values."""
         return {}

@@ -69,5 +69,7 @@ def feed_for(data: Any, group: Group, seed: int, feistel: bool = True) -> Feed:
             "or batch_size=None if its items are batches already"
         )
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
-        raise TypeError(f"a loader must be iterable (a DataLoader, a list of batches, a generator), got {type(data).__name__}: {data!r:.80}")
+        raise TypeError(
+            f"a loader must be iterable (a DataLoader, a list of batches, a generator), got {type(data).__name__}: {data!r:.80}"
+        )
     return Stream(data, group, seed)

@@ -119,7 +119,9 @@ class SampleIndices(_Positioned):
         self.drop_last = batches.drop_last or (type(sampler) is DistributedSampler and sampler.drop_last)
         self.indices = _Indices()
         self.loader = altered(loader, batch_sampler=self.indices)
-        self.reads_ahead = loader.num_workers > 0  # in this process, the dataset draws random numbers that a checkpoint saves
+        self.reads_ahead = (
+            loader.num_workers > 0
+        )  # in this process, the dataset draws random numbers that a checkpoint saves
 
     def deal(self, units: int, window: int, limit: int | None) -> Deal:
         return Deal(units, self.batch, window, self.group.world_size, self.group.rank, self.drop_last, limit)
@@ -154,7 +156,11 @@ class SampleIndices(_Positioned):
             piece: list[Any] = order[number * batch : (number + 1) * batch]
             return piece
 
-        return Cut(items, lambda number: min(batch, units - number * batch), units // batch if self.drop_last else -(-units // batch))
+        return Cut(
+            items,
+            lambda number: min(batch, units - number * batch),
+            units // batch if self.drop_last else -(-units // batch),
+        )
 
     def fetch(self, items: Iterator[Any]) -> Iterator[Any]:
         """The batches for the result of :attr:`Cut.items`."""
@@ -178,7 +184,11 @@ def _shares(deal: Deal | Shards, start: int) -> Iterator[Share]:
 
 
 def weighed(
-    batches: Iterator[Any], deal: Deal | Shards, start: int, group: Group, size: Callable[[Any], int | None] = batch_size
+    batches: Iterator[Any],
+    deal: Deal | Shards,
+    start: int,
+    group: Group,
+    size: Callable[[Any], int | None] = batch_size,
 ) -> Iterator[Micro]:
     """Batches whose sizes are known only once they are read: a window is read ahead, and the ranks exchange its sizes."""
     if deal.world_size * deal.window == 1:
@@ -297,7 +307,14 @@ class BatchIndices(_Positioned):
         return lambda rank, number: everyone[rank][number]
 
     def _shares(self, size: Callable[[int, int], int], deal: Deal | Shards, start: int) -> Iterator[Share]:
-        for base, (_, dealt) in zip(itertools.count(start, deal.round * deal.window), deal.windows(start), strict=False):
-            full = [[range(base + j * deal.round + r, base + j * deal.round + r + 1) for r in range(deal.world_size)] for j in range(deal.window)]
-            sizes = tuple(tuple(size(r, part.start) if part else 0 for r, part in enumerate(micro)) for micro in dealt or full)
+        for base, (_, dealt) in zip(
+            itertools.count(start, deal.round * deal.window), deal.windows(start), strict=False
+        ):
+            full = [
+                [range(base + j * deal.round + r, base + j * deal.round + r + 1) for r in range(deal.world_size)]
+                for j in range(deal.window)
+            ]
+            sizes = tuple(
+                tuple(size(r, part.start) if part else 0 for r, part in enumerate(micro)) for micro in dealt or full
+            )
             yield from shares(sizes, deal.rank)

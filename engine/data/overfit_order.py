@@ -37,7 +37,9 @@ def in_order(loader: Any) -> Any:
             f"overfit_batches needs the same batches in every epoch, and {type(batches).__name__} makes those of {type(loader).__name__}: "
             "give a DataLoader with batch_size= and shuffle=False, or a list of batches"
         )
-    warn_once(f"overfit_batches: {type(loader).__name__} is read in the dataset's order, not in that of {type(sampler).__name__}")
+    warn_once(
+        f"overfit_batches: {type(loader).__name__} is read in the dataset's order, not in that of {type(sampler).__name__}"
+    )
     order = SequentialSampler(loader.dataset)  # type: ignore[arg-type]
     if batches is None:
         return altered(loader, sampler=order)

@@ -31,7 +31,9 @@ class Permutation:
     def __init__(self, size: int, seed: int, epoch: int, count: int | None = None) -> None:
         self.size, self.count = size, size if count is None else count
         if not 0 <= self.count <= size <= 2**62:
-            raise ValueError(f"a permutation of {size} numbers with {self.count} used: size must be 0 to 2**62, and count at most size")
+            raise ValueError(
+                f"a permutation of {size} numbers with {self.count} used: size must be 0 to 2**62, and count at most size"
+            )
         bits = max(2, (size - 1).bit_length())
         self._low_bits = bits // 2
         self._masks = (1 << (bits - bits // 2)) - 1, (1 << (bits // 2)) - 1
@@ -46,7 +48,11 @@ class Permutation:
         """An entry, or a list of those of a slice."""
         positions = range(self.count)[index]
         if isinstance(positions, range):
-            return self.at(torch.arange(positions.start, positions.stop, positions.step, device="cpu")).tolist() if positions else []
+            return (
+                self.at(torch.arange(positions.start, positions.stop, positions.step, device="cpu")).tolist()
+                if positions
+                else []
+            )
         return int(self.at(torch.tensor([positions], device="cpu")))
 
     def at(self, positions: Tensor) -> Tensor:

@@ -19,7 +19,16 @@ from engine.utils.tree import move
 class PreparedLoader:
     """Iterates a user's loader for one rank. Attributes that are not its own (``dataset``, ``batch_size``, ...) are the user's loader's."""
 
-    def __init__(self, loader: Any, *, group: Group, window: Window, seed: int, dtype: torch.dtype | None = None, place: bool = True) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        group: Group,
+        window: Window,
+        seed: int,
+        dtype: torch.dtype | None = None,
+        place: bool = True,
+    ) -> None:
         self.loader = loader
         self.limit: int | None = None
         """The maximum number of micro-batches per rank in an epoch."""
@@ -86,7 +95,9 @@ class PreparedLoader:
         # Creating a DataLoader's iterator draws a random number. In the middle of an epoch that has happened before.
         with torch.random.fork_rng(devices=()) if start else contextlib.nullcontext():
             micros = self._feed.micros(self._epoch, start, self._size, self.limit, stream)
-        if moves and device.type == "cuda" and not self.transfer:  # hooks may read the model: they are called at their batch's turn
+        if (
+            moves and device.type == "cuda" and not self.transfer
+        ):  # hooks may read the model: they are called at their batch's turn
             micros, moves = ahead(micros, SideStream(device, self._move), self._feed.reads_ahead), False
         outer = window.share
         try:
@@ -140,7 +151,9 @@ class PreparedLoader:
         here, closed = self._place_in_epoch()
         if position is not None and position != here:
             if not closed or position != here - self._feed.advance(self._size):
-                raise ValueError(f"state(position={position}): {type(self.loader).__name__} is at {here}; only the latest window's ends are known")
+                raise ValueError(
+                    f"state(position={position}): {type(self.loader).__name__} is at {here}; only the latest window's ends are known"
+                )
             closed = False
         return self._feed.state(closed)
 
@@ -170,7 +183,9 @@ class PreparedLoader:
         if num_batches < 0:
             raise ValueError(f"num_batches={num_batches} must be 0 or more")
         seed, dtype = self._seed, self._dtype
-        other = PreparedLoader(self.loader, group=self._group, window=self._window, seed=seed, dtype=dtype, place=self._place)
+        other = PreparedLoader(
+            self.loader, group=self._group, window=self._window, seed=seed, dtype=dtype, place=self._place
+        )
         other.reseed(seed, self.order)
         other.limit, other.transfer, other.window_size = self.limit, self.transfer, self.window_size
         if self._begun:

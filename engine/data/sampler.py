@@ -121,9 +121,14 @@ class Shards:
         spare = range(min(self.batch, held[self.rank]))
         lows = range(start // self.world_size, len(self) * self.batch, self.batch)
         if lows and not spare:
-            raise ValueError(f"rank {self.rank} has no batch in its share of the data while other ranks do: give every rank some data")
+            raise ValueError(
+                f"rank {self.rank} has no batch in its share of the data while other ranks do: give every rank some data"
+            )
         for first in range(0, len(lows), self.window):
-            dealt = [[range(min(low, units), min(low + self.batch, units)) for units in held] for low in lows[first : first + self.window]]
+            dealt = [
+                [range(min(low, units), min(low + self.batch, units)) for units in held]
+                for low in lows[first : first + self.window]
+            ]
             yield [micro[self.rank] or spare for micro in dealt], dealt
 
     def _held(self) -> list[int]:

@@ -28,7 +28,12 @@ def nested(sampler: Any) -> list[Any]:
 def randoms(sampler: Any) -> list[Any]:
     """The random number generators of a sampler, and of those inside it."""
     kinds = _kinds()
-    return [value for each in nested(sampler) for value in getattr(each, "__dict__", {}).values() if isinstance(value, kinds)]
+    return [
+        value
+        for each in nested(sampler)
+        for value in getattr(each, "__dict__", {}).values()
+        if isinstance(value, kinds)
+    ]
 
 
 def _kinds() -> tuple[type, ...]:

@@ -23,7 +23,12 @@ from engine.utils.log import warn_once
 from engine.utils.seed import isolated, seed_everything
 
 _ENDLESS = 10_000_000
-_SHARDS = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"), ("_world_size", "_rank"))
+_SHARDS = (
+    ("num_replicas", "rank"),
+    ("num_processes", "process_index"),
+    ("world_size", "rank"),
+    ("_world_size", "_rank"),
+)
 
 
 class Listed(Sequence[Any]):
@@ -130,7 +135,9 @@ class Sequential(Order):
 class Shuffled(Order):
     """A permutation that is a function of (seed, epoch), or the first ``count`` entries of one."""
 
-    def __init__(self, source: Any, sampler: Any, group: Group, seed: int, sharded: bool, feistel: bool, count: int | None = None) -> None:
+    def __init__(
+        self, source: Any, sampler: Any, group: Group, seed: int, sharded: bool, feistel: bool, count: int | None = None
+    ) -> None:
         super().__init__(sampler, group, seed, sharded)
         self.source, self.count = source, count
         self.feistel = feistel and len(source) >= permutations.LARGE
@@ -154,7 +161,9 @@ class Drawn(Order):
 
     together = True
 
-    def __init__(self, sampler: Any, loader: DataLoader[Any], group: Group, seed: int, sharded: bool, made: bool) -> None:
+    def __init__(
+        self, sampler: Any, loader: DataLoader[Any], group: Group, seed: int, sharded: bool, made: bool
+    ) -> None:
         super().__init__(sampler, group, seed, sharded)
         self.together = not sharded
         self.dataset: Any = loader.dataset
@@ -297,17 +306,27 @@ def _found(sampler: Any, loader: DataLoader[Any], group: Group, seed: int, feist
     if type(sampler) is SequentialSampler:
         return Sequential(sampler.data_source, sampler, group, seed, divided), ""
     if type(sampler) is DistributedSampler and not divided:
-        problem = "" if sampler.num_replicas in (1, group.world_size, _processes()) else _misfit(sampler, sampler.num_replicas, sampler.rank, group)
+        problem = (
+            ""
+            if sampler.num_replicas in (1, group.world_size, _processes())
+            else _misfit(sampler, sampler.num_replicas, sampler.rank, group)
+        )
         if sampler.shuffle:
             return Shuffled(sampler.dataset, sampler, group, sampler.seed, False, feistel), problem
         return Sequential(sampler.dataset, sampler, group, seed, False), problem
     # torchdata's creates a generator with a random seed when the user gave none.
-    made = type(sampler) is not RandomSampler and is_a(sampler, RandomSampler) and sampler.generator is not loader.generator
+    made = (
+        type(sampler) is not RandomSampler
+        and is_a(sampler, RandomSampler)
+        and sampler.generator is not loader.generator
+    )
     if is_a(sampler, RandomSampler) and not sampler.replacement:
         units, count = len(sampler.data_source), sampler.num_samples
         if count == units or (feistel and units >= permutations.LARGE and count < units):
             own = seed if sampler.generator is None or made else sampler.generator.initial_seed()
-            return Shuffled(sampler.data_source, sampler, group, own, divided, feistel, None if count == units else count), ""
+            return Shuffled(
+                sampler.data_source, sampler, group, own, divided, feistel, None if count == units else count
+            ), ""
     replicas, rank = _shard(sampler)
     shared = divided or replicas > 1
     misfit = replicas > 1 and (replicas, rank) != (group.world_size, group.rank)

@@ -36,7 +36,14 @@ class Stream:
     reads_ahead = False
     feistel = False
 
-    def __init__(self, data: Any, group: Group, seed: int, source: Source | None = None, size: Callable[[Any], int | None] = batch_size) -> None:
+    def __init__(
+        self,
+        data: Any,
+        group: Group,
+        seed: int,
+        source: Source | None = None,
+        size: Callable[[Any], int | None] = batch_size,
+    ) -> None:
         self.data, self.group, self.seed, self.size = data, group, seed, size
         self.presharded = presharded(data)
         self.round = 1 if self.presharded else group.world_size
@@ -115,7 +122,11 @@ class Stream:
         """The start of the next pass for data that continues across passes; ``None``: it starts again."""
         source = self.source.carry() if self._begun else None
         rank, world_size = self._whose()
-        return None if source is None else {"source": source, "ended": False, "rank": rank, "world_size": world_size, "carried": True}
+        return (
+            None
+            if source is None
+            else {"source": source, "ended": False, "rank": rank, "world_size": world_size, "carried": True}
+        )
 
     def leave(self) -> None:
         self.iterator = None
@@ -163,7 +174,9 @@ class Stream:
             sizes = self._agree([self.size(b) or 1 for b in own], window)
             if not sizes:
                 return
-            if spare is _NOTHING and resumed:  # this rank's data was exhausted before: any batch of it works at weight 0
+            if (
+                spare is _NOTHING and resumed
+            ):  # this rank's data was exhausted before: any batch of it works at weight 0
                 spare = next(self.source.begin()[1], _NOTHING)
             if spare is _NOTHING:
                 raise ValueError(

@@ -30,7 +30,10 @@ def stateful(item: Any) -> bool:
 def presharded(data: Any) -> bool:
     """Whether each rank has its own shard of ``data`` already: it is declared, or Hugging Face's ``split_dataset_by_node`` has divided it."""
     owners = (data, getattr(data, "dataset", None))
-    return any(getattr(owner, "presharded", False) is True or getattr(owner, "_distributed", None) is not None for owner in owners)
+    return any(
+        getattr(owner, "presharded", False) is True or getattr(owner, "_distributed", None) is not None
+        for owner in owners
+    )
 
 
 def shuffle_buffers(data: Any) -> list[Any]:
@@ -40,7 +43,11 @@ def shuffle_buffers(data: Any) -> list[Any]:
     for part in parts:
         if type(part).__name__ == "BufferShuffledExamplesIterable":
             found.append(part)
-        parts += [inner for inner in (getattr(part, "ex_iterable", None), *(getattr(part, "ex_iterables", None) or ())) if inner is not None]
+        parts += [
+            inner
+            for inner in (getattr(part, "ex_iterable", None), *(getattr(part, "ex_iterables", None) or ()))
+            if inner is not None
+        ]
     return found
 
 
@@ -84,7 +91,9 @@ class Source:
 
     def shuffle(self) -> str | None:
         """The values that determine the order of a stream with shuffle buffers; ``None``: it has none."""
-        return repr([buffer.generator.bit_generator.state["state"] for buffer in self.buffers]) if self.buffers else None
+        return (
+            repr([buffer.generator.bit_generator.state["state"] for buffer in self.buffers]) if self.buffers else None
+        )
 
     def state(self, mark: Any) -> dict[str, Any] | None:
         """A mark as a tree of plain values."""
@@ -114,7 +123,9 @@ class Traced(IterableDataset[Any]):
     ``states`` are of the workers (or of this process alone), and worker ``i`` continues as worker ``first + i``: that one's batch is next.
     """
 
-    def __init__(self, dataset: Any, first: int = 0, states: list[Any] | None = None, epoch: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, dataset: Any, first: int = 0, states: list[Any] | None = None, epoch: torch.Tensor | None = None
+    ) -> None:
         self.dataset, self.first, self.states, self.epoch = dataset, first, states, epoch
         self.iterator: Any = None
         self.over = False
@@ -144,7 +155,11 @@ class Traced(IterableDataset[Any]):
         """The dataset's state. At the end of a pass it may have started again already: then the state says that the pass is over."""
         if self.forgets:
             return None
-        return _OVER if self.over else mark_of(dataset=self.dataset, **({} if self.iterator is self.dataset else {"iterator": self.iterator}))
+        return (
+            _OVER
+            if self.over
+            else mark_of(dataset=self.dataset, **({} if self.iterator is self.dataset else {"iterator": self.iterator}))
+        )
 
 
 class _Tagging:
@@ -204,7 +219,9 @@ class FromWorkers(Source):
     def __init__(self, data: Any) -> None:
         super().__init__(data)
         told = data.persistent_workers and callable(getattr(data.dataset, "set_epoch", None))
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_() if told else None  # persistent workers have copies of the dataset
+        self.epoch = (
+            torch.zeros((), dtype=torch.int64).share_memory_() if told else None
+        )  # persistent workers have copies of the dataset
         self.whole = self._loader()
         self.next = 0
         self.marks: list[dict[str, Any] | None] = []

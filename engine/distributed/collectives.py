@@ -48,7 +48,9 @@ def all_reduce(group: Group, tree: Any, op: str = "sum", scale: float = 1.0) -> 
         packs.setdefault((_sent_dtype(tensor.dtype, op), tensor.device), []).append(index)
     results = list(tensors)
     for (dtype, device), members in packs.items():
-        flat = torch.cat([tensors[index].detach().reshape(-1).to(dtype) for index in members])  # a copy, also of a single member
+        flat = torch.cat(
+            [tensors[index].detach().reshape(-1).to(dtype) for index in members]
+        )  # a copy, also of a single member
         dist.all_reduce(flat, _OPS[op], group=_channel(group, device))
         if op == "mean":
             flat = (flat if dtype.is_floating_point or dtype.is_complex else flat.double()) / group.world_size
@@ -80,7 +82,9 @@ def gather(group: Group, tree: Any) -> Any:
     for index, tensor in enumerate(tensors):
         shapes = [spec[index][1] for spec in specs]
         if any(shape[1:] != shapes[0][1:] for shape in shapes):
-            raise ValueError(_differ("gather", index, specs, "sizes beyond dim 0 (pad_across_processes makes them equal)"))
+            raise ValueError(
+                _differ("gather", index, specs, "sizes beyond dim 0 (pad_across_processes makes them equal)")
+            )
         results.append(_gather_rows(group, tensor, [shape[0] if shape else 1 for shape in shapes]))
     return _rebuild(tree, results)
 
@@ -240,7 +244,9 @@ def _exchange_specs(group: Group, tensors: Iterable[Tensor], verb: str) -> list[
     specs: list[list[_Spec]] = [[(getattr(torch, dtype), tuple(shape)) for dtype, shape in theirs] for theirs in told]
     for rank, theirs in enumerate(specs):
         if len(theirs) != len(specs[0]):
-            raise ValueError(f"{verb}: rank 0 gave {len(specs[0])} tensors, rank {rank} gave {len(theirs)}; all must give the same number")
+            raise ValueError(
+                f"{verb}: rank 0 gave {len(specs[0])} tensors, rank {rank} gave {len(theirs)}; all must give the same number"
+            )
         for index, ((dtype, shape), (dtype_0, shape_0)) in enumerate(zip(theirs, specs[0], strict=True)):
             if dtype != dtype_0:
                 raise ValueError(_differ(verb, index, specs, "dtypes"))
@@ -282,7 +288,9 @@ def _packed(obj: Any) -> bytes | str:
 
 def _unpacked(sent: bytes | str, rank: int) -> Any:
     if isinstance(sent, str):
-        raise TypeError(f"rank {rank} gave an object that cannot be pickled: {sent}. Send numbers, strings, tensors, containers")
+        raise TypeError(
+            f"rank {rank} gave an object that cannot be pickled: {sent}. Send numbers, strings, tensors, containers"
+        )
     return pickle.loads(sent)
 
 

@@ -45,7 +45,9 @@ def _compare(found: Environment, environ: Mapping[str, str]) -> None:
         return
     set_besides = {name: environ[name] for name in TELLING if environ.get(name)}
     if found.name not in _OF_TORCHRUN:
-        values = dict(zip(TELLING, (found.rank, found.world_size, found.local_rank, found.local_world_size), strict=True))
+        values = dict(
+            zip(TELLING, (found.rank, found.world_size, found.local_rank, found.local_world_size), strict=True)
+        )
         for name, text in set_besides.items():
             if text != str(values[name]):
                 raise _contradiction(found, set_besides, f"{name} is {text!r}")

@@ -73,7 +73,10 @@ def record(error: BaseException, path: Path) -> None:
             "blames_peer": blames_peer(error),
         }
     }
-    with contextlib.suppress(OSError), path.open("x") as file:  # a full disk must not hide the error itself, which is shown next
+    with (
+        contextlib.suppress(OSError),
+        path.open("x") as file,
+    ):  # a full disk must not hide the error itself, which is shown next
         json.dump(content, file)
 
 

@@ -240,7 +240,9 @@ def _adopt(timeout: timedelta, store: dist.Store | None, debug: bool) -> _Shared
     return _Shared(world, cpu, theirs, store is not None, os.getpid(), debug)
 
 
-def _meet(environment: Environment, timeout: timedelta, store: dist.Store | None, check: Callable[[], None] | None) -> dist.Store:
+def _meet(
+    environment: Environment, timeout: timedelta, store: dist.Store | None, check: Callable[[], None] | None
+) -> dist.Store:
     """The store, after rank 0 has seen all ranks of this attempt."""
     where = f"{environment.master_addr}:{environment.master_port}"
     who = f"rank {environment.rank} of {environment.world_size}"
@@ -251,7 +253,9 @@ def _meet(environment: Environment, timeout: timedelta, store: dist.Store | None
 
 def _open(environment: Environment, timeout: timedelta, where: str, who: str) -> dist.Store:
     if environment.master_addr is None or environment.master_port is None:
-        raise RuntimeError(f"{who} does not know the address of the others: {environment!r} has no master_addr or no master_port")
+        raise RuntimeError(
+            f"{who} does not know the address of the others: {environment!r} has no master_addr or no master_port"
+        )
     key = (environment.master_addr, environment.master_port)
     serves = environment.rank == 0 and not environment.agent_store
     if key not in _stores:
@@ -260,7 +264,12 @@ def _open(environment: Environment, timeout: timedelta, where: str, who: str) ->
                 _stores[key] = stores.serve(*key, timeout=timeout, world_size=environment.world_size)
             else:
                 _stores[key] = dist.TCPStore(
-                    *key, environment.world_size, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=serves
+                    *key,
+                    environment.world_size,
+                    is_master=serves,
+                    timeout=timeout,
+                    wait_for_workers=False,
+                    multi_tenant=serves,
                 )
         except dist.DistError as error:
             todo = (
@@ -268,7 +277,9 @@ def _open(environment: Environment, timeout: timedelta, where: str, who: str) ->
                 if serves
                 else "Is rank 0 running there, and is the address right as seen from this machine?"
             )
-            raise RuntimeError(f"{who} could not {'serve' if serves else 'reach'} the job's store at {where}: {error}. {todo}") from error
+            raise RuntimeError(
+                f"{who} could not {'serve' if serves else 'reach'} the job's store at {where}: {error}. {todo}"
+            ) from error
     return _stores[key]
 
 

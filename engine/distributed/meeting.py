@@ -16,7 +16,13 @@ _TICKETS, _DONE = "fit/tickets", "fit/done"
 
 
 def meet(
-    store: dist.Store, rank: int, world_size: int, where: str, *, timeout: timedelta, check: Callable[[], None] | None = None
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    where: str,
+    *,
+    timeout: timedelta,
+    check: Callable[[], None] | None = None,
 ) -> dist.Store:
     """The part of ``store`` for the ranks of this round only; all of them call this. Rank 0 returns when all have joined.
 
@@ -30,7 +36,9 @@ def meet(
     deadline = time.monotonic() + timeout.total_seconds()
     ticket = store.add(_TICKETS, 1)
     if rank != 0:
-        name = _answer(store, ticket, deadline, f"rank 0 did not connect to {where} within {timeout.total_seconds():g} s")
+        name = _answer(
+            store, ticket, deadline, f"rank 0 did not connect to {where} within {timeout.total_seconds():g} s"
+        )
         part = _part(store, name, timeout)
         part.add("joined", 1)
         return part
@@ -62,7 +70,9 @@ def _answer(store: dist.Store, ticket: int, deadline: float, problem: str) -> st
     # Polled: a signal would not interrupt a blocking wait.
     while not store.check([key]):
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{problem}. Look for the first error in its output, and check whether its machine can reach this address.")
+            raise RuntimeError(
+                f"{problem}. Look for the first error in its output, and check whether its machine can reach this address."
+            )
         time.sleep(pause)
         pause = min(pause * 2, 0.2)
     return store.get(key).decode()

@@ -70,7 +70,9 @@ def part(inputs: Any, rank: int, world_size: int, pad: bool) -> Any:
             raise ValueError(f"split_between_processes got a dict whose values differ in length: {lengths}")
         return {key: part(value, rank, world_size, pad) for key, value in inputs.items()}
     if not hasattr(inputs, "__len__") or not hasattr(inputs, "__getitem__"):
-        raise TypeError(f"split_between_processes takes a list, tuple, tensor or a dict of them, got {type(inputs).__name__}")
+        raise TypeError(
+            f"split_between_processes takes a list, tuple, tensor or a dict of them, got {type(inputs).__name__}"
+        )
     length, larger = divmod(len(inputs), world_size)
     low = rank * length + min(rank, larger)
     mine = inputs[low : low + length + (rank < larger)]

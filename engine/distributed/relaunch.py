@@ -88,7 +88,9 @@ class Started:
         self._failed = threading.Event()  # _story is set, once and for all
         self._story = ""
         self._reported = False
-        self._interrupt = Interrupt(RankError)  # withdrawn: rank 0's thread no longer needs the others, or has seen the failure
+        self._interrupt = Interrupt(
+            RankError
+        )  # withdrawn: rank 0's thread no longer needs the others, or has seen the failure
         self._broken = False  # the last training ended with an error: the others may wait forever
         self._terminated = self._preempted = False
         self._threads: list[threading.Thread] = []
@@ -171,9 +173,15 @@ class Started:
         """Whether a rank has failed; the first time, its report is stored."""
         with self._lock:
             if not self._failed.is_set() and not self._terminated:
-                fine = (0, 128 + signal.SIGTERM) if self._preempted else (0,)  # all ranks exit like this after a SIGTERM
+                fine = (
+                    (0, 128 + signal.SIGTERM) if self._preempted else (0,)
+                )  # all ranks exit like this after a SIGTERM
                 needed = not self._interrupt.withdrawn.is_set()
-                dead = [child for child in self._children if child.ended and (needed or child.process.returncode not in fine)]
+                dead = [
+                    child
+                    for child in self._children
+                    if child.ended and (needed or child.process.returncode not in fine)
+                ]
                 if dead:
                     self._story = min(dead, key=_Child.blame).story()
                     self._failed.set()
@@ -206,7 +214,10 @@ class Started:
                 return
             if waited > 10.0 and not told:
                 told = True
-                logger.warning("rank 0 is done and waits for %s", ", ".join(f"rank {c.rank} (process {c.process.pid})" for c in waiting))
+                logger.warning(
+                    "rank 0 is done and waits for %s",
+                    ", ".join(f"rank {c.rank} (process {c.process.pid})" for c in waiting),
+                )
             time.sleep(0.02)
 
     def _finish(self) -> None:
@@ -302,7 +313,9 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Sta
                 **_variables(rank, world_size, store.port),
                 "TORCHELASTIC_ERROR_FILE": str(error_file),
             }
-            process = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, cwd=command_line.first_directory())
+            process = subprocess.Popen(
+                command, env=variables, stdin=subprocess.DEVNULL, cwd=command_line.first_directory()
+            )
             children.append(_Child(rank, process, error_file))
     except BaseException:
         for child in children:
@@ -338,7 +351,9 @@ def pass_breakpoint(*args: object, **kwargs: object) -> None:
     where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
     if where not in _passed:
         _passed.add(where)
-        sys.stderr.write(f"rank {os.environ.get('RANK')} does not stop at breakpoint() in {where}: only rank 0 has the terminal\n")
+        sys.stderr.write(
+            f"rank {os.environ.get('RANK')} does not stop at breakpoint() in {where}: only rank 0 has the terminal\n"
+        )
 
 
 _passed: set[str] = set()

@@ -17,7 +17,9 @@ def make(prefix: str) -> Path:
     """A new directory, locked by this process until its end; removes those that dead processes of the same user left behind."""
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
-            if (left / _HOLDER).stat().st_uid == os.getuid() and (descriptor := _hold(left / _HOLDER, os.O_RDWR)) is not None:
+            if (left / _HOLDER).stat().st_uid == os.getuid() and (
+                descriptor := _hold(left / _HOLDER, os.O_RDWR)
+            ) is not None:
                 remove(left)
                 os.close(descriptor)
     found = Path(tempfile.mkdtemp(prefix=prefix))

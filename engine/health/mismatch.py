@@ -27,13 +27,22 @@ def explain(error: BaseException, group: Group) -> MismatchError | None:
         return None
     number = found["number"] or "0"
     board = Board(group, f"mismatch/{number}")
-    mine = [found["operation"].lower(), f"[{found['shapes'] or ''}]", (found["dtypes"] or "").lower(), stacks.raised_at(error.__traceback__)]
+    mine = [
+        found["operation"].lower(),
+        f"[{found['shapes'] or ''}]",
+        (found["dtypes"] or "").lower(),
+        stacks.raised_at(error.__traceback__),
+    ]
     board.put(str(group.rank), mine)
     rows = [["rank", "collective", "shape", "dtype", "called at"]]
     for rank in range(group.world_size):
-        rows.append([str(rank), *(mine if rank == group.rank else board.get(str(rank), NOTES_S) or ["(no answer)", "", "", ""])])
+        rows.append(
+            [str(rank), *(mine if rank == group.rank else board.get(str(rank), NOTES_S) or ["(no answer)", "", "", ""])]
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    table = "\n".join("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    table = "\n".join(
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
     return MismatchError(
         f"the ranks entered one collective with different arguments:\n{table}\nAll ranks must make the same calls, with equal shapes and dtypes."
     )

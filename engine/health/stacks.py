@@ -56,7 +56,9 @@ def position(thread: int) -> Position:
     frames = []
     walk: FrameType | None = frame
     while walk is not None:
-        frames.append((walk.f_code.co_filename, walk.f_lineno, walk.f_code.co_name, str(walk.f_globals.get("__name__"))))
+        frames.append(
+            (walk.f_code.co_filename, walk.f_lineno, walk.f_code.co_name, str(walk.f_globals.get("__name__")))
+        )
         walk = walk.f_back
     debugged = any(name.split(".")[0] in _DEBUGGERS or name in _DEBUGGERS for *_, name in frames)
     file, number, function, _ = frames[0]

@@ -66,14 +66,17 @@ class Watchdog:
     A thread that a debugger holds does not count as hanging.
     """
 
-    def __init__(self, group: Group, progress: Callable[[], float], *, first_s: float, limit_s: float, directory: Path) -> None:
+    def __init__(
+        self, group: Group, progress: Callable[[], float], *, first_s: float, limit_s: float, directory: Path
+    ) -> None:
         self._group, self._progress = group, progress
         self._first_s, self._limit_s = first_s, limit_s
         self._directory = directory
         self._thread = threading.get_ident()
         host = socket.gethostname()
         self._who: list[str] = [
-            f"rank {rank} (host {where}, process {pid})" for rank, (where, pid) in enumerate(gather_json(group, [host, os.getpid()]))
+            f"rank {rank} (host {where}, process {pid})"
+            for rank, (where, pid) in enumerate(gather_json(group, [host, os.getpid()]))
         ]
         self._board = Board(group, f"watchdog/{_next()}")
         self._begun = progress()
@@ -93,7 +96,9 @@ class Watchdog:
     def explain(self, error: BaseException) -> HangError | None:
         """The error to raise instead of ``error``, if that is only how this rank noticed the hang."""
         self._interrupt.withdraw()
-        timed_out = failures.blames_peer(error) and ("timed out" in str(error).lower() or "monitoredbarrier" in str(error).lower())
+        timed_out = failures.blames_peer(error) and (
+            "timed out" in str(error).lower() or "monitoredbarrier" in str(error).lower()
+        )
         if not isinstance(error, HangError) and not timed_out and not self._fired.is_set():
             return None
         if not self._fired.wait(3 * self._pause) or not self._reported.wait(REPORT_S + ANSWER_S):
@@ -127,7 +132,12 @@ class Watchdog:
                 if self._group.world_size > 1:
                     self._fire(current, here, still_s)
                     return
-                logger.warning("no batch was finished for %.3g s; the training is at %s; all stacks: %s", still_s, here.line, self._write())
+                logger.warning(
+                    "no batch was finished for %.3g s; the training is at %s; all stacks: %s",
+                    still_s,
+                    here.line,
+                    self._write(),
+                )
 
     def _fire(self, progress: float, here: stacks.Position, still_s: float) -> None:
         self._fired.set()
@@ -173,7 +183,9 @@ class Watchdog:
             sent = board.get("report", REPORT_S)
             if sent:
                 return str(sent["text"]), list(sent["lags"])
-            reached = "it has not noticed that this rank hangs" if board.answers else "the job's store there does not answer"
+            reached = (
+                "it has not noticed that this rank hangs" if board.answers else "the job's store there does not answer"
+            )
             text = f"{self._head(still_s)}\n  lost: {self._who[0]}: {reached}; its machine, its process or the network to it is gone"
             return f"{text}\n  {self._who[rank]}: {own.at}\n{self._tail(path)}", [0]
         deadline = time.monotonic() + NOTES_S
@@ -193,7 +205,9 @@ class Watchdog:
         for rank in lags[:MOST]:
             note = notes[rank]
             if note is None:
-                lines.append(f"  lost: {self._who[rank]}: no answer; its machine, its process or the network to it is gone")
+                lines.append(
+                    f"  lost: {self._who[rank]}: no answer; its machine, its process or the network to it is gone"
+                )
             else:
                 lines.append(f"  lags: {self._who[rank]}: {note.at}")
         if len(lags) > MOST:

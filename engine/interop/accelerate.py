@@ -10,7 +10,15 @@ from engine.config import yaml_reader
 from engine.interop import accelerate_strategies as strategies
 from engine.interop.accelerate_keys import File, flag
 
-MACHINES = {"NO": "auto", "MULTI_CPU": "cpu", "MULTI_GPU": "cuda", "FSDP": "cuda", "DEEPSPEED": "cuda", "MEGATRON_LM": "cuda", "TP": "cuda"}
+MACHINES = {
+    "NO": "auto",
+    "MULTI_CPU": "cpu",
+    "MULTI_GPU": "cuda",
+    "FSDP": "cuda",
+    "DEEPSPEED": "cuda",
+    "MEGATRON_LM": "cuda",
+    "TP": "cuda",
+}
 """``distributed_type`` that has a counterpart -> its accelerator."""
 _CLOUD = ("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env")
 _SECTIONS = (
@@ -35,12 +43,16 @@ def read(path: Path) -> File:
         ValueError: it is not a file of Accelerate.
     """
     if not path.exists():
-        raise FileNotFoundError(f"there is no {path}: give the file that 'accelerate config' has written, --from-accelerate PATH")
+        raise FileNotFoundError(
+            f"there is no {path}: give the file that 'accelerate config' has written, --from-accelerate PATH"
+        )
     origin = f"file {path}"
     node = yaml_reader.compose(yaml_reader.read_file(path), origin, lines=True)
     values = None if node is None else yaml_reader.construct(node)
     if not isinstance(values, dict) or "distributed_type" not in values:
-        raise ValueError(f"{origin}: has no 'distributed_type', which every file of Accelerate has; is it the right file?")
+        raise ValueError(
+            f"{origin}: has no 'distributed_type', which every file of Accelerate has; is it the right file?"
+        )
     file = File(values, origin, yaml_reader.origins_of_keys(node, origin, lines=True))
     kind = str(file.take("distributed_type"))
     if file.take("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
@@ -77,14 +89,18 @@ def _processes(file: File, kind: str) -> None:
         file.note("num_processes", "is given to the launcher: fit launch --nproc N")
     if machines > 1:
         words += [f"--nnodes {machines}", f"--rdzv {address or 'HOST'}:{port or 29500}"]
-        file.notes.append(f"num_machines: {machines}, main_process_ip: {address}, main_process_port: {port}: the launcher's, in the line above")
+        file.notes.append(
+            f"num_machines: {machines}, main_process_ip: {address}, main_process_port: {port}: the launcher's, in the line above"
+        )
         file.note("machine_rank", "is found at the rendezvous; the same line is run on every machine")
         if count != -1:
             file.notes.append(f"num_processes: {count}: the launcher's, {each} on each machine")
     elif count != -1:
         file.set("devices", ids if ids is not None else each)
         if address or port:
-            file.notes.append(f"main_process_ip: {address}, main_process_port: {port}: on one machine a free port is found")
+            file.notes.append(
+                f"main_process_ip: {address}, main_process_port: {port}: on one machine a free port is found"
+            )
     if machines > 1 and ids is not None:
         file.set("devices", ids)
     file.launch = " ".join([*words, "script.py"])
@@ -126,15 +142,31 @@ def _fp8(part: Any) -> Any:
         if gather is not None:
             options["all_gather"] = flag(gather)
         part.note("pad_inner_dim", "layers whose sizes are not divisible by 16 stay in bf16, as in Accelerate")
-        part.remark("Accelerate leaves the first and the last linear layer in bf16; name such layers in precision.ignore")
+        part.remark(
+            "Accelerate leaves the first and the last linear layer in bf16; name such layers in precision.ignore"
+        )
     elif backend == "TE":
         options["backend"] = "te"
-        neutral = {"use_autocast_during_eval": False, "margin": 0, "interval": 1, "override_linear_precision": [False, False, False]}
-        defaults = {"fp8_format": "HYBRID", "amax_history_len": 1024, "amax_compute_algo": "most_recent", "use_mxfp8_block_scaling": False}
+        neutral = {
+            "use_autocast_during_eval": False,
+            "margin": 0,
+            "interval": 1,
+            "override_linear_precision": [False, False, False],
+        }
+        defaults = {
+            "fp8_format": "HYBRID",
+            "amax_history_len": 1024,
+            "amax_compute_algo": "most_recent",
+            "use_mxfp8_block_scaling": False,
+        }
         for key, usual in (neutral | defaults).items():
             value = part.take(key, usual)
-            if (flag(value) if isinstance(usual, bool) else list(value) if isinstance(value, (list, tuple)) else value) != usual:
-                part.refuse(key, f"is a setting of Transformer Engine, whose default recipe is used here ({key}: {usual})")
+            if (
+                flag(value) if isinstance(usual, bool) else list(value) if isinstance(value, (list, tuple)) else value
+            ) != usual:
+                part.refuse(
+                    key, f"is a setting of Transformer Engine, whose default recipe is used here ({key}: {usual})"
+                )
         for key in ("amax_history_length", "amax_compute_algorithm"):
             part.note(key, "Accelerate's launcher does not pass this on")
     else:
@@ -176,7 +208,9 @@ def _rest(file: File) -> None:
             file.note(key, "the rendezvous of 'fit launch' needs no choice")
         file.take(key)
     if flag(file.take("enable_cpu_affinity", False)):
-        file.notes.append("enable_cpu_affinity: true: bind processes with the launcher or with numactl; it changes no result")
+        file.notes.append(
+            "enable_cpu_affinity: true: bind processes with the launcher or with numactl; it changes no result"
+        )
     if file.take("main_training_function", "main") != "main":
         file.notes.append("main_training_function: for TPUs only")
     if file.take("downcast_bf16", False) not in (False, "no", "false"):
@@ -188,5 +222,7 @@ def _rest(file: File) -> None:
     mpi = file.section("mpirun_config", "mpirun_")
     if mpi.values:
         host = mpi.take("hostfile")
-        file.notes.append(f"mpirun_config: start the processes with mpirun --hostfile {host} -n N python script.py; they are recognised")
+        file.notes.append(
+            f"mpirun_config: start the processes with mpirun --hostfile {host} -n N python script.py; they are recognised"
+        )
         mpi.drop_rest("ccl")

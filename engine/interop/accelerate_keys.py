@@ -43,7 +43,11 @@ class Part:
         value, name = self.take(key), self._name(key)
         self.file.refused.append(f"{self.file.origin_of(name)}: {name}: {value}: {reason}")
 
-    def refuse_others(self, reasons: Mapping[str, str], neutral: Sequence[Any] = (None, False, 0, 1, "false", "none", "no", "", "auto")) -> None:
+    def refuse_others(
+        self,
+        reasons: Mapping[str, str],
+        neutral: Sequence[Any] = (None, False, 0, 1, "false", "none", "no", "", "auto"),
+    ) -> None:
         """Refuse each of these keys whose value has an effect."""
         for key, reason in reasons.items():
             value = self.take(key)
@@ -60,7 +64,9 @@ class Part:
         for key in self.values:
             if key not in self._known:
                 name = self._name(key)
-                self.file.refused.append(f"{self.file.origin_of(name)}: {name!r} is not known{nearest(key, self._known)}")
+                self.file.refused.append(
+                    f"{self.file.origin_of(name)}: {name!r} is not known{nearest(key, self._known)}"
+                )
 
     def _name(self, key: str) -> str:
         return ".".join(filter(None, (self._path, self._written.get(key, key))))

@@ -13,11 +13,18 @@ from engine.interop.accelerate_keys import File, Part, flag
 
 def convert(file: File, kind: str) -> None:
     """Set ``strategy`` and related settings."""
-    sections = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config", "MEGATRON_LM": "megatron_lm_config", "TP": "tp_config"}
+    sections = {
+        "FSDP": "fsdp_config",
+        "DEEPSPEED": "deepspeed_config",
+        "MEGATRON_LM": "megatron_lm_config",
+        "TP": "tp_config",
+    }
     for name in sections.values():
         if name != sections.get(kind):
             file.drop(name)
-    made: Callable[[File], Any] = {"FSDP": _fsdp, "DEEPSPEED": _deepspeed, "MEGATRON_LM": _megatron, "TP": _tp}.get(kind, lambda file: _ddp(kind))
+    made: Callable[[File], Any] = {"FSDP": _fsdp, "DEEPSPEED": _deepspeed, "MEGATRON_LM": _megatron, "TP": _tp}.get(
+        kind, lambda file: _ddp(kind)
+    )
     strategy = made(file)
     file.set("strategy", strategy if not isinstance(strategy, dict) or len(strategy) > 1 else strategy["name"])
     if kind != "FSDP":
@@ -61,7 +68,9 @@ def _fsdp(file: File) -> Any:
         _blocks(part, options)
         half = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}.get(str(file.settings.get("precision")))
         if half:
-            part.remark(f"Accelerate reduces FSDP's gradients in {half}; here fp32 is used, unless strategy.reduce_dtype: {half} is added")
+            part.remark(
+                f"Accelerate reduces FSDP's gradients in {half}; here fp32 is used, unless strategy.reduce_dtype: {half} is added"
+            )
     if flag(part.take("activation_checkpointing", False)):
         file.set("activation_checkpointing", "full")
     part.refuse_others(
@@ -92,7 +101,10 @@ def _sharding(part: Part) -> str:
             continue
         found[key] = text
     if len(set(found.values())) > 1:
-        part.refuse("reshard_after_forward", f"contradicts fsdp_sharding_strategy: {found['sharding_strategy']}; keep one of them")
+        part.refuse(
+            "reshard_after_forward",
+            f"contradicts fsdp_sharding_strategy: {found['sharding_strategy']}; keep one of them",
+        )
     return next(iter(found.values()), "FULL_SHARD")
 
 
@@ -105,11 +117,16 @@ def _blocks(part: Part, options: dict[str, Any]) -> None:
             names = classes if isinstance(classes, list) else [name.strip() for name in str(classes).split(",")]
             options["blocks"] = [name for name in names if name]
         else:
-            part.remark("fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP without classes: blocks are the model's repeated ones, or its blocks()")
+            part.remark(
+                "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP without classes: blocks are the model's repeated ones, or its blocks()"
+            )
     elif policy == "SIZE_BASED_WRAP":
         options["min_size"] = 100_000_000 if least is None else int(float(least))
     elif policy == "NO_WRAP":
-        part.note("auto_wrap_policy", "blocks are the model's repeated ones; the results are those of one block, with less memory")
+        part.note(
+            "auto_wrap_policy",
+            "blocks are the model's repeated ones; the results are those of one block, with less memory",
+        )
     else:
         part.refuse("auto_wrap_policy", "is unknown; possible: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP")
 
@@ -118,8 +135,17 @@ def _parallelism(file: File, options: dict[str, Any]) -> Any:
     part = file.section("parallelism_config", "parallelism_config_")
     if not part.values:
         return options
-    part.refuse_others({"cp_size": "context parallel is not supported", "sp_size": "DeepSpeed's sequence parallel is not supported"})
-    part.drop_rest("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation")
+    part.refuse_others(
+        {"cp_size": "context parallel is not supported", "sp_size": "DeepSpeed's sequence parallel is not supported"}
+    )
+    part.drop_rest(
+        "cp_backend",
+        "cp_comm_strategy",
+        "sp_backend",
+        "sp_seq_length",
+        "sp_seq_length_is_variable",
+        "sp_attn_implementation",
+    )
     tp = int(part.take("tp_size", 1))
     options |= {"dp_replicate": int(part.take("dp_replicate_size", 1)), "dp_shard": int(part.take("dp_shard_size", 1))}
     if tp > 1:
@@ -135,8 +161,14 @@ def _deepspeed(file: File) -> Any:
     if config not in (None, "none"):
         options["config"] = str(config)
         _precision_of(file, part, Path(str(config)))
-        part.remark("deepspeed_config_file: values that are \"auto\" or missing there come from the settings here")
-        for key in ("zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_accumulation_steps", "gradient_clipping"):
+        part.remark('deepspeed_config_file: values that are "auto" or missing there come from the settings here')
+        for key in (
+            "zero_stage",
+            "offload_optimizer_device",
+            "offload_param_device",
+            "gradient_accumulation_steps",
+            "gradient_clipping",
+        ):
             if part.take(key) not in (None, "none", "auto"):
                 part.refuse(key, "is given besides deepspeed_config_file; write it only there")
     else:
@@ -149,7 +181,10 @@ def _deepspeed(file: File) -> Any:
             file.set("gradient_clip_val", float(clip))
     part.refuse_others({"moe_layer_cls_names": "mixtures of experts are not supported"})
     part.note("zero3_init_flag", "what configure_model() builds at stage 3 is always constructed under zero.Init")
-    part.note("zero3_save_16bit_model", "checkpoints have the fp32 weights; fit checkpoint export --dtype bf16 writes them in half the size")
+    part.note(
+        "zero3_save_16bit_model",
+        "checkpoints have the fp32 weights; fit checkpoint export --dtype bf16 writes them in half the size",
+    )
     for key in ("multinode_launcher", "hostfile", "exclusion_filter", "inclusion_filter"):
         part.note(key, "'fit launch' on each machine starts the processes")
     part.drop_rest("fields_from_accelerate_config", "offload_optimizer_nvme_path", "offload_param_nvme_path")
@@ -169,7 +204,10 @@ def _offload(part: Part, options: dict[str, Any]) -> None:
     if paths:
         options["nvme_path"] = paths[0]
         if len(set(paths)) > 1:
-            part.refuse("offload_param_nvme_path", f"differs from the optimizer's, {paths[0]}; give one path, or a DeepSpeed configuration")
+            part.refuse(
+                "offload_param_nvme_path",
+                f"differs from the optimizer's, {paths[0]}; give one path, or a DeepSpeed configuration",
+            )
 
 
 def _precision_of(file: File, part: Part, path: Path) -> None:
@@ -209,7 +247,11 @@ _MEGATRON = {
 
 def _megatron(file: File) -> Any:
     part = file.section("megatron_lm_config", "megatron_lm_")
-    options: dict[str, Any] = {"name": "mesh", "tp": int(part.take("tp_degree", 1)), "pp": int(part.take("pp_degree", 1))}
+    options: dict[str, Any] = {
+        "name": "mesh",
+        "tp": int(part.take("tp_degree", 1)),
+        "pp": int(part.take("pp_degree", 1)),
+    }
     options |= {"dp_replicate": -1, "dp_shard": 1}
     if (parts := part.take("num_micro_batches")) is not None and options["pp"] > 1:
         options["num_microbatches"] = int(parts)
@@ -224,12 +266,17 @@ def _megatron(file: File) -> Any:
     elif flag(part.take("recompute_activations", False)):
         file.set("activation_checkpointing", "selective")
     part.drop_rest("recompute_activations")
-    part.note("use_distributed_optimizer", "dp_replicate: 1 and dp_shard: -1 would shard parameters and optimizer states over the data ranks")
+    part.note(
+        "use_distributed_optimizer",
+        "dp_replicate: 1 and dp_shard: -1 would shard parameters and optimizer states over the data ranks",
+    )
     part.note("use_custom_fsdp", "dp_shard: -1 shards with FSDP 2")
     part.note("attention_backend", "belongs to the model")
     part.note("overlap_cpu_optimizer_d2h_h2d", "nothing is offloaded")
     part.refuse_others(_MEGATRON)
-    part.remark("the model's parallelize() and pipeline_stages(), or strategy.plan, shard it, rather than Megatron-LM's classes")
+    part.remark(
+        "the model's parallelize() and pipeline_stages(), or strategy.plan, shard it, rather than Megatron-LM's classes"
+    )
     return options
 
 

@@ -20,7 +20,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, MultiprocessContext, SignalException, SubprocessContext
+from torch.distributed.elastic.multiprocessing import (
+    LogsDest,
+    LogsSpecs,
+    MultiprocessContext,
+    SignalException,
+    SubprocessContext,
+)
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
 from engine.distributed import address, scratch, stores
@@ -51,7 +57,10 @@ def run(job: Job) -> int:
     try:
         job.log_dir.mkdir(parents=True)
     except OSError as error:
-        print(f"fit launch: cannot create a directory for the ranks' output: {error}; choose one with --log-dir", file=sys.stderr)
+        print(
+            f"fit launch: cannot create a directory for the ranks' output: {error}; choose one with --log-dir",
+            file=sys.stderr,
+        )
         return 1
     output = Output(job.log_dir, job.show)
     errors = scratch.make("fit-launch-")
@@ -59,7 +68,11 @@ def run(job: Job) -> int:
     status = 1
     with signals(), torch_log(job.log_dir / f"agent-{os.getpid()}.log"):
         try:
-            nodes = "" if job.max_nodes == 1 else f" here, {job.min_nodes}{f' to {job.max_nodes}' if job.elastic else ''} machines"
+            nodes = (
+                ""
+                if job.max_nodes == 1
+                else f" here, {job.min_nodes}{f' to {job.max_nodes}' if job.elastic else ''} machines"
+            )
             output.say(f"{job.nproc} process(es){nodes}; their output: {job.log_dir}")
             meetings.append(rendezvous.handler(job, output.say))
             status = _run(job, meetings[0], output, errors)
@@ -88,7 +101,9 @@ def _run(job: Job, meeting: rendezvous.Watched, output: Output, errors: Path) ->
         output.say(agent.told or "the job has ended on the other machines")
         return 1
     except RendezvousTimeoutError:
-        output.say(f"{agent.told or ''}\nonly some of {job.min_nodes} machines came within {job.join_timeout_s} s (--join-timeout)".strip())
+        output.say(
+            f"{agent.told or ''}\nonly some of {job.min_nodes} machines came within {job.join_timeout_s} s (--join-timeout)".strip()
+        )
         return 1
     except (RendezvousError, dist.DistError) as error:
         what = "the machine that serves the rendezvous is gone" if meeting.met else "the machines could not meet"
@@ -124,7 +139,14 @@ def make_agent(
         max_restarts=job.max_restarts,
         local_addr=meeting.local,
     )
-    return Agent(spec, job, meeting, output, RankFiles(output, errors, {**job.variables, **_interface(job, meeting.address)}), start_method)
+    return Agent(
+        spec,
+        job,
+        meeting,
+        output,
+        RankFiles(output, errors, {**job.variables, **_interface(job, meeting.address)}),
+        start_method,
+    )
 
 
 def _interface(job: Job, own: str | None) -> dict[str, str]:
@@ -154,7 +176,9 @@ class RankFiles(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Called by torch's agent for each attempt, with the variables of each local rank."""
         ranks = {local: int(env["RANK"]) for local, env in envs.items()}
-        files = {local: str(self.errors / f"attempt={self.attempts}-rank={found}.json") for local, found in ranks.items()}
+        files = {
+            local: str(self.errors / f"attempt={self.attempts}-rank={found}.json") for local, found in ranks.items()
+        }
         self.attempts += 1
         for local, env in envs.items():
             env.update(self.variables, TORCHELASTIC_ERROR_FILE=files[local])
@@ -166,7 +190,13 @@ class Agent(LocalElasticAgent):
     """Torch Elastic's agent for one machine."""
 
     def __init__(
-        self, spec: WorkerSpec, job: Job, meeting: rendezvous.Watched, output: Output | Direct, rank_files: RankFiles, start_method: str
+        self,
+        spec: WorkerSpec,
+        job: Job,
+        meeting: rendezvous.Watched,
+        output: Output | Direct,
+        rank_files: RankFiles,
+        start_method: str,
     ) -> None:
         super().__init__(spec=spec, logs_specs=rank_files, start_method=start_method)
         self._meeting = meeting
@@ -186,7 +216,10 @@ class Agent(LocalElasticAgent):
         self._output.started()
         if isinstance(self._pcontext, SubprocessContext):
             for handler in self._pcontext.subprocess_handlers.values():
-                for pipe in (handler._stdout, handler._stderr):  # torch leaves them open as long as it keeps the process
+                for pipe in (
+                    handler._stdout,
+                    handler._stderr,
+                ):  # torch leaves them open as long as it keeps the process
                     if pipe is not None:
                         pipe.close()
         self._ranks = [
@@ -199,7 +232,9 @@ class Agent(LocalElasticAgent):
             for each in worker_group.workers
         ]
         if before:
-            self._output.say(f"started again: {len(self._ranks)} process(es) here, {worker_group.workers[0].world_size} in all")
+            self._output.say(
+                f"started again: {len(self._ranks)} process(es) here, {worker_group.workers[0].world_size} in all"
+            )
         return found
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -227,7 +262,11 @@ class Agent(LocalElasticAgent):
     def _exit_barrier(self) -> None:
         if self._job.max_nodes > 1:
             with contextlib.suppress(RendezvousTimeoutError):
-                rendezvous.bounded(super()._exit_barrier, self._exit_barrier_timeout + rendezvous.STORE_S, "waiting for the other machines")
+                rendezvous.bounded(
+                    super()._exit_barrier,
+                    self._exit_barrier_timeout + rendezvous.STORE_S,
+                    "waiting for the other machines",
+                )
 
     def _look(self) -> None:
         """Note which ranks have ended."""
@@ -290,7 +329,9 @@ class Agent(LocalElasticAgent):
         """All ranks save and end because one received SIGTERM from a scheduler, or from another machine's agent."""
         self._end(signal.SIGTERM, self._job.grace_s)
         deadline = time.monotonic() + ELSEWHERE_S
-        while time.monotonic() < deadline and not self._meeting.num_nodes_waiting():  # this machine may be about to get SIGTERM too
+        while (
+            time.monotonic() < deadline and not self._meeting.num_nodes_waiting()
+        ):  # this machine may be about to get SIGTERM too
             time.sleep(0.1)
         if not self._job.elastic and not self._meeting.num_nodes_waiting():
             raise SignalException("the ranks were told to end", signal.SIGTERM)
@@ -344,6 +385,8 @@ class Agent(LocalElasticAgent):
                 return rendezvous.bounded(work, 2 * ELSEWHERE_S, "asking the other machines")
         except (RendezvousTimeoutError, dist.DistError):
             pass
-        return f"{told}\n\nThe rank that this one lost was on another machine, which cannot be reached." if only_saw else told
-
-
+        return (
+            f"{told}\n\nThe rank that this one lost was on another machine, which cannot be reached."
+            if only_saw
+            else told
+        )

@@ -82,7 +82,11 @@ def debug(fn: Callable[..., T], *args: Any, num_processes: int = 2) -> list[T]:
             "the top level of a module, or use engine.launch.notebook, whose processes are forks"
         ) from error
     main = sys.modules["__main__"]
-    if getattr(fn, "__module__", None) == "__main__" and getattr(main, "__file__", None) is None and main.__spec__ is None:
+    if (
+        getattr(fn, "__module__", None) == "__main__"
+        and getattr(main, "__file__", None) is None
+        and main.__spec__ is None
+    ):
         raise TypeError(
             f"debug({getattr(fn, '__qualname__', fn)}): it is defined in a notebook or at a prompt, where new processes cannot find "
             "it. Define it in a module, or use engine.launch.notebook, whose processes are forks"
@@ -120,7 +124,9 @@ def _enter(call: _Call) -> Any:
         os._exit(128 + signal.SIGINT)  # torch would take it for success
 
 
-def _run(fn: Callable[..., Any], args: tuple[Any, ...], count: int, start_method: str, *, threads: int, cpu: bool = False) -> list[Any]:
+def _run(
+    fn: Callable[..., Any], args: tuple[Any, ...], count: int, start_method: str, *, threads: int, cpu: bool = False
+) -> list[Any]:
     if count < 1:
         raise ValueError(f"num_processes={count}: it must be at least 1")
     here = detect(os.environ)
@@ -133,7 +139,9 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], count: int, start_method
     errors = scratch.make("fit-launch-")
     with signals(), torch_log(errors / "agent.log"):
         meeting = rendezvous.handler(job, Direct().say)
-        started = agent.make_agent(job, meeting, Direct(), errors, _enter, (_Call(fn, args, os.getpid(), threads),), start_method)
+        started = agent.make_agent(
+            job, meeting, Direct(), errors, _enter, (_Call(fn, args, os.getpid(), threads),), start_method
+        )
         try:
             result = started.run()
         except SignalException as error:

@@ -91,7 +91,9 @@ def make_job(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         join_timeout_s=options.join_timeout,
         log_dir=_log_dir(options.log_dir),
         show=_shown(options.show),
-        variables=variables if "OMP_NUM_THREADS" in environ else {**variables, "OMP_NUM_THREADS": str(max(1, cores() // nproc))},
+        variables=variables
+        if "OMP_NUM_THREADS" in environ
+        else {**variables, "OMP_NUM_THREADS": str(max(1, cores() // nproc))},
     )
 
 
@@ -163,7 +165,9 @@ def _endpoint(read: _Reader) -> tuple[str, int] | None:
     name, text = read("rdzv", "PET_RDZV_ENDPOINT", "")
     backend = environ.get("PET_RDZV_BACKEND") or "c10d"
     if name == "PET_RDZV_ENDPOINT" and backend not in ("c10d", "static"):
-        raise LaunchError(f"PET_RDZV_BACKEND={backend!r}: only c10d and static are known here; use torchrun for others, or unset it")
+        raise LaunchError(
+            f"PET_RDZV_BACKEND={backend!r}: only c10d and static are known here; use torchrun for others, or unset it"
+        )
     if text:
         found = _host_and_port(name, text)
         if name == "PET_RDZV_ENDPOINT" and address and (address, port or str(found[1])) != (found[0], str(found[1])):
@@ -197,11 +201,15 @@ def _processes(name: str, text: str, accelerator: str) -> int:
         try:
             int(text)
         except ValueError:
-            raise LaunchError(f"{name} {text!r}: a number, auto, gpu or cpu is needed{nearest(text, ('auto', 'gpu', 'cpu'))}") from None
+            raise LaunchError(
+                f"{name} {text!r}: a number, auto, gpu or cpu is needed{nearest(text, ('auto', 'gpu', 'cpu'))}"
+            ) from None
         return check_devices(name, _whole(name, text, 1), gpus(), accelerator)
     found = gpus() if accelerator != "cpu" or text == "gpu" else 0
     if text == "gpu" and not found:
-        raise LaunchError(f"{name} gpu: torch sees no GPU on this machine (see fit env); give a number to train on the CPU")
+        raise LaunchError(
+            f"{name} gpu: torch sees no GPU on this machine (see fit env); give a number to train on the CPU"
+        )
     return found or 1
 
 

@@ -30,7 +30,9 @@ def crew(settings: Settings) -> Iterator[Group]:
         environment = started.environment if started else environment
     else:
         _check(environment, settings)
-    index = environment.local_rank if not isinstance(settings.devices, tuple) else settings.devices[environment.local_rank]
+    index = (
+        environment.local_rank if not isinstance(settings.devices, tuple) else settings.devices[environment.local_rank]
+    )
     device = accelerator.device(kind, index, own=environment.binds_devices)
     if started is None:
         yield join(environment, device, timeout=timeout, debug=settings.debug)
@@ -53,7 +55,9 @@ def _start(kind: str, settings: Settings) -> relaunch.Started | None:
             started.demand(1)
         return None
     if settings.strategy == "single":
-        raise ValueError(f"strategy='single' and devices={devices!r}: one process cannot use {wanted} devices; use strategy='ddp' or 'auto'")
+        raise ValueError(
+            f"strategy='single' and devices={devices!r}: one process cannot use {wanted} devices; use strategy='ddp' or 'auto'"
+        )
     try:
         return relaunch.start(wanted, timeout=timedelta(seconds=settings.start_timeout.value))
     except RuntimeError as error:

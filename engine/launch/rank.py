@@ -44,7 +44,11 @@ def cause(ranks: Sequence[Rank], tails: dict[int, str]) -> tuple[Rank, bool] | N
     Args:
         tails: the end of each rank's standard error, for ranks that have left no error file.
     """
-    found = [(_only_saw(rank, tails[rank.rank]), failures.read(rank.error_file)[1] or rank.ended, rank) for rank in ranks if rank.failed]
+    found = [
+        (_only_saw(rank, tails[rank.rank]), failures.read(rank.error_file)[1] or rank.ended, rank)
+        for rank in ranks
+        if rank.failed
+    ]
     if not found:
         return None
     saw, _, rank = min(found, key=lambda each: each[:2])
@@ -90,7 +94,9 @@ def traceback_in(text: str) -> str:
         return ""
     first = starts[-1]
     for earlier in reversed(starts[:-1]):  # "The above exception was the direct cause": the chain belongs together
-        between = [line for line in lines[earlier:first] if line.startswith(("The above exception", "During handling of"))]
+        between = [
+            line for line in lines[earlier:first] if line.startswith(("The above exception", "During handling of"))
+        ]
         if not between:
             break
         first = earlier
@@ -105,7 +111,10 @@ def _only_saw(rank: Rank, tail: str) -> bool:
         return True
     text, _, saw = failures.read(rank.error_file)
     last = (text.rstrip() or traceback_in(tail)).splitlines()[-1:]
-    return saw or any(line.startswith(("RuntimeError", "torch.distributed.")) and failures.blames_peer(RuntimeError(line)) for line in last)
+    return saw or any(
+        line.startswith(("RuntimeError", "torch.distributed.")) and failures.blames_peer(RuntimeError(line))
+        for line in last
+    )
 
 
 def signal_name(number: int) -> str:

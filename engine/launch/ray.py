@@ -52,7 +52,9 @@ def main(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         LaunchError: Ray is not installed, or the options are wrong.
     """
     command_of(options)  # the script is there
-    variables = {name: value for name, value in environ.items() if name.startswith("FIT_")} | config_variables(options.config, environ)
+    variables = {name: value for name, value in environ.items() if name.startswith("FIT_")} | config_variables(
+        options.config, environ
+    )
     try:
         accelerator = resolve({}, {**environ, **variables}).settings.accelerator
     except (ValueError, TypeError, OSError) as error:
@@ -137,7 +139,9 @@ def _connect(job: RayJob) -> None:
         if job.address is None:
             cores = os.cpu_count() or 1
             wanted = int(job.nproc) if job.nproc.isdigit() else 1
-            ray.init(address="local", num_cpus=max(cores, wanted), include_dashboard=False, runtime_env=environment, **quiet)
+            ray.init(
+                address="local", num_cpus=max(cores, wanted), include_dashboard=False, runtime_env=environment, **quiet
+            )
         else:
             ray.init(address=job.address, runtime_env=environment, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -163,7 +167,9 @@ def _rank(config: dict[str, Any]) -> None:
     job: RayJob = config["job"]
     logging.getLogger().setLevel(logging.WARNING)
     if not Path(job.directory).is_dir():
-        raise RuntimeError(f"{job.directory} is not on {socket.gethostname()}: the script must be in a directory that all machines share")
+        raise RuntimeError(
+            f"{job.directory} is not on {socket.gethostname()}: the script must be in a directory that all machines share"
+        )
     os.chdir(job.directory)
     sys.argv = [job.script, *job.arguments]
     sys.path.insert(0, job.directory if job.is_module else str(Path(job.script).absolute().parent))

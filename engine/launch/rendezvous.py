@@ -11,7 +11,12 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -94,7 +99,9 @@ class Watched(RendezvousHandler):
         self._rounds += 1
         self._answered = time.monotonic()
         self._over = threading.Event()
-        threading.Thread(target=self._keep_asking, args=(self._over, found.store), name="fit-waiting", daemon=True).start()
+        threading.Thread(
+            target=self._keep_asking, args=(self._over, found.store), name="fit-waiting", daemon=True
+        ).start()
         return found
 
     def num_nodes_waiting(self) -> int:
@@ -137,7 +144,9 @@ class Watched(RendezvousHandler):
                 self._answered = time.monotonic()
                 broken_since = 0.0
                 if failed and not over.is_set():
-                    self.cause = store.get(self.cause_key).decode()  # read it now: the store may end with the agent that serves it
+                    self.cause = store.get(
+                        self.cause_key
+                    ).decode()  # read it now: the store may end with the agent that serves it
                 if not over.is_set():
                     self._waiting, self.failed_elsewhere = waiting, failed
             except Exception as error:
@@ -240,7 +249,9 @@ def handler(job: Job, say: Callable[[str], None]) -> Watched:
         # Many machines resolve their own name to a loopback address; the others resolve it to the real one.
         own, local = address.outward(), host
     if job.node_rank is None:
-        found: Watched = _dynamic(job, _served(job, host, port) if address.is_own(host) else _reached(job, host, port), local)
+        found: Watched = _dynamic(
+            job, _served(job, host, port) if address.is_own(host) else _reached(job, host, port), local
+        )
     else:
         if job.node_rank == 0 and not address.is_free(port):
             raise LaunchError(_busy(f"{host}:{port}", "another program holds it"))
@@ -272,7 +283,9 @@ def _served(job: Job, host: str, port: int) -> dist.Store:
     """The store at an address of this machine: ours, or another agent's of the same job."""
     if address.is_free(port):
         with contextlib.suppress(dist.DistError):  # another agent was faster
-            return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=_seconds(STORE_S))
+            return dist.TCPStore(
+                host, port, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=_seconds(STORE_S)
+            )
     where = f"{host}:{port}"
 
     def find() -> dist.TCPStore | None:
@@ -310,9 +323,7 @@ def _reached(job: Job, host: str, port: int) -> dist.Store:
 
 
 def _busy(where: str, why: str) -> str:
-    return (
-        f"--rdzv {where}: the port is busy: {why}. Choose another port (the same on all machines), or leave --rdzv out on a single machine"
-    )
+    return f"--rdzv {where}: the port is busy: {why}. Choose another port (the same on all machines), or leave --rdzv out on a single machine"
 
 
 def _dynamic(job: Job, store: dist.Store, local: str) -> Dynamic:

@@ -34,7 +34,10 @@ _OURS = {
     "ntasks": "--nproc and --nnodes",
     "requeue": "no option, it is the default",
     "open-mode": "no option, it is append",
-    **{name: f"--{name}" for name in ("job-name", "time", "signal", "output", "no-requeue", "cpus-per-task", "gpus-per-node")},
+    **{
+        name: f"--{name}"
+        for name in ("job-name", "time", "signal", "output", "no-requeue", "cpus-per-task", "gpus-per-node")
+    },
 }
 """sbatch's options that the script sets itself, and the options of fit launch for them."""
 
@@ -68,10 +71,26 @@ class Batch:
     """Any other options of sbatch: ``"key=value"`` or ``"key"``."""
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "job_name", "gpus_per_node", "cpus_per_task", "mem", "time", "partition", "account", "qos", "output"):
+        for name in (
+            "nodes",
+            "job_name",
+            "gpus_per_node",
+            "cpus_per_task",
+            "mem",
+            "time",
+            "partition",
+            "account",
+            "qos",
+            "output",
+        ):
             if "\n" in getattr(self, name):
                 raise LaunchError(f"{name}={getattr(self, name)!r} has a line break")
-        if self.time and self.requeue and (seconds := time_limit(self.time)) is not None and seconds <= self.grace_s + EARLY_S:
+        if (
+            self.time
+            and self.requeue
+            and (seconds := time_limit(self.time)) is not None
+            and seconds <= self.grace_s + EARLY_S
+        ):
             raise LaunchError(
                 f"--time {self.time} is {seconds} s, and SIGTERM comes {self.grace_s} to {self.grace_s + EARLY_S} s before its end: the job would be "
                 "requeued as soon as it runs. Request more time, or give the ranks less with --grace S"
@@ -80,7 +99,9 @@ class Batch:
             name = option.lstrip("-").partition("=")[0]
             # A one-letter option may be one of ours.
             if not re.fullmatch(r"[A-Za-z][\w-]+(=[^\n]*)?", option.lstrip("-")):
-                raise LaunchError(f"--slurm-option {option!r}: give the long name of an sbatch option, as KEY=VALUE or KEY")
+                raise LaunchError(
+                    f"--slurm-option {option!r}: give the long name of an sbatch option, as KEY=VALUE or KEY"
+                )
             if name in _OURS:
                 raise LaunchError(f"--slurm-option {option}: give it as {_OURS[name]}")
 
@@ -178,11 +199,15 @@ def submit(text: str, environ: Mapping[str, str]) -> str:
         LaunchError: there is no sbatch, or it refuses the job; with its message.
     """
     if shutil.which("sbatch", path=environ.get("PATH")) is None:
-        raise LaunchError("--slurm: there is no sbatch on this machine's PATH; run it on a login node, or use --dry-run")
+        raise LaunchError(
+            "--slurm: there is no sbatch on this machine's PATH; run it on a login node, or use --dry-run"
+        )
     kept = {name: value for name, value in environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
     done = subprocess.run(["sbatch", "--parsable"], input=text, env=kept, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise LaunchError(f"sbatch refuses the job (exit status {done.returncode}):\n{(done.stderr or done.stdout).rstrip()}")
+        raise LaunchError(
+            f"sbatch refuses the job (exit status {done.returncode}):\n{(done.stderr or done.stdout).rstrip()}"
+        )
     return done.stdout.strip().partition(";")[0]
 
 
@@ -226,7 +251,9 @@ def _tasks(options: argparse.Namespace) -> int:
     if options.nproc == "gpu" and gpus:
         return int(gpus[1])
     if not options.nproc.isdigit() or options.nproc == "0":
-        raise LaunchError(f"--nproc {options.nproc!r} with --slurm: the machines are not known yet; give a number, or --gpus-per-node N")
+        raise LaunchError(
+            f"--nproc {options.nproc!r} with --slurm: the machines are not known yet; give a number, or --gpus-per-node N"
+        )
     return int(options.nproc)
 
 
@@ -235,7 +262,9 @@ def _grace(options: argparse.Namespace) -> int:
         return round(options.grace)
     match = re.fullmatch(r"(?:SIG)?TERM(?:@(\d+))?|15(?:@(\d+))?", options.signal)
     if match is None:
-        raise LaunchError(f"--signal {options.signal!r}: the ranks save at SIGTERM: give TERM@SECONDS (SECONDS before the time limit)")
+        raise LaunchError(
+            f"--signal {options.signal!r}: the ranks save at SIGTERM: give TERM@SECONDS (SECONDS before the time limit)"
+        )
     return int(match[1] or match[2] or 60)  # sbatch's default
 
 
@@ -263,5 +292,8 @@ def main(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
         return 1
     print(f"submitted job {number}; its output: {batch.output.replace('%x', batch.job_name).replace('%j', number)}")
     if batch.requeue:
-        print("at its time limit it saves and is requeued: the script continues with Fit.run(..., resume='auto')", file=sys.stderr)
+        print(
+            "at its time limit it saves and is requeued: the script continues with Fit.run(..., resume='auto')",
+            file=sys.stderr,
+        )
     return 0

@@ -34,7 +34,12 @@ class Automatic:
         run = self.run
         before, self._parameters = self._parameters, _named(run)
         check_held(before, self._parameters, self.optimizers)
-        self.call, self.autocast, self.sync, self.models = run.call, run.engine.autocast(), run.engine.strategy.sync, run.engine.models
+        self.call, self.autocast, self.sync, self.models = (
+            run.call,
+            run.engine.autocast(),
+            run.engine.strategy.sync,
+            run.engine.models,
+        )
 
     def micro(self, batch: Any, index: int, share: Share) -> Any:
         """One micro-batch; what ``training_step`` returned."""
@@ -62,7 +67,6 @@ class Automatic:
             for hook in hooks.on_before_zero_grad:
                 hook(run, module, optimizer)
             optimizer.zero_grad()
-
 
     def cut(self) -> None:
         """The epoch ends inside a window: discard the window's gradients and step values."""

@@ -23,7 +23,10 @@ def transfer_of(module: TrainModule, datamodule: DataModule | None, index: int) 
     Args:
         index: the loader's index, passed to the hooks.
     """
-    found = {name: _owner(name, module, datamodule) for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")}
+    found = {
+        name: _owner(name, module, datamodule)
+        for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    }
     if not any(found.values()):
         return None
     before, transfer, after = (found[name] and getattr(found[name], name) for name in found)
@@ -31,9 +34,14 @@ def transfer_of(module: TrainModule, datamodule: DataModule | None, index: int) 
 
 
 def _owner(name: str, module: TrainModule, datamodule: DataModule | None) -> Any:
-    of_module, of_data = overridden(module, name, TrainModule), datamodule is not None and overridden(datamodule, name, DataModule)
+    of_module, of_data = (
+        overridden(module, name, TrainModule),
+        datamodule is not None and overridden(datamodule, name, DataModule),
+    )
     if of_module and of_data:
-        warn_once(f"both {type(module).__name__} and {type(datamodule).__name__} define {name}: the data module's is called")
+        warn_once(
+            f"both {type(module).__name__} and {type(datamodule).__name__} define {name}: the data module's is called"
+        )
     return datamodule if of_data else module if of_module else None
 
 

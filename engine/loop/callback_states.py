@@ -25,7 +25,9 @@ def check_keys(callbacks: Sequence[Hooked], base: type) -> None:
     for callback in callbacks:
         key: object = callback.state_key
         if not isinstance(key, str):
-            raise TypeError(f"{type(callback).__name__}.state_key is {key!r} of type {type(key).__name__}: return a str")
+            raise TypeError(
+                f"{type(callback).__name__}.state_key is {key!r} of type {type(key).__name__}: return a str"
+            )
         if not overridden(callback, "state_dict", base):
             continue
         if key in known:
@@ -41,7 +43,9 @@ def states(callbacks: Sequence[Hooked]) -> dict[str, Any]:
     return {callback.state_key: callback.state_dict() for callback in callbacks}
 
 
-def load_states(callbacks: Sequence[Hooked], saved: Mapping[str, Any], where: object, give: Callable[[str, Any, Any], None]) -> None:
+def load_states(
+    callbacks: Sequence[Hooked], saved: Mapping[str, Any], where: object, give: Callable[[str, Any, Any], None]
+) -> None:
     """Restore the callbacks from what :func:`states` returned; a state without a callback is a warning.
 
     Args:

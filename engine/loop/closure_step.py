@@ -200,7 +200,10 @@ class ByClosure(Automatic):
     def _fingerprint(self) -> list[Any]:
         """A fingerprint of parameters and gradients. Waits for the device."""
         parameters = [p for each in self.optimizers for group in each.param_groups for p in group["params"]]
-        return [*torch.stack(torch._foreach_norm([p.detach().double() for p in parameters])).tolist(), *(id(p.grad) for p in parameters)]
+        return [
+            *torch.stack(torch._foreach_norm([p.detach().double() for p in parameters])).tolist(),
+            *(id(p.grad) for p in parameters),
+        ]
 
     # -- the step ---------------------------------------------------------------------------------------------------------------
 
@@ -234,7 +237,9 @@ class ByClosure(Automatic):
         def exact() -> Any:
             value = closure()
             if value is None:
-                raise ValueError(f"{type(optimizer.optimizer).__name__} needs a loss of every batch, but training_step returned None")
+                raise ValueError(
+                    f"{type(optimizer.optimizer).__name__} needs a loss of every batch, but training_step returned None"
+                )
             self._clip()
             return value
 
@@ -254,7 +259,9 @@ class ByClosure(Automatic):
                 hook(run, run.module, optimizer.optimizer)
         if self.clips:
             for optimizer in self.optimizers:
-                run.module.configure_gradient_clipping(optimizer.optimizer, run.settings.gradient_clip_val, run.settings.gradient_clip_algorithm)
+                run.module.configure_gradient_clipping(
+                    optimizer.optimizer, run.settings.gradient_clip_val, run.settings.gradient_clip_algorithm
+                )
         if self._apart:
             run.engine.finish_gradients(self.optimizers, inside=self.keeps, **({} if self.clips else self._limits))
 
@@ -269,7 +276,13 @@ class ByClosure(Automatic):
             else:
                 optimizer.zero_grad()
         if self.zeroes_first:
-            left = [p.grad for each in self.optimizers for group in each.param_groups for p in group["params"] if p.grad is not None]
+            left = [
+                p.grad
+                for each in self.optimizers
+                for group in each.param_groups
+                for p in group["params"]
+                if p.grad is not None
+            ]
             self._held = bool(run.engine.strategy.norm(left) > 0) if left else False
 
 
@@ -296,7 +309,11 @@ def refuse(run: Run, optimizers: Sequence[Optimizer]) -> None:
     strategy, name = engine.strategy, type(engine.strategy).__name__
     for method in (*OF_THE_STEP, "backward"):
         if overrides(module, method) and (strategy.owns_step or strategy.pipelined):
-            why = "clips, steps and clears gradients in one call" if strategy.owns_step else "runs forward and backward passes together"
+            why = (
+                "clips, steps and clears gradients in one call"
+                if strategy.owns_step
+                else "runs forward and backward passes together"
+            )
             raise ValueError(
                 f"{type(module).__name__} overrides {method}, which cannot be called under {name}: it {why}. "
                 "Remove the method (learning rates: a scheduler; clipping: gradient_clip_val), or use strategy='ddp' or 'fsdp'"
@@ -304,12 +321,18 @@ def refuse(run: Run, optimizers: Sequence[Optimizer]) -> None:
     inside = [type(o).__name__ for o in optimizers if needs_closure(o)]
     if not inside:
         return
-    sharded = any(hasattr(p, "placements") or hasattr(p, "ds_id") for o in optimizers for group in o.param_groups for p in group["params"])
+    sharded = any(
+        hasattr(p, "placements") or hasattr(p, "ds_id")
+        for o in optimizers
+        for group in o.param_groups
+        for p in group["params"]
+    )
     found = {
         f"{name}, which steps by itself": strategy.owns_step,
         f"{name}, which runs forward and backward passes together": strategy.pipelined,
         f"{name}, where each rank has a part of the parameters": sharded,
-        f"precision={engine.precision.name!r}, whose loss scale changes between two evaluations": engine.scaler is not None,
+        f"precision={engine.precision.name!r}, whose loss scale changes between two evaluations": engine.scaler
+        is not None,
         "on_nonfinite='skip': an evaluation inside a step cannot be skipped": run.settings.on_nonfinite == "skip",
         f"{len(optimizers)} optimizers, whose steps are made from the same gradients": len(optimizers) > 1,
     }

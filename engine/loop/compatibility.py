@@ -40,7 +40,11 @@ def _origins(message: str, settings: Settings, origins: Mapping[str, str]) -> st
     own = settings.strategy.origins if isinstance(settings.strategy, Named) else {}
     known = {**origins, **{f"strategy.{key}": origin for key, origin in own.items()}}
     named = set(re.findall(r"\w+(?==)", message)) | ({"devices", "num_nodes"} if "processes" in message else set())
-    found = [f"{name}: {origin}" for name, origin in known.items() if name.rpartition(".")[2] in named and origin not in ("code", "default")]
+    found = [
+        f"{name}: {origin}"
+        for name, origin in known.items()
+        if name.rpartition(".")[2] in named and origin not in ("code", "default")
+    ]
     return f" [{'; '.join(found)}]" if found else ""
 
 

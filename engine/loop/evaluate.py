@@ -56,7 +56,9 @@ def evaluate(
     hooks, module, outer = run.hooks, run.module, run.recorder
     several = len(loaders) > 1
     suffixes = [f"/dataloader_idx_{i}" if several else "" for i in range(len(loaders))]
-    *recorders, common = every = [run.engine.recorder(on_step=False, on_epoch=True, suffix=suffix) for suffix in [*suffixes, ""]]
+    *recorders, common = every = [
+        run.engine.recorder(on_step=False, on_epoch=True, suffix=suffix) for suffix in [*suffixes, ""]
+    ]
     with evaluating(module, name):
         run.record_to(common)
         call_all(run, getattr(hooks, f"on_{name}_start"))
@@ -75,7 +77,9 @@ def evaluate(
             shared = common.epoch_values(clear=False)
             values = [recorder.epoch_values(clear=False) for recorder in recorders]
         finally:
-            for recorder in every:  # not before all are computed: several recorders may have the same torchmetrics object
+            for (
+                recorder
+            ) in every:  # not before all are computed: several recorders may have the same torchmetrics object
                 recorder.clear()
         run.record_to(outer)
         if run.stage != "sanity":
@@ -98,7 +102,10 @@ def predict(run: Run, loaders: Sequence[PreparedLoader]) -> list[list[Any]]:
         run.engine.share_buffers(run.module)
         for index, loader in enumerate(loaders):
             several = index if len(loaders) > 1 else None
-            own = [map_tensors(lambda t: whole(t).cpu(), out) for out in batches(run, loader, "predict", run.method("predict_step"), several, None)]
+            own = [
+                map_tensors(lambda t: whole(t).cpu(), out)
+                for out in batches(run, loader, "predict", run.method("predict_step"), several, None)
+            ]
             by_rank = gather_object(run.engine.data_group, own)
             dealt = itertools.zip_longest(*by_rank, fillvalue=_NOTHING)
             results.append([out for row in dealt for out in row if out is not _NOTHING])
@@ -114,7 +121,9 @@ class Preempted(Exception):
     """Ctrl-C or SIGTERM during an evaluation: all ranks leave it at the same batch, without results."""
 
 
-def batches(run: Run, loader: PreparedLoader, name: str, step: Callable[..., Any], index: int | None, limit: int | None) -> Iterator[Any]:
+def batches(
+    run: Run, loader: PreparedLoader, name: str, step: Callable[..., Any], index: int | None, limit: int | None
+) -> Iterator[Any]:
     """The outputs of ``step`` on this rank's batches. ``index``: the loader's, when there are several.
 
     Raises:

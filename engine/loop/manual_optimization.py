@@ -32,7 +32,9 @@ class ManualOptimizer(PreparedOptimizer):
         run = self._run
         if closure is not None:
             if run.world_size > 1:
-                raise RuntimeError("optimizer.step(closure) on several ranks: call manual_backward first and step() without a closure")
+                raise RuntimeError(
+                    "optimizer.step(closure) on several ranks: call manual_backward first and step() without a closure"
+                )
             value = super().step(closure)
             run.applied(True)
             return value

@@ -9,7 +9,12 @@ from engine.loop.result import TrainState
 
 
 def state_of_loop(
-    where: object, loaders: list[Any], facts: Mapping[str, Any], batches: int | None, window_at: Callable[[int], int], stride: int
+    where: object,
+    loaders: list[Any],
+    facts: Mapping[str, Any],
+    batches: int | None,
+    window_at: Callable[[int], int],
+    stride: int,
 ) -> TrainState:
     """The counters for a checkpoint of ``Engine.save_state``.
 
@@ -26,7 +31,9 @@ def state_of_loop(
     """
     only = "load only its weights with Resume(path, weights_only=True)"
     if not loaders:
-        raise ValueError(f"{where} was saved by a loop that prepared no loader, so its position in the data is unknown: {only}")
+        raise ValueError(
+            f"{where} was saved by a loop that prepared no loader, so its position in the data is unknown: {only}"
+        )
     epoch, position = loaders[0]["epoch"], loaders[0]["position"]
     index, step = position // stride, facts.get("step")
     if type(step) is not int:

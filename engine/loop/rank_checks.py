@@ -43,7 +43,15 @@ def compare(run: Run) -> None:
         return
     group = run.engine.data_group
     _agree(group, "parameters", {name: fingerprint(value) for name, value in run.module.named_parameters()})
-    _agree(group, "optimizers", {f"optimizer {i}, group {j}": _plain(g) for i, o in enumerate(run.optimizers) for j, g in enumerate(o.param_groups)})
+    _agree(
+        group,
+        "optimizers",
+        {
+            f"optimizer {i}, group {j}": _plain(g)
+            for i, o in enumerate(run.optimizers)
+            for j, g in enumerate(o.param_groups)
+        },
+    )
     loaders = {"training": run.train_loader} | {f"validation {i}": loader for i, loader in enumerate(run.val_loaders)}
     _agree(group, "loaders", {name: _size(loader) for name, loader in loaders.items() if loader is not None})
 
@@ -58,7 +66,10 @@ def checked(run: Run, batches: Iterator[Any]) -> Iterator[Any]:
         group = run.engine.data_group
         leaves: list[Tensor] = []
         map_tensors(leaves.append, batch)
-        forms = {f"tensor {i}": f"{t.dtype}, [batch{''.join(f', {n}' for n in t.shape[1:])}], {t.device.type}" for i, t in enumerate(leaves)}
+        forms = {
+            f"tensor {i}": f"{t.dtype}, [batch{''.join(f', {n}' for n in t.shape[1:])}], {t.device.type}"
+            for i, t in enumerate(leaves)
+        }
         _agree(group, "first batches", {"structure": type(batch).__name__, "tensors": len(leaves)} | forms)
         for index, tensor in enumerate(leaves):
             _round_trip(group, index, tensor)
@@ -73,19 +84,30 @@ def _round_trip(group: Group, index: int, tensor: Tensor) -> None:
     mine = gather(group, tensor).split(sizes)[group.rank]
     whole = gather_json(group, fingerprint(mine.reshape(tensor.shape)) == fingerprint(tensor))
     if not all(whole):
-        raise CheckError(f"check=True: tensor {index} of the first batch did not come back unchanged from rank {whole.index(False)}")
+        raise CheckError(
+            f"check=True: tensor {index} of the first batch did not come back unchanged from rank {whole.index(False)}"
+        )
 
 
 def fingerprint(value: Tensor) -> str:
     """dtype, shape and the checksum of all bits; for a parameter sharded over ranks, without the checksum."""
     form = _form(value)
-    if hasattr(value, "placements") or hasattr(value, "ds_id") or isinstance(value, nn.UninitializedParameter) or value.is_meta:
+    if (
+        hasattr(value, "placements")
+        or hasattr(value, "ds_id")
+        or isinstance(value, nn.UninitializedParameter)
+        or value.is_meta
+    ):
         return form
     return f"{form}, checksum {zlib.crc32(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()):08x}"
 
 
 def _form(value: Tensor) -> str:
-    shape = "not known yet" if isinstance(value, nn.UninitializedParameter) else list(getattr(value, "ds_shape", value.shape))
+    shape = (
+        "not known yet"
+        if isinstance(value, nn.UninitializedParameter)
+        else list(getattr(value, "ds_shape", value.shape))
+    )
     return f"{value.dtype}, {shape}"
 
 
@@ -99,7 +121,11 @@ def _size(loader: PreparedLoader) -> dict[str, Any]:
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str, type(None), list, tuple)) and name != "params"}
+    return {
+        name: value
+        for name, value in group.items()
+        if isinstance(value, (bool, int, float, str, type(None), list, tuple)) and name != "params"
+    }
 
 
 def _agree(group: Group, what: str, mine: dict[str, Any]) -> None:
@@ -109,7 +135,9 @@ def _agree(group: Group, what: str, mine: dict[str, Any]) -> None:
     for rank, theirs in enumerate(everyone):
         for name in dict.fromkeys([*first, *theirs]):
             if theirs.get(name) != first.get(name):
-                differences.append(f"  {name}: rank 0 has {first.get(name, 'none of that name')}, rank {rank} has {theirs.get(name, 'none')}")
+                differences.append(
+                    f"  {name}: rank 0 has {first.get(name, 'none of that name')}, rank {rank} has {theirs.get(name, 'none')}"
+                )
     if differences:
         more = f"\n  and {len(differences) - MOST} more" if len(differences) > MOST else ""
         listed = "\n".join(differences[:MOST]) + more

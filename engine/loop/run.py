@@ -241,7 +241,9 @@ class Run:
         """
         if level == STOP and not self.may_stop:
             if self._postponed is None:
-                least = ", ".join(f"{n}={v}" for n in ("min_epochs", "min_steps") if (v := getattr(self.settings, n)) is not None)
+                least = ", ".join(
+                    f"{n}={v}" for n in ("min_epochs", "min_steps") if (v := getattr(self.settings, n)) is not None
+                )
                 logger.info("%s: the training continues until %s", reason, least)
                 self._postponed = reason
             return
@@ -270,7 +272,9 @@ class Run:
         level = self.agreement.level
         self.preempted, self.terminated = self.preempted or level >= HURRY, self.terminated or level >= TERMINATE
         if not self.stop_reason:
-            self.stop_reason = self.stop_wish or ("terminated (SIGTERM on another rank)" if level >= TERMINATE else "another rank asked to stop")
+            self.stop_reason = self.stop_wish or (
+                "terminated (SIGTERM on another rank)" if level >= TERMINATE else "another rank asked to stop"
+            )
 
     def applied(self, happened: bool) -> None:
         """An optimizer step was taken: ``happened`` (or skipped: counters and schedulers then stay where they are)."""
@@ -339,14 +343,21 @@ class Run:
             hook(self, self.module, values, self.state.step)
         if not values:
             return
-        self.metrics.update({name.removesuffix("_epoch"): value for name, value in values.items() if name.endswith("_epoch")})
+        self.metrics.update(
+            {name.removesuffix("_epoch"): value for name, value in values.items() if name.endswith("_epoch")}
+        )
         self.metrics.update(values)
         if shown := recorder.progress_names():
             self.progress.update({name: value for name, value in values.items() if name in shown})
         for hook in self.hooks.on_log:
             hook(self, self.module, values, self.state.step)
         if self._logs_itself and self.is_main_process and logger.isEnabledFor(logging.INFO):
-            logger.info("epoch %d step %d: %s", self.epoch, self.step, ", ".join(f"{name}={value:.4g}" for name, value in values.items()))
+            logger.info(
+                "epoch %d step %d: %s",
+                self.epoch,
+                self.step,
+                ", ".join(f"{name}={value:.4g}" for name, value in values.items()),
+            )
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------
 
@@ -363,7 +374,9 @@ class Run:
         """
         place = self.home.keep(root)
         if self._chosen is not None and str(place) != self._chosen:
-            raise ValueError(f"checkpoints are to be kept in {self._chosen} and in {place}: give one dirpath to all ModelCheckpoints of a run")
+            raise ValueError(
+                f"checkpoints are to be kept in {self._chosen} and in {place}: give one dirpath to all ModelCheckpoints of a run"
+            )
         if str(place) != self.saver.place.root:
             self.saver = Saver(self.engine.group, place)
         self._chosen, self.saver.max_failures = str(place), max_failures
@@ -379,7 +392,9 @@ class Run:
 
     def checkpoint_names(self) -> set[str]:
         """The complete checkpoints of this run's folder, as rank 0 sees them; all ranks call this together."""
-        found: list[str] = gather_json(self.engine.group, list(self.saver.place.manifests()) if self.engine.is_main_process else None)[0]
+        found: list[str] = gather_json(
+            self.engine.group, list(self.saver.place.manifests()) if self.engine.is_main_process else None
+        )[0]
         return set(found)
 
     def save_checkpoint(
@@ -412,8 +427,15 @@ class Run:
         self.engine.settle()
         state = self.state
         # The end of an epoch and the start of the next are one position. Inside a window the state at its start counts.
-        key = (state.step, state.epoch + state.epoch_done, 0 if state.epoch_done else state.whole_batches, state.validated_step)
-        if self._saved is not None and (key == self._saved[0] or (state.batch_idx != state.whole_batches and self._saved[0][0] == state.step)):
+        key = (
+            state.step,
+            state.epoch + state.epoch_done,
+            0 if state.epoch_done else state.whole_batches,
+            state.validated_step,
+        )
+        if self._saved is not None and (
+            key == self._saved[0] or (state.batch_idx != state.whole_batches and self._saved[0][0] == state.step)
+        ):
             known = self._saved[1]
             if known not in self.saver.lost and name in (None, known):
                 self.saver.discard(remove)
@@ -423,7 +445,9 @@ class Run:
         with self.modes.evaluating():
             content = self._content(self, score)
             content.shared["postponed"] += remove  # if the job is killed before it removes them, the next one does
-            path = self.saver.save(name, content, asynchronous=asynchronous, tolerant=tolerant, remove=remove, unchanging=unchanging)
+            path = self.saver.save(
+                name, content, asynchronous=asynchronous, tolerant=tolerant, remove=remove, unchanging=unchanging
+            )
         self._saved = (key, name_of(path))
         if asynchronous:
             self.engine.before_step(self.saver.hold)
@@ -488,7 +512,9 @@ class Run:
         value = self.settings.gradient_clip_val if value is None else value
         algorithm = self.settings.gradient_clip_algorithm if algorithm is None else algorithm
         if algorithm not in ("norm", "value"):
-            raise ValueError(f"gradient_clip_algorithm={algorithm!r} is unknown{nearest(algorithm, ('norm', 'value'))}; possible: 'norm', 'value'")
+            raise ValueError(
+                f"gradient_clip_algorithm={algorithm!r} is unknown{nearest(algorithm, ('norm', 'value'))}; possible: 'norm', 'value'"
+            )
         if not value:
             return
         if not self.module.automatic_optimization:
@@ -498,7 +524,11 @@ class Run:
 
     def all_gather(self, data: Any) -> Any:
         """Implements ``module.all_gather`` of ``data``."""
-        return data if self.world_size == 1 else self.engine.gather(map_tensors(lambda tensor: tensor.detach()[None], data))
+        return (
+            data
+            if self.world_size == 1
+            else self.engine.gather(map_tensors(lambda tensor: tensor.detach()[None], data))
+        )
 
     def result(self) -> Result:
         """The result that ``Fit.run`` returns."""
@@ -508,6 +538,10 @@ class Run:
             planned = self.stop_reason.startswith(("max_epochs", "max_steps", "limit_train_batches"))
             status = "completed" if planned or not self.stop_reason else "stopped"
         epochs, times = self.state.epoch + self.state.epoch_done, self.times
-        times.other = max(0.0, time.monotonic() - self._started - times.data - times.compute - times.validation - times.checkpoint)
+        times.other = max(
+            0.0, time.monotonic() - self._started - times.data - times.compute - times.validation - times.checkpoint
+        )
         checkpoints = self.best_checkpoint, self.last_checkpoint
-        return Result(status, self.stop_reason, epochs, self.step, dict(self.metrics), *checkpoints, times, self.home.path)
+        return Result(
+            status, self.stop_reason, epochs, self.step, dict(self.metrics), *checkpoints, times, self.home.path
+        )

@@ -29,7 +29,12 @@ from engine.step.optimizers import configured
 from engine.step.wrappers import PreparedOptimizer
 from engine.utils.log import logger, warn_once
 
-SOURCES = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader", "predict": "predict_dataloader"}
+SOURCES = {
+    "train": "train_dataloader",
+    "validation": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
 LIMITS = {"validation": "limit_val_batches", "test": "limit_test_batches", "predict": "limit_predict_batches"}
 
 
@@ -60,9 +65,14 @@ def loaders_for(run: Run, kind: str, given: Any, datamodule: DataModule | None) 
             given = getattr(source, name)()
     if given is None:
         return []
-    if kind == "train" and (isinstance(given, dict) or (isinstance(given, list) and given and all(isinstance(item, DataLoader) for item in given))):
+    if kind == "train" and (
+        isinstance(given, dict)
+        or (isinstance(given, list) and given and all(isinstance(item, DataLoader) for item in given))
+    ):
         given = CombinedLoader(given, "max_size_cycle")
-    several = isinstance(given, dict) or (kind != "train" and isinstance(given, (list, tuple)) and all(map(_is_loader, given)))
+    several = isinstance(given, dict) or (
+        kind != "train" and isinstance(given, (list, tuple)) and all(map(_is_loader, given))
+    )
     if isinstance(given, dict):
         given = list(given.values())
     each = given if several else [given]
@@ -81,7 +91,11 @@ def _is_loader(item: Any) -> bool:
     """Whether an entry of a list is a loader rather than a batch. Containers are batches, however deeply nested."""
     if isinstance(item, (DataLoader, PreparedLoader)):
         return True
-    batch = isinstance(item, (Tensor, Mapping, str, list, tuple)) or hasattr(item, "shape") or callable(getattr(item, "to", None))
+    batch = (
+        isinstance(item, (Tensor, Mapping, str, list, tuple))
+        or hasattr(item, "shape")
+        or callable(getattr(item, "to", None))
+    )
     return not batch and isinstance(item, Iterable)
 
 
@@ -95,7 +109,9 @@ def not_empty(run: Run, kind: str, loaders: Sequence[PreparedLoader]) -> None:
     for index, loader in enumerate(loaders):
         if loader.limit != 0 and all(lengths[index] == 0 for lengths in by_rank):
             which = f"{kind} loader {index}" if len(loaders) > 1 else f"{kind} loader"
-            raise ValueError(f"the {which} ({type(loader.loader).__name__}) is empty; leave it out, or check its dataset")
+            raise ValueError(
+                f"the {which} ({type(loader.loader).__name__}) is empty; leave it out, or check its dataset"
+            )
 
 
 def limit(loader: PreparedLoader, name: str, value: int | float | None) -> None:
@@ -105,10 +121,14 @@ def limit(loader: PreparedLoader, name: str, value: int | float | None) -> None:
         if value == 1.0:
             return
         if length is None:
-            raise ValueError(f"{name}={value} is a fraction, but {type(loader.loader).__name__} has no length: give a number of batches")
+            raise ValueError(
+                f"{name}={value} is a fraction, but {type(loader.loader).__name__} has no length: give a number of batches"
+            )
         value = int(length * value)
         if not value:
-            raise ValueError(f"{name} leaves no batch of the {length} that each rank has: give a larger fraction, or a number of batches")
+            raise ValueError(
+                f"{name} leaves no batch of the {length} that each rank has: give a larger fraction, or a number of batches"
+            )
     loader.limit = value
 
 
@@ -161,7 +181,9 @@ def windows(run: Run) -> None:
     if wanted is not None:
         size = getattr(loader.loader, "batch_size", None)
         if not isinstance(size, int):
-            raise ValueError(f"global_batch_size={wanted} needs a loader with a batch_size; {type(loader.loader).__name__} has none")
+            raise ValueError(
+                f"global_batch_size={wanted} needs a loader with a batch_size; {type(loader.loader).__name__} has none"
+            )
         ranks = run.engine.data_group.world_size
         each = size * ranks
         window, rest = divmod(wanted, each)
@@ -172,7 +194,11 @@ def windows(run: Run) -> None:
             raise ValueError(
                 f"global_batch_size={wanted} cannot be divided into batches of {size} on {ranks} rank(s) ({each} samples per micro-batch); "
                 f"nearest possible: {', '.join(map(str, near))}, or "
-                + (f"batch_size={', '.join(map(str, around))} in the loader" if around else f"a multiple of {ranks}, the number of ranks")
+                + (
+                    f"batch_size={', '.join(map(str, around))} in the loader"
+                    if around
+                    else f"a multiple of {ranks}, the number of ranks"
+                )
             )
         run.window_at = lambda epoch: window
 
@@ -180,7 +206,12 @@ def windows(run: Run) -> None:
 def minimum(run: Run) -> None:
     """Refuse a ``min_steps`` that the epochs cannot reach, if the steps per epoch are known."""
     settings, batches = run.settings, run.num_train_batches
-    if settings.min_steps is None or settings.max_epochs is None or batches is None or not run.module.automatic_optimization:
+    if (
+        settings.min_steps is None
+        or settings.max_epochs is None
+        or batches is None
+        or not run.module.automatic_optimization
+    ):
         return
     steps = sum(-(-batches // run.window_at(epoch)) for epoch in range(settings.max_epochs))
     if steps < settings.min_steps:
@@ -197,7 +228,9 @@ def manual_checks(run: Run) -> None:
     for name, neutral in (("accumulate_grad_batches", 1), ("gradient_clip_val", None), ("global_batch_size", None)):
         value = getattr(run.settings, name)
         if value != neutral:
-            raise ValueError(f"{name}={value!r} has no effect with automatic_optimization=False: do it in training_step, and leave it out of Fit")
+            raise ValueError(
+                f"{name}={value!r} has no effect with automatic_optimization=False: do it in training_step, and leave it out of Fit"
+            )
 
 
 def place(run: Run) -> None:
@@ -267,7 +300,9 @@ def optimizers(run: Run) -> None:
         elif module.automatic_optimization:
             schedule.check()
         if schedule.interval == "step" and schedule.reduce_on_plateau and schedule.frequency == 1:
-            warn_once("ReduceLROnPlateau with interval='step', frequency=1 reads its metric every step; it changes only when it is logged")
+            warn_once(
+                "ReduceLROnPlateau with interval='step', frequency=1 reads its metric every step; it changes only when it is logged"
+            )
     if module.automatic_optimization:
         refuse(run, found)
     run.optimization = optimization(run, prepared)
@@ -283,11 +318,15 @@ def optimization(run: Run, prepared: list[PreparedOptimizer]) -> Automatic:
     """Choose how micro-batches and windows are processed, for this module, its optimizers and the strategy."""
     module, engine = run.module, run.engine
     if overrides(module, "backward"):
-        run.backward = lambda loss, *args, **kwargs: engine.backward_by(loss, lambda root: module.backward(root, *args, **kwargs))
+        run.backward = lambda loss, *args, **kwargs: engine.backward_by(
+            loss, lambda root: module.backward(root, *args, **kwargs)
+        )
     if not module.automatic_optimization:
         for name in (*OF_THE_STEP, "lr_scheduler_step"):
             if overrides(module, name):
-                warn_once(f"{type(module).__name__}.{name} is not called with automatic_optimization=False: call it in training_step")
+                warn_once(
+                    f"{type(module).__name__}.{name} is not called with automatic_optimization=False: call it in training_step"
+                )
         return ByHand(run, [ManualOptimizer(each, run) for each in prepared])
     if any(overrides(module, name) for name in OF_THE_STEP) or any(needs_closure(each.optimizer) for each in prepared):
         return ByClosure(run, prepared)
@@ -309,7 +348,9 @@ def evaluation(run: Run, kind: str, given: Any, datamodule: DataModule | None, s
     found = loaders_for(run, kind, given, datamodule)
     if not found:
         if datamodule is not None:
-            raise ValueError(f"no data: {type(datamodule).__name__} has no {SOURCES[kind]}: define it, or give a loader instead")
+            raise ValueError(
+                f"no data: {type(datamodule).__name__} has no {SOURCES[kind]}: define it, or give a loader instead"
+            )
         raise ValueError(f"no data: give a loader, a datamodule or a module with {SOURCES[kind]}")
     for loader in found:
         limit(loader, name, value)

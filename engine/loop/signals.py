@@ -36,7 +36,9 @@ def interruptible(run: Run) -> Iterator[None]:
             logger.warning("SIGTERM: the run ends after this step, with exit code %d", TERMINATED)
 
     ours = [(signal.SIGINT, signal.default_int_handler, interrupt), (signal.SIGTERM, signal.SIG_DFL, terminate)]
-    taken = [(number, before, handler) for number, before, handler in ours if main and signal.getsignal(number) is before]
+    taken = [
+        (number, before, handler) for number, before, handler in ours if main and signal.getsignal(number) is before
+    ]
     for number, _, handler in taken:
         signal.signal(number, handler)
     try:

@@ -74,9 +74,15 @@ def _shared(run: Run) -> dict[str, Any]:
     """The state that is the same on all ranks, except for parameters and optimizers."""
     state, order = run.state, None if run.train_loader is None else run.train_loader.order
     samples = None if run.train_loader is None else run.train_loader.samples
-    loader = {"epoch": state.epoch + state.epoch_done, "position": 0 if state.epoch_done else state.position, "samples": samples}
+    loader = {
+        "epoch": state.epoch + state.epoch_done,
+        "position": 0 if state.epoch_done else state.position,
+        "samples": samples,
+    }
     return {
-        **run.engine.snapshot.shared(run.optimizers, run.schedulers, [loader if order is None else {**loader, "order": order}]),
+        **run.engine.snapshot.shared(
+            run.optimizers, run.schedulers, [loader if order is None else {**loader, "order": order}]
+        ),
         "state": asdict(state),
         "metrics": dict(run.metrics),
         "elapsed_s": run.clock(),
@@ -110,7 +116,9 @@ def resume(run: Run, wanted: str | Path | Resume) -> None:
     where, what = run.home.source(str(how.path))
     run.home.named = run.saver.place.root  # from now on
     try:
-        with opening(run.engine.group, where, what, FOLDERS[:1] if how.weights_only else FOLDERS) as loaded:  # the first is the model's
+        with opening(
+            run.engine.group, where, what, FOLDERS[:1] if how.weights_only else FOLDERS
+        ) as loaded:  # the first is the model's
             run.saver.kept = {loaded.name, *loaded.passed}
             if how.weights_only:
                 _load_weights(run, loaded, how.strict)
@@ -152,7 +160,9 @@ def _go_on(run: Run, loaded: Loaded, how: Resume) -> None:
         _go_on_with_run(run, loaded, shared)
     else:
         run.state = _state_of_loop(run, loaded, shared["loaders"])
-    together(run.engine.group, partial(_check_loaded, run, loaded, how))  # after hooks added the training's parameter groups
+    together(
+        run.engine.group, partial(_check_loaded, run, loaded, how)
+    )  # after hooks added the training's parameter groups
     if how.optimizer:
         _load_optimizers(run, loaded, shared["schedulers"], how)
     _load_own(run, loaded)
@@ -174,13 +184,19 @@ def _go_on_with_run(run: Run, loaded: Loaded, shared: Any) -> None:
         loaded.give(type(run.datamodule).__name__, run.datamodule.load_state_dict, shared["datamodule"])
     elif shared["datamodule"]:
         logger.warning("%s has the state of a DataModule, and this run has none: it is not restored", loaded.path)
-    loaded.give("the callbacks", lambda states: load_states(run.callbacks, states, loaded.path, loaded.give), shared["callbacks"])
+    loaded.give(
+        "the callbacks",
+        lambda states: load_states(run.callbacks, states, loaded.path, loaded.give),
+        shared["callbacks"],
+    )
     for hook in run.hooks.on_load_checkpoint:
         hook(run, run.module, shared["user"])
     if shared["user"] and not run.hooks.on_load_checkpoint:
         names = printable(", ".join(map(str, shared["user"])))
         logger.warning(
-            "%s has entries of on_save_checkpoint (%s), and nothing here defines on_load_checkpoint: they are not read", loaded.path, names
+            "%s has entries of on_save_checkpoint (%s), and nothing here defines on_load_checkpoint: they are not read",
+            loaded.path,
+            names,
         )
 
 
@@ -233,14 +249,19 @@ def _check_loaded(run: Run, loaded: Loaded, how: Resume) -> None:
 
 def _load_optimizers(run: Run, loaded: Loaded, schedules: list[Any], how: Resume) -> None:
     source = loaded.source
-    given = [[{k: v for k, v in group.items() if k not in {"params", *counters(o)}} for group in o.param_groups] for o in run.optimizers]
+    given = [
+        [{k: v for k, v in group.items() if k not in {"params", *counters(o)}} for group in o.param_groups]
+        for o in run.optimizers
+    ]
     for index, optimizer in enumerate(run.optimizers):
         state = source.optim[str(index)]
         if not how.strict:
             state = fitting(state, run.engine.strategy.optimizer_parts(optimizer, run.module), run.module, source)
         take = partial(run.engine.strategy.load_optimizer, optimizer, run.module, source=source)
         loaded.give(f"optimizer {index} ({type(optimizer).__name__})", take, state)
-        optimizer._opt_called = run.state.step > 0  # else torch warns of a scheduler that steps first, at an epoch's end
+        optimizer._opt_called = (
+            run.state.step > 0
+        )  # else torch warns of a scheduler that steps first, at an epoch's end
     for index, state in enumerate(schedules):
         load_scheduler(loaded, index, run.schedulers[index].scheduler, state)
     if how.hyperparameters == "configured":

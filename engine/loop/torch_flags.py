@@ -16,7 +16,11 @@ def switched(settings: Settings) -> Iterator[None]:
     with ExitStack() as stack:
         if settings.deterministic:  # the call alone imports torch's compiler
             before = torch.are_deterministic_algorithms_enabled()
-            stack.callback(torch.use_deterministic_algorithms, before, warn_only=torch.is_deterministic_algorithms_warn_only_enabled())
+            stack.callback(
+                torch.use_deterministic_algorithms,
+                before,
+                warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+            )
             torch.use_deterministic_algorithms(True, warn_only=settings.deterministic == "warn")
         # The search for the fastest algorithm may find a different one in each run.
         search = False if settings.benchmark is None and settings.deterministic is True else settings.benchmark

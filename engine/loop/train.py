@@ -14,14 +14,14 @@ from engine.loop.run import Run
 def train(run: Run) -> None:
     """Train until a limit is reached or someone asks to stop::
 
-        while no limit is reached:
-            on_train_epoch_start
-            for each micro-batch:
-                on_train_batch_start; training_step; backward
-                at its window's end: finish gradients; optimizer step; zero_grad; step schedulers
-                on_train_batch_end
-                at a step's end, when due: log, validate, stop
-            validate when due; on_train_epoch_end; log; epoch schedulers
+    while no limit is reached:
+        on_train_epoch_start
+        for each micro-batch:
+            on_train_batch_start; training_step; backward
+            at its window's end: finish gradients; optimizer step; zero_grad; step schedulers
+            on_train_batch_end
+            at a step's end, when due: log, validate, stop
+        validate when due; on_train_epoch_end; log; epoch schedulers
     """
     state = run.state
     locate(run)
@@ -55,7 +55,9 @@ def train_epoch(run: Run) -> None:
         share = window.share
         recorder.size, recorder.batch = share.size, batch
         # A list: all of them are called.
-        if hooks.on_train_batch_start and -1 in [hook(run, module, batch, index) for hook in hooks.on_train_batch_start]:
+        if hooks.on_train_batch_start and -1 in [
+            hook(run, module, batch, index) for hook in hooks.on_train_batch_start
+        ]:
             break
         outputs = micro(batch, index, share)
         state.batch_idx = index + 1
@@ -165,7 +167,11 @@ def end_epoch(run: Run) -> None:
     run.publish(run.recorder.epoch_values(clear=whole), run.recorder)
     if whole:
         for schedule in run.schedulers:
-            if schedule.interval == "epoch" and module.automatic_optimization and (state.epoch + 1) % schedule.frequency == 0:
+            if (
+                schedule.interval == "epoch"
+                and module.automatic_optimization
+                and (state.epoch + 1) % schedule.frequency == 0
+            ):
                 schedule.advance(run.metrics, state.epoch + 1)
         state.epoch_done = True
         for hook in run.hooks.last_on_train_epoch_end:
@@ -178,9 +184,13 @@ def end_epoch(run: Run) -> None:
 def next_epoch(run: Run) -> None:
     """Advance the counters."""
     state = run.state
-    state.epoch, state.batch_idx, state.whole_batches, state.position, state.epoch_done = state.epoch + 1, 0, 0, 0, False
+    state.epoch, state.batch_idx, state.whole_batches, state.position, state.epoch_done = (
+        state.epoch + 1,
+        0,
+        0,
+        0,
+        False,
+    )
 
 
 # -- evaluation -----------------------------------------------------------------------------------------------------------------------
-
-

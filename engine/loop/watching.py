@@ -20,7 +20,13 @@ def watched(run: Run) -> Iterator[None]:
     dog = None
     if settings.timeout is not None:
         first_s, limit_s = start.total_seconds(), settings.timeout.value
-        dog = Watchdog(group, lambda: run.state.batches + run.pulse, first_s=first_s, limit_s=limit_s, directory=run.home.path / "hang")
+        dog = Watchdog(
+            group,
+            lambda: run.state.batches + run.pulse,
+            first_s=first_s,
+            limit_s=limit_s,
+            directory=run.home.path / "hang",
+        )
     try:
         yield
     except BaseException as error:

@@ -51,13 +51,22 @@ def _shared(run: Run, state: dict[str, Any]) -> dict[str, Any]:
     rows = []
     for name, value in state.items():
         if isinstance(value, Tensor):
-            rows.append([name, first.setdefault(same_memory(value), name), list(value.shape), str(value.dtype).removeprefix("torch.")])
+            rows.append(
+                [
+                    name,
+                    first.setdefault(same_memory(value), name),
+                    list(value.shape),
+                    str(value.dtype).removeprefix("torch."),
+                ]
+            )
     found: dict[str, Any] = {}
     for name, same, shape, dtype in gather_json(group, rows)[0]:
         if same in found:
             found[name] = found[same]
         else:
-            found[name] = broadcast(group, state[name] if group.is_main else torch.empty(shape, dtype=getattr(torch, dtype)))
+            found[name] = broadcast(
+                group, state[name] if group.is_main else torch.empty(shape, dtype=getattr(torch, dtype))
+            )
     return found
 
 

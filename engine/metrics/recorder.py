@@ -72,7 +72,9 @@ class Recorder:
             slot = self._slot(name, given, value)
         if isinstance(value, Tensor):
             if value.numel() != 1:
-                raise ValueError(f"log({name!r}) got a tensor of shape {tuple(value.shape)}: log one number, for example its .mean()")
+                raise ValueError(
+                    f"log({name!r}) got a tensor of shape {tuple(value.shape)}: log one number, for example its .mean()"
+                )
             value = whole(value.detach())
         elif not isinstance(value, (int, float)):
             value = self._other(slot, value)
@@ -101,8 +103,15 @@ class Recorder:
             raise TypeError(f"log() takes a name (str) first, got {name!r}")
         on_step, on_epoch, prog_bar, reduce = given
         if reduce not in REDUCTIONS:
-            raise ValueError(f"log({name!r}, reduce={reduce!r}) is unknown{nearest(reduce, REDUCTIONS)}; possible: {', '.join(REDUCTIONS)}")
-        options = (self.on_step if on_step is None else on_step, self.on_epoch if on_epoch is None else on_epoch, prog_bar, reduce)
+            raise ValueError(
+                f"log({name!r}, reduce={reduce!r}) is unknown{nearest(reduce, REDUCTIONS)}; possible: {', '.join(REDUCTIONS)}"
+            )
+        options = (
+            self.on_step if on_step is None else on_step,
+            self.on_epoch if on_epoch is None else on_epoch,
+            prog_bar,
+            reduce,
+        )
         slot = self.slots.get(name)
         if slot is None:
             if on_step and not self.on_step:
@@ -133,7 +142,9 @@ class Recorder:
             slot.metric.settle()
             return None
         if isinstance(value, Mapping):
-            raise TypeError(f"log({slot.name!r}) got a dict: use log_dict, with one number under each name (no nested dicts)")
+            raise TypeError(
+                f"log({slot.name!r}) got a dict: use log_dict, with one number under each name (no nested dicts)"
+            )
         return slot.number(value)
 
     def _attach(self, slot: Slot, metric: Any) -> None:
@@ -317,14 +328,22 @@ class Recorder:
         if self.group.world_size > 1:
             return combined(self._exchange(names, ops, numbers, objects, adopt))
         parts = zip(columns.items(), numbers[::2], numbers[1::2], strict=True)
-        found = {name: total / weight if op == "mean" else total for (name, (op, _, _)), total, weight in parts if weight}
-        return found | {name: slot.metric.value(slot.name, seen) for name, (slot, seen) in objects.items() if slot.metric is not None}
+        found = {
+            name: total / weight if op == "mean" else total for (name, (op, _, _)), total, weight in parts if weight
+        }
+        return found | {
+            name: slot.metric.value(slot.name, seen)
+            for name, (slot, seen) in objects.items()
+            if slot.metric is not None
+        }
 
     def _exchange(
         self, names: list[str], ops: list[str], numbers: list[float], objects: dict[str, Object], adopt: bool
     ) -> list[tuple[list[str], list[str], list[float]]]:
         """Every rank's names and numbers. In the usual case ranks log the same names and exchange only numbers."""
-        head = gather_row(self.group, torch.tensor([zlib.crc32(repr((names, ops)).encode()), len(objects)], dtype=torch.int64))
+        head = gather_row(
+            self.group, torch.tensor([zlib.crc32(repr((names, ops)).encode()), len(objects)], dtype=torch.int64)
+        )
         if any(head[:, 1].tolist()):
             for name, value in self._computed(objects, adopt).items():
                 names, ops, numbers = [*names, name], [*ops, "mean"], [*numbers, value, 1.0]

@@ -110,7 +110,11 @@ class Slot:
         self.fold()
         if self.reduce != "mean":
             return self.reduce, [self.total], [self.weight]
-        return "mean", [self.total / (self.weight if isinstance(self.weight, Tensor) else self.weight or 1.0)], [self.weight]
+        return (
+            "mean",
+            [self.total / (self.weight if isinstance(self.weight, Tensor) else self.weight or 1.0)],
+            [self.weight],
+        )
 
 
 def reduced(values: list[Any], weights: list[Any], reduce: str) -> tuple[Any, Any]:
@@ -119,7 +123,9 @@ def reduced(values: list[Any], weights: list[Any], reduce: str) -> tuple[Any, An
     if plain and not any(isinstance(w, Tensor) for w in weights):
         if reduce == "mean":
             return total_of([v * w for v, w in zip(values, weights, strict=True)]), math.fsum(weights)
-        return (total_of(values) if reduce == "sum" else min(values) if reduce == "min" else max(values)), float(len(values))
+        return (total_of(values) if reduce == "sum" else min(values) if reduce == "min" else max(values)), float(
+            len(values)
+        )
     device = next(t.device for t in (*values, *weights) if isinstance(t, Tensor))
     stacked = _column(values, device)
     if reduce != "mean":
@@ -132,7 +138,9 @@ def reduced(values: list[Any], weights: list[Any], reduce: str) -> tuple[Any, An
 
 def _column(items: list[Any], device: torch.device) -> Tensor:
     if all(isinstance(item, Tensor) for item in items):
-        return torch.stack([item.reshape(()).to(torch.float64) if item.dtype != torch.float64 or item.ndim else item for item in items]).to(device)
+        return torch.stack(
+            [item.reshape(()).to(torch.float64) if item.dtype != torch.float64 or item.ndim else item for item in items]
+        ).to(device)
     floats = [float(i) if not isinstance(i, Tensor) else 0.0 for i in items]
     column = torch.tensor(floats, dtype=torch.float64).to(device, non_blocking=True)
     for index, item in enumerate(items):
@@ -150,7 +158,12 @@ def combined(every: list[tuple[list[str], list[str], list[float]]]) -> dict[str,
                 _, totals, weights = merged.setdefault(name, (op, [], []))
                 totals.append(numbers[2 * index])
                 weights.append(numbers[2 * index + 1])
-    how = {"mean": lambda t, w: total_of(t) / total_of(w), "sum": lambda t, w: total_of(t), "min": lambda t, w: min(t), "max": lambda t, w: max(t)}
+    how = {
+        "mean": lambda t, w: total_of(t) / total_of(w),
+        "sum": lambda t, w: total_of(t),
+        "min": lambda t, w: min(t),
+        "max": lambda t, w: max(t),
+    }
     return {name: float(how[op](totals, weights)) for name, (op, totals, weights) in merged.items()}
 
 

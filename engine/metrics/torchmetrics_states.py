@@ -24,7 +24,9 @@ def is_metric(value: Any) -> bool:
 
 def entry(metric: Any) -> Entry:
     """The states of ``metric`` itself. Its tensors are shared; its lists are copied, because ``reset`` empties them in place."""
-    return {name: [*value] if isinstance(value, list) else value.detach() for name, value in metric.metric_state.items()}, metric.update_count
+    return {
+        name: [*value] if isinstance(value, list) else value.detach() for name, value in metric.metric_state.items()
+    }, metric.update_count
 
 
 def copied(found: Entry) -> Entry:
@@ -42,7 +44,10 @@ def install(metric: Any, state: Mapping[str, Any], updates: int) -> None:
 def fresh(metric: Any) -> dict[str, Any]:
     """The states of ``metric`` before any update, on its device."""
     device = metric.device
-    return {name: [] if isinstance(value, list) else value.detach().clone().to(device) for name, value in metric._defaults.items()}
+    return {
+        name: [] if isinstance(value, list) else value.detach().clone().to(device)
+        for name, value in metric._defaults.items()
+    }
 
 
 def merged(metric: Any, entries: Sequence[Entry]) -> Entry | None:
@@ -74,7 +79,11 @@ def merged(metric: Any, entries: Sequence[Entry]) -> Entry | None:
 
 def metric_states(module: nn.Module) -> dict[str, Any]:
     """States by the metrics' names in ``module``; metrics without updates are left out."""
-    return {name: {"state": dict(m.metric_state), "updates": m.update_count} for name, m in _metrics(module) if m.update_count}
+    return {
+        name: {"state": dict(m.metric_state), "updates": m.update_count}
+        for name, m in _metrics(module)
+        if m.update_count
+    }
 
 
 def load_metric_states(module: nn.Module, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -94,7 +103,10 @@ def add(name: str, metric: Any, entries: Iterable[Entry]) -> None:
     Raises:
         ValueError: they cannot be merged into one state.
     """
-    found = [entry(metric), *((map_tensors(lambda t: t.to(metric.device), dict(state)), updates) for state, updates in entries)]
+    found = [
+        entry(metric),
+        *((map_tensors(lambda t: t.to(metric.device), dict(state)), updates) for state, updates in entries),
+    ]
     if sum(1 for _, updates in found if updates) > 1 and not can_add(metric):
         raise ValueError(
             f"the states that {type(metric).__name__} ({name!r}) had on several ranks cannot be merged: resume with as many ranks as "
@@ -107,7 +119,10 @@ def add(name: str, metric: Any, entries: Iterable[Entry]) -> None:
 
 def can_add(metric: Any) -> bool:
     """Whether its states can be merged into one of the same form."""
-    return all(reduction is not None or isinstance(metric._defaults[name], list) for name, reduction in metric._reductions.items())
+    return all(
+        reduction is not None or isinstance(metric._defaults[name], list)
+        for name, reduction in metric._reductions.items()
+    )
 
 
 def repeated() -> bool:

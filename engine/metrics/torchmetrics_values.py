@@ -12,7 +12,18 @@ from torch import Tensor, nn
 from engine.checkpoint.json_tree import pack, unpack
 from engine.distributed.collectives import gather, gather_json
 from engine.distributed.group import Group
-from engine.metrics.torchmetrics_states import Entry, add, can_add, copied, entry, fresh, install, is_metric, merged, repeated
+from engine.metrics.torchmetrics_states import (
+    Entry,
+    add,
+    can_add,
+    copied,
+    entry,
+    fresh,
+    install,
+    is_metric,
+    merged,
+    repeated,
+)
 
 Seen = list[list[Entry]]
 """What a metric has seen: for each of its submetrics the entries that make up its state."""
@@ -44,7 +55,9 @@ class Logged:
     def step(self, window: int) -> Seen | None:
         """What it has seen in the step ``window``; ``None``: nothing."""
         self.settle()
-        found = {part: watch.entries for part, watch in self.watches.items() if watch.window == window and watch.entries}
+        found = {
+            part: watch.entries for part, watch in self.watches.items() if watch.window == window and watch.entries
+        }
         return [found.get(id(part), []) if part._defaults else [entry(part)] for part in self.parts] if found else None
 
     def all(self) -> Seen:
@@ -78,7 +91,9 @@ class Logged:
                 install(part, *state)
                 part._computed, part.distributed_available_fn = computed, available
         if not isinstance(value, (int, float)) and not (isinstance(value, Tensor) and value.numel() == 1):
-            raise ValueError(f"log({name!r}): {type(self.metric).__name__}.compute() returned {value!r:.100}, not one number")
+            raise ValueError(
+                f"log({name!r}): {type(self.metric).__name__}.compute() returned {value!r:.100}, not one number"
+            )
         return float(value)
 
 
@@ -155,15 +170,21 @@ def check(name: str, metric: Any, group: Group, on_step: bool) -> None:
     """
     kind, parts = type(metric).__name__, [m for m in metric.modules() if is_metric(m)] if is_metric(metric) else []
     if on_step and (not parts or any(part._defaults and any(is_metric(m) for m in part.children()) for part in parts)):
-        raise ValueError(f"log({name!r}): what {kind} sees in one step cannot be separated; give on_step=False, on_epoch=True, or log a number")
+        raise ValueError(
+            f"log({name!r}): what {kind} sees in one step cannot be separated; give on_step=False, on_epoch=True, or log a number"
+        )
     if group.world_size == 1:
         return
     if not parts:
-        raise TypeError(f"log({name!r}) got {kind}, which is not a torchmetrics Metric: its value over all ranks is unknown; log a number")
+        raise TypeError(
+            f"log({name!r}) got {kind}, which is not a torchmetrics Metric: its value over all ranks is unknown; log a number"
+        )
     for part in parts:
         refuse(f"log({name!r})", part, {"sync_on_compute": True, "dist_sync_on_step": False, "dist_sync_fn": None})
         if part.process_group not in (None, group.wide or group.cpu):
-            raise ValueError(f"log({name!r}): {type(part).__name__} has its own process_group, but a logged value is over all ranks: leave it out")
+            raise ValueError(
+                f"log({name!r}): {type(part).__name__} has its own process_group, but a logged value is over all ranks: leave it out"
+            )
 
 
 def joined(module: nn.Module, group: Group, data_group: Group) -> None:
@@ -231,7 +252,9 @@ def exchange(group: Group, mine: Mapping[str, Seen]) -> dict[str, Seen]:
     flat = []
     for kind in kinds:
         own = [tensors[name].reshape(-1) for name, (dtype, device, _) in forms.items() if (dtype, device) == kind]
-        flat.append(torch.cat(own) if own else torch.empty(0, dtype=getattr(torch, kind[0]), device=_device(kind[1], group)))
+        flat.append(
+            torch.cat(own) if own else torch.empty(0, dtype=getattr(torch, kind[0]), device=_device(kind[1], group))
+        )
     rest = dict(zip(kinds, gather(group, flat), strict=True))
     result: dict[str, Seen] = {}
     for packed, found in every:

@@ -32,7 +32,9 @@ class Registry:
         sync_batchnorm: whether batch norms compute their statistics over all ranks.
     """
 
-    def __init__(self, strategy: Strategy, precision: Precision, stepper: Stepper, seed: int, sync_batchnorm: bool) -> None:
+    def __init__(
+        self, strategy: Strategy, precision: Precision, stepper: Stepper, seed: int, sync_batchnorm: bool
+    ) -> None:
         self.strategy, self.precision, self.stepper, self.seed = strategy, precision, stepper, seed
         self.window, self.group, self.data_group = stepper.window, strategy.group, strategy.data_group
         self.models: list[nn.Module] = []
@@ -105,7 +107,9 @@ class Registry:
         if isinstance(loader, PreparedLoader):
             return loader
         dtype = self.precision.parameters
-        self.loaders.append(PreparedLoader(loader, group=self.data_group, window=self.window, seed=self.seed, dtype=dtype, place=place))
+        self.loaders.append(
+            PreparedLoader(loader, group=self.data_group, window=self.window, seed=self.seed, dtype=dtype, place=place)
+        )
         return self.loaders[-1]
 
     def unwrap(self, model: nn.Module) -> nn.Module:

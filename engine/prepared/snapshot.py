@@ -30,7 +30,9 @@ class Snapshot:
         """As :meth:`engine.Engine.register_for_checkpointing`."""
         for item in objects:
             if not callable(getattr(item, "state_dict", None)) or not callable(getattr(item, "load_state_dict", None)):
-                raise TypeError(f"register_for_checkpointing got {type(item).__name__}: it needs state_dict() and load_state_dict(state)")
+                raise TypeError(
+                    f"register_for_checkpointing got {type(item).__name__}: it needs state_dict() and load_state_dict(state)"
+                )
         self._registered += objects
 
     def save(self, output_dir: str | Path, wait: bool, facts: dict[str, Any]) -> Path | str:
@@ -163,7 +165,9 @@ class Snapshot:
         """Restore each loader's position in its data."""
         prepared, shared = self._prepared, loaded.shared
         known = loaded.of_rank(0) if own is None else own
-        streams = [None] * len(shared["loaders"]) if known is None else known["streams"]  # a converted checkpoint has none
+        streams = (
+            [None] * len(shared["loaders"]) if known is None else known["streams"]
+        )  # a converted checkpoint has none
         if shared["seed"] is not None:
             prepared.seed = shared["seed"]
         for loader, state, stream in zip(prepared.loaders, shared["loaders"], streams, strict=False):
@@ -188,5 +192,7 @@ class Snapshot:
         if not models:
             raise ValueError("no model was prepared: there is nothing to save or to load into")
         if prepared.strategy.pipelined or prepared.strategy.owns_step:
-            raise ValueError(f"save_state of {len(models)} models under {type(prepared.strategy).__name__}: it takes one model")
+            raise ValueError(
+                f"save_state of {len(models)} models under {type(prepared.strategy).__name__}: it takes one model"
+            )
         return nn.ModuleList(models)

@@ -18,7 +18,20 @@ class Gathered:
     Optimizers that step together on one loss share one such object.
     """
 
-    __slots__ = ("altered", "averaged", "closed", "count", "dropped", "held", "kind", "optimizers", "ready", "scalars", "total", "used")
+    __slots__ = (
+        "altered",
+        "averaged",
+        "closed",
+        "count",
+        "dropped",
+        "held",
+        "kind",
+        "optimizers",
+        "ready",
+        "scalars",
+        "total",
+        "used",
+    )
 
     def __init__(self, optimizers: Sequence[Optimizer] = ()) -> None:
         self.optimizers = list(optimizers)

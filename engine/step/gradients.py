@@ -52,7 +52,9 @@ def scalar(loss: Any) -> Tensor:
     loss = whole(loss)
     if loss.ndim:
         if loss.numel() != 1:
-            raise ValueError(f"a loss must have one element, got shape {tuple(loss.shape)}: reduce it, for example with .mean()")
+            raise ValueError(
+                f"a loss must have one element, got shape {tuple(loss.shape)}: reduce it, for example with .mean()"
+            )
         return loss.reshape(())
     return loss
 
@@ -67,7 +69,9 @@ def loss_in(outputs: Any, who: str) -> Any:
             "possible: a scalar tensor, Loss(sum, count), a dict with one of them under 'loss', or None"
         )
     if "loss" not in outputs:
-        raise ValueError(f"{who}.training_step returned a dict without 'loss'; its keys: {', '.join(map(str, outputs))}")
+        raise ValueError(
+            f"{who}.training_step returned a dict without 'loss'; its keys: {', '.join(map(str, outputs))}"
+        )
     return outputs["loss"]
 
 
@@ -110,7 +114,9 @@ def scale(grads: list[Tensor], factor: Tensor | float) -> None:
     for grad in grads:
         groups.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, dtype), group in groups.items():
-        torch._foreach_mul_(group, factor.to(device, dtype, non_blocking=True) if isinstance(factor, Tensor) else factor)
+        torch._foreach_mul_(
+            group, factor.to(device, dtype, non_blocking=True) if isinstance(factor, Tensor) else factor
+        )
 
 
 @torch.no_grad()
@@ -134,7 +140,11 @@ def where_nonfinite(
     named_parameters: Iterable[tuple[str, Tensor]], local: Callable[[list[Tensor]], list[Tensor]] = lambda grads: grads
 ) -> list[str]:
     """Names of the parameters whose gradient, or the part of it that ``local`` gives, has a NaN or an infinity. Waits for the device."""
-    return [name for name, p in named_parameters if p.grad is not None and not bool(local(gradients([p]))[0].isfinite().all())]
+    return [
+        name
+        for name, p in named_parameters
+        if p.grad is not None and not bool(local(gradients([p]))[0].isfinite().all())
+    ]
 
 
 def joins(parameters: Iterable[Tensor]) -> Tensor:
@@ -162,7 +172,11 @@ def check_held(before: Mapping[str, Tensor], now: Mapping[str, Tensor], optimize
     lost = [
         name
         for name, old in before.items()
-        if (new := now.get(name)) is not None and new is not old and new.requires_grad and id(old) in held and id(new) not in held
+        if (new := now.get(name)) is not None
+        and new is not old
+        and new.requires_grad
+        and id(old) in held
+        and id(new) not in held
     ]
     if lost:
         shown = ", ".join(lost[:6]) + (f" and {len(lost) - 6} more" if len(lost) > 6 else "")

@@ -38,7 +38,12 @@ class OwnsStep(Sharing, Protocol):
     """The same for a strategy that divides, clips, checks and applies gradients by itself."""
 
     def step(
-        self, optimizers: Sequence[Any], divisor: Tensor | float | None, max_norm: float | None, max_value: float | None, checked: bool
+        self,
+        optimizers: Sequence[Any],
+        divisor: Tensor | float | None,
+        max_norm: float | None,
+        max_value: float | None,
+        checked: bool,
     ) -> tuple[Tensor | None, bool]: ...
     def clip_at_step(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> None: ...
 
@@ -156,7 +161,13 @@ class Stepper:
             self.call_first()
         groups, only = self.window.groups, self.window.only
         divisor = self._divisor(only) if only is not None else self._divided(optimizers)
-        if self.scaler is None and max_norm is None and max_value is None and self.on_nonfinite is None and divisor is None:
+        if (
+            self.scaler is None
+            and max_norm is None
+            and max_value is None
+            and self.on_nonfinite is None
+            and divisor is None
+        ):
             for optimizer in optimizers:
                 optimizer.step()
             self.skipped = False
@@ -168,7 +179,14 @@ class Stepper:
         found = self._finish(optimizers, divisor, max_norm, max_value)
         self._apply(optimizers, found, then)
 
-    def finish(self, optimizers: Sequence[Optimizer], *, max_norm: float | None = None, max_value: float | None = None, inside: bool = False) -> None:
+    def finish(
+        self,
+        optimizers: Sequence[Optimizer],
+        *,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        inside: bool = False,
+    ) -> None:
         """Divide, clip and check the gradients of ``optimizers`` as one; their later steps do not do it again.
 
         Args:
@@ -209,7 +227,11 @@ class Stepper:
         return None
 
     def _finish(
-        self, optimizers: Sequence[Optimizer], divisor: Tensor | float | None, max_norm: float | None, max_value: float | None
+        self,
+        optimizers: Sequence[Optimizer],
+        divisor: Tensor | float | None,
+        max_norm: float | None,
+        max_value: float | None,
     ) -> Tensor | None:
         """All passes over the gradients; return a flag (1.0: not finite) if it is needed."""
         found: Tensor | None = None
@@ -235,7 +257,9 @@ class Stepper:
             gradients.clip_values(parts, max_value)
         return None if found is None else self.strategy.agree(found)
 
-    def _fold(self, optimizers: Sequence[Optimizer], divisor: Tensor | float, found: Tensor | None, max_value: float | None) -> bool:
+    def _fold(
+        self, optimizers: Sequence[Optimizer], divisor: Tensor | float, found: Tensor | None, max_value: float | None
+    ) -> bool:
         """Let a fused optimizer divide inside its kernel instead of in another pass."""
         if max_value is not None or not isinstance(divisor, Tensor) or not all(_skips_itself(o) for o in optimizers):
             return False
@@ -322,7 +346,9 @@ class OwnedStepper(Stepper):
         return None
 
     def clip_values(self, parameters: Sequence[Tensor], limit: float) -> None:
-        raise ValueError(f"clip_grad_value_ under {type(self.strategy).__name__}, which clips by norm only: use clip_grad_norm_")
+        raise ValueError(
+            f"clip_grad_value_ under {type(self.strategy).__name__}, which clips by norm only: use clip_grad_norm_"
+        )
 
     def step(
         self,

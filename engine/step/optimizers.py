@@ -49,10 +49,14 @@ class Schedule:
             raise ValueError(f"lr_scheduler frequency={self.frequency!r} must be an int of at least 1")
         if not callable(getattr(self.scheduler, "step", None)):
             raise TypeError(f"lr_scheduler has no step(): got {type(self.scheduler).__name__}")
-        self.numbered = callable(getattr(self.scheduler, "step_update", None)) and _needed(self.scheduler.step) == ["epoch"]
+        self.numbered = callable(getattr(self.scheduler, "step_update", None)) and _needed(self.scheduler.step) == [
+            "epoch"
+        ]
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
         if self.reduce_on_plateau and self.monitor is None:
-            raise ValueError('ReduceLROnPlateau needs a metric: return {"scheduler": ..., "monitor": "val_loss"} for it')
+            raise ValueError(
+                'ReduceLROnPlateau needs a metric: return {"scheduler": ..., "monitor": "val_loss"} for it'
+            )
 
     def check(self) -> None:
         """Check before the first step that :meth:`advance` can step the scheduler.
@@ -176,7 +180,9 @@ def configured(given: Any) -> tuple[list[Optimizer], list[Schedule]]:
         raise ValueError("configure_optimizers returned the same optimizer twice")
     for optimizer in optimizers:
         if not any(p.requires_grad for p in parameters_of([optimizer])):
-            raise ValueError(f"{type(optimizer).__name__} has no parameters to train: it was given none, or only frozen ones (requires_grad=False)")
+            raise ValueError(
+                f"{type(optimizer).__name__} has no parameters to train: it was given none, or only frozen ones (requires_grad=False)"
+            )
     return optimizers, schedules
 
 
@@ -199,7 +205,9 @@ def _entry(entry: Mapping[str, Any]) -> tuple[list[Optimizer], list[Schedule]]:
     known = ("optimizer", "lr_scheduler", "monitor")
     for key in entry:
         if key not in known:
-            raise ValueError(f"configure_optimizers: unknown key {key!r}{nearest(key, known)}; possible: {', '.join(known)}")
+            raise ValueError(
+                f"configure_optimizers: unknown key {key!r}{nearest(key, known)}; possible: {', '.join(known)}"
+            )
     if "optimizer" not in entry:
         raise ValueError('configure_optimizers: a dict needs the key "optimizer"')
     schedules = []
@@ -225,7 +233,9 @@ def _schedule(given: Any) -> Schedule:
         known = [f.name for f in fields(Schedule) if f.init]
         for key in given:
             if key not in known:
-                raise ValueError(f"configure_optimizers: unknown key {key!r} in lr_scheduler{nearest(key, known)}; possible: {', '.join(known)}")
+                raise ValueError(
+                    f"configure_optimizers: unknown key {key!r} in lr_scheduler{nearest(key, known)}; possible: {', '.join(known)}"
+                )
         if "scheduler" not in given:
             raise ValueError('configure_optimizers: an lr_scheduler dict needs the key "scheduler"')
         return Schedule(**given)

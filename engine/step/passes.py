@@ -78,11 +78,15 @@ class PipelinedPasses(Passes):
         """As :meth:`Passes.forward_backward`."""
         window, strategy, scaler = self._begin(), self._strategy, self._scaler
         if scaler is not None:
-            scaler.seed(window.seed(1.0, torch.ones((), device=strategy.group.device)))  # ranks without the loss need the scale too
+            scaler.seed(
+                window.seed(1.0, torch.ones((), device=strategy.group.device))
+            )  # ranks without the loss need the scale too
 
         def root(loss: Tensor | Loss, fraction: float) -> Tensor:
             if isinstance(loss, Loss) and scaler is not None:
-                raise ValueError("Loss(sum, count) with a pipeline under fp16: the sum may overflow; use precision='bf16-mixed', or return a mean")
+                raise ValueError(
+                    "Loss(sum, count) with a pipeline under fp16: the sum may overflow; use precision='bf16-mixed', or return a mean"
+                )
             # As with several ranks: the loss is known here, but not the whole divisor.
             start, divisor = window.root(loss, max(2, strategy.data_group.world_size), False)
             if not isinstance(loss, Loss):

@@ -84,7 +84,9 @@ class Precision:
         def convert(tensor: Tensor) -> Tensor:
             return tensor.to(wanted.get(tensor.dtype, tensor.dtype))
 
-        convert.__qualname__ = "Module.type"  # by such a name torchmetrics tells a change of format, which its sums do not follow
+        convert.__qualname__ = (
+            "Module.type"  # by such a name torchmetrics tells a change of format, which its sums do not follow
+        )
         model._apply(convert)
 
     def context(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -136,7 +138,9 @@ class Scaler(torch.amp.GradScaler):
         scaled: Tensor = self.scale(seed)
         return scaled
 
-    def unscale(self, optimizer: Optimizer, divisor: Tensor | float | None, parts: Iterable[Tensor] | None = None) -> Tensor:
+    def unscale(
+        self, optimizer: Optimizer, divisor: Tensor | float | None, parts: Iterable[Tensor] | None = None
+    ) -> Tensor:
         """Divide the optimizer's gradients by scale and ``divisor`` in one pass; the result is 1.0 when one of them is not finite.
 
         ``parts``: this rank's parts of sharded gradients, instead of the gradients themselves.
@@ -168,7 +172,9 @@ class Scaler(torch.amp.GradScaler):
             return
         scale, tracker = self._check_scale_growth_tracker("update")
         worst = torch.stack([f.to(scale.device) for f in self._found]).max()
-        torch._amp_update_scale_(scale, tracker, worst, self._growth_factor, self._backoff_factor, self._growth_interval)
+        torch._amp_update_scale_(
+            scale, tracker, worst, self._growth_factor, self._backoff_factor, self._growth_interval
+        )
         self._found.clear()
 
     def _waits(self, optimizer: Optimizer) -> bool:

@@ -123,7 +123,9 @@ class Window:
         for group in self.groups:
             if any(optimizer is own for own in group.optimizers):
                 return group
-        raise RuntimeError(f"this {type(optimizer).__name__} was not prepared, but others were: call engine.prepare(optimizer) before backward")
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} was not prepared, but others were: call engine.prepare(optimizer) before backward"
+        )
 
     def waits(self, group: Gathered) -> bool:
         """Whether the step is still to come, after more micro-batches."""
@@ -175,7 +177,9 @@ class Window:
             return self._weighted(loss, share, world_size, fp16)
         root = loss if type(loss) is Tensor and not loss.ndim and loss.requires_grad else scalar(loss)
         if newest.count is not None:
-            raise TypeError("this micro-batch has a scalar loss, an earlier one of the same window has Loss(sum, count): return one kind")
+            raise TypeError(
+                "this micro-batch has a scalar loss, an earlier one of the same window has Loss(sum, count): return one kind"
+            )
         newest.scalars = self.scalars = self.fed = True
         if fp16 and not self._met and self.lockstep:
             self._meet(-1.0)
@@ -207,14 +211,18 @@ class Window:
 
     def _watch(self, always: bool = False) -> None:
         """Prepare to detect which groups the next backward pass reaches, if that matters."""
-        self.watching = always or any(group.altered or (group.count is not None and group is not self._newest) for group in self.groups)
+        self.watching = always or any(
+            group.altered or (group.count is not None and group is not self._newest) for group in self.groups
+        )
         if self.watching:
             self._watched = [self.traces(group.optimizers) for group in self.groups]
 
     def _weighted(self, loss: Loss, share: Share, world_size: int, fp16: bool) -> tuple[Tensor, float]:
         newest = self._newest
         if newest.scalars:
-            raise TypeError("this micro-batch has Loss(sum, count), an earlier one of the same window has a scalar loss: return one kind")
+            raise TypeError(
+                "this micro-batch has Loss(sum, count), an earlier one of the same window has a scalar loss: return one kind"
+            )
         root, count = scalar(loss.sum), loss.count
         if isinstance(count, Tensor):
             count = whole(count.detach())
@@ -312,7 +320,9 @@ class Window:
                 continue
             kept = group.count is None and not group.used and any(grad is not None for grad, _ in before[i])
             if (newest.count is not None and (group.scalars or kept)) or (newest.scalars and group.count is not None):
-                raise TypeError("a scalar loss and a Loss(sum, count) have reached the parameters of one optimizer before its step: return one kind")
+                raise TypeError(
+                    "a scalar loss and a Loss(sum, count) have reached the parameters of one optimizer before its step: return one kind"
+                )
             group.used = False
             if newest.count is not None:
                 group.add(newest.count)

@@ -67,7 +67,9 @@ def _maker(name: object, where: str) -> Callable[..., Any]:
         loaded: Callable[..., Any] = others[str(name)].load()
         return loaded
     known = ["auto", *_BUILT_IN, *others]
-    raise ValueError(f"{where}strategy={name!r} is unknown{nearest(name, known)}; possible: {', '.join(known)}, or a Strategy object")
+    raise ValueError(
+        f"{where}strategy={name!r} is unknown{nearest(name, known)}; possible: {', '.join(known)}, or a Strategy object"
+    )
 
 
 def _configured(asked: Named) -> Strategy:
@@ -76,7 +78,11 @@ def _configured(asked: Named) -> Strategy:
         # A name that includes settings of a class, such as deepspeed_stage_3.
         base = make()
         make = type(base)
-        fixed = {each.name: getattr(base, each.name) for each in fields(base) if each.init and getattr(base, each.name) != each.default}
+        fixed = {
+            each.name: getattr(base, each.name)
+            for each in fields(base)
+            if each.init and getattr(base, each.name) != each.default
+        }
         for key, value in fixed.items():
             if asked.options.get(key, value) != value:
                 raise ValueError(
@@ -96,7 +102,11 @@ def describe(strategy: Strategy, asked: Any) -> dict[str, Any]:
 
 def _class_name(make: type) -> str:
     """The name of a class without any settings."""
-    names = (name for name, (module, attribute) in _BUILT_IN.items() if (module, attribute) == (make.__module__, make.__name__))
+    names = (
+        name
+        for name, (module, attribute) in _BUILT_IN.items()
+        if (module, attribute) == (make.__module__, make.__name__)
+    )
     return next(names, make.__name__)
 
 

@@ -40,9 +40,16 @@ class Divided:
             ValueError: there are new trained parameters.
         """
         # The parameter objects change all the time: full ones and shards alternate.
-        if all(map(is_, self._expected, chain.from_iterable(self._views))) and list(map(len, self._parameters)) == self._counts:
+        if (
+            all(map(is_, self._expected, chain.from_iterable(self._views)))
+            and list(map(len, self._parameters)) == self._counts
+        ):
             return
-        new = [name for name, p in _owned(self._model) if p[1].requires_grad and (name not in self._names or id(p[0]) not in self._known)]
+        new = [
+            name
+            for name, p in _owned(self._model)
+            if p[1].requires_grad and (name not in self._names or id(p[0]) not in self._known)
+        ]
         if new:
             shown = ", ".join(new[:6]) + (f" and {len(new) - 6} more" if len(new) > 6 else "")
             raise ValueError(

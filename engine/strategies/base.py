@@ -174,7 +174,9 @@ class Strategy:
         self.expect(models, root)
         root.backward()
 
-    def run_pipeline(self, step: Callable[[Any, int], Any], root: Callable[[Any, float], Tensor], batch: Any, last: bool) -> Any:
+    def run_pipeline(
+        self, step: Callable[[Any, int], Any], root: Callable[[Any, float], Tensor], batch: Any, last: bool
+    ) -> Any:
         """Forward and backward of one micro-batch in chunks, if :attr:`pipelined`.
 
         Args:
@@ -229,7 +231,12 @@ class Strategy:
     # -- only for strategies that own the step --------------------------------------------------------------------------------------------
 
     def step(
-        self, optimizers: Sequence[Any], divisor: Tensor | float | None, max_norm: float | None, max_value: float | None, checked: bool
+        self,
+        optimizers: Sequence[Any],
+        divisor: Tensor | float | None,
+        max_norm: float | None,
+        max_value: float | None,
+        checked: bool,
     ) -> tuple[Tensor | None, bool]:
         """Divide, clip and apply the gradients; return their norm before clipping (if known) and whether the step was applied.
 
@@ -280,11 +287,16 @@ class Strategy:
 
     def part_like(self, stored: Stored, parameter: Tensor) -> Tensor:
         """An empty tensor for this rank's shard of an entry of a parameter's optimizer state."""
-        return torch.empty(stored.shape, dtype=stored.dtype, device=parameter.device if stored.shape == parameter.shape else "cpu")
+        return torch.empty(
+            stored.shape, dtype=stored.dtype, device=parameter.device if stored.shape == parameter.shape else "cpu"
+        )
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
         """Full parameters and buffers by name, on rank 0 (other ranks may return less). All ranks call this."""
-        return {name: value.detach() if isinstance(value, Tensor) else value for name, value in self.model_parts(module).items()}
+        return {
+            name: value.detach() if isinstance(value, Tensor) else value
+            for name, value in self.model_parts(module).items()
+        }
 
 
 @dataclass(kw_only=True)
@@ -294,11 +306,15 @@ class Single(Strategy):
     def check(self, settings: Settings, origins: Mapping[str, str], world_size: int | None) -> None:
         if world_size is not None and world_size > 1 and (settings.devices != "auto" or settings.num_nodes > 1):
             asked = f"devices={settings.devices!r}" if settings.num_nodes == 1 else f"num_nodes={settings.num_nodes}"
-            raise ValueError(f"strategy='single' and {asked}: one process cannot use {world_size} devices; use strategy='ddp' or 'auto'")
+            raise ValueError(
+                f"strategy='single' and {asked}: one process cannot use {world_size} devices; use strategy='ddp' or 'auto'"
+            )
 
     def connect(self, group: Group) -> None:
         if group.world_size > 1:
-            raise ValueError(f"strategy='single' was asked for, but this job has {group.world_size} processes; use strategy='ddp' or 'auto'")
+            raise ValueError(
+                f"strategy='single' was asked for, but this job has {group.world_size} processes; use strategy='ddp' or 'auto'"
+            )
         super().connect(group)
 
 
@@ -335,7 +351,11 @@ def named_state(optimizer: Any, module: nn.Module) -> dict[str, Any]:
     """``optimizer.state_dict()`` with parameter names from ``module`` instead of numbers (if ``module`` has them)."""
     state, names = optimizer.state_dict(), _names(optimizer, module)
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
-    return {**state, "state": {names.get(i, i): flat(entry) for i, entry in state["state"].items()}, "param_groups": groups}
+    return {
+        **state,
+        "state": {names.get(i, i): flat(entry) for i, entry in state["state"].items()},
+        "param_groups": groups,
+    }
 
 
 def numbered_state(optimizer: Any, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
@@ -361,7 +381,12 @@ def numbered_state(optimizer: Any, module: nn.Module, state: dict[str, Any]) -> 
 
 def _alike(there: Any, made: Tensor) -> bool:
     """Whether an existing tensor can hold another's content."""
-    same = type(there) is type(made) and there.shape == made.shape and there.dtype == made.dtype and there.device == made.device
+    same = (
+        type(there) is type(made)
+        and there.shape == made.shape
+        and there.dtype == made.dtype
+        and there.device == made.device
+    )
     return same and getattr(there, "placements", None) == getattr(made, "placements", None)
 
 

@@ -37,7 +37,9 @@ class Composition:
     def __init__(self, model: nn.Module, left_out: Iterable[str] = ()) -> None:
         self.modules = list(model.modules())
         # Live views of each module's members: about 200 ns per module and parameter, in two calls.
-        self._views: list[Any] = [view for module in self.modules for view in (module._parameters.values(), module._modules.values())]
+        self._views: list[Any] = [
+            view for module in self.modules for view in (module._parameters.values(), module._modules.values())
+        ]
         self._views.append(_END)
         skipped = set(left_out)
         self.named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name not in skipped}
@@ -48,13 +50,18 @@ class Composition:
 
     def holds(self) -> bool:
         """Whether the model is unchanged."""
-        return all(map(is_, self._expected, chain(chain.from_iterable(self._views), map(_requires_grad, self._parameters))))
+        return all(
+            map(is_, self._expected, chain(chain.from_iterable(self._views), map(_requires_grad, self._parameters)))
+        )
 
     def newer_than(self, before: Composition) -> list[Tensor]:
         """Parameters that ``before`` does not have, and the buffers of modules that it does not have."""
         known, there = {id(p) for p in before.named.values()}, {id(m) for m in before.modules}
         parameters = [p for p in dict.fromkeys(self.named.values()) if id(p) not in known]
-        return [*parameters, *(b for m in self.modules if id(m) not in there for b in m._buffers.values() if b is not None)]
+        return [
+            *parameters,
+            *(b for m in self.modules if id(m) not in there for b in m._buffers.values() if b is not None),
+        ]
 
     def names(self, parameters: Sequence[Tensor]) -> list[str]:
         """One name for each of these parameters."""
@@ -117,7 +124,14 @@ class Replica(DistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the wrapper (such as an average of weights) belongs to no job, and stays as it is.
-        return {**super().__getstate__(), "_ranks": None, "_composition": _Unwatched(), "_optimizers": [], "_reduced": [], "_idle": False}
+        return {
+            **super().__getstate__(),
+            "_ranks": None,
+            "_composition": _Unwatched(),
+            "_optimizers": [],
+            "_reduced": [],
+            "_idle": False,
+        }
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if (self._stale or not self._composition.holds()) and torch.is_grad_enabled():
@@ -188,7 +202,9 @@ class Replica(DistributedDataParallel):
         parameters, sparse = self._build_params_for_reducer()
         self._module_parameters = list(dict.fromkeys(self._composition.named.values()))
         own, self.find_unused_parameters = self.find_unused_parameters, search
-        self._ddp_init_helper(parameters, sparse, self._build_debug_param_to_name_mapping(parameters), self.static_graph)
+        self._ddp_init_helper(
+            parameters, sparse, self._build_debug_param_to_name_mapping(parameters), self.static_graph
+        )
         self.find_unused_parameters, self.searching, self._trial = own, search, search != own
         self._reduced = self._composition.trained
         self._has_rebuilt_buckets = False
@@ -226,7 +242,9 @@ class Replica(DistributedDataParallel):
         finally:
             warning.cancel()
         if len(set(digests)) > 1:
-            raise ValueError(f"the ranks have changed the model in different ways:\n{_differences(gather_json(ranks, form))}")
+            raise ValueError(
+                f"the ranks have changed the model in different ways:\n{_differences(gather_json(ranks, form))}"
+            )
 
     def _compare(self, ranks: Group, new: Sequence[Tensor]) -> None:
         """Raise on all ranks if their values differ."""

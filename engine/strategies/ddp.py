@@ -48,7 +48,9 @@ class DDP(Strategy):
 
     def __post_init__(self) -> None:
         if self.comm_hook is not None and self.comm_hook not in HOOKS:
-            raise ValueError(f"DDP(comm_hook={self.comm_hook!r}) is unknown{nearest(self.comm_hook, HOOKS)}; possible: {', '.join(HOOKS)}, None")
+            raise ValueError(
+                f"DDP(comm_hook={self.comm_hook!r}) is unknown{nearest(self.comm_hook, HOOKS)}; possible: {', '.join(HOOKS)}, None"
+            )
         if self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0:
             raise ValueError(f"DDP(bucket_cap_mb={self.bucket_cap_mb!r}) must be positive")
 
@@ -60,7 +62,9 @@ class DDP(Strategy):
             )
         if self.group.world_size == 1:
             return model
-        if not any(True for _ in trained(model)) and (user_module(model) is model or not any(True for _ in model.parameters())):
+        if not any(True for _ in trained(model)) and (
+            user_module(model) is model or not any(True for _ in model.parameters())
+        ):
             # Nothing is reduced, and the user keeps the model itself. Fit's own wrappers are not kept.
             self.share_parameters(model)
             self._watches.append(model.register_forward_pre_hook(_still_frozen))
@@ -70,7 +74,9 @@ class DDP(Strategy):
             model,
             self.group,
             self._optimizers,
-            process_group=_unchecked() if device.type == "cpu" and dist.get_debug_level() == dist.DebugLevel.DETAIL else None,
+            process_group=_unchecked()
+            if device.type == "cpu" and dist.get_debug_level() == dist.DebugLevel.DETAIL
+            else None,
             device_ids=[device.index] if device.type == "cuda" else None,
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
@@ -115,7 +121,11 @@ class DDP(Strategy):
 
     def sync(self, models: Sequence[nn.Module], enabled: bool) -> None:
         for model in models:
-            if isinstance(model, Replica) and model.require_backward_grad_sync != enabled and (enabled or model.may_wait):
+            if (
+                isinstance(model, Replica)
+                and model.require_backward_grad_sync != enabled
+                and (enabled or model.may_wait)
+            ):
                 model.require_backward_grad_sync = enabled
 
     def expect(self, models: Sequence[nn.Module], root: Tensor) -> None:

@@ -89,7 +89,9 @@ class DeepSpeed(Strategy):
                 deepspeed_config.settle(self._config, f"zero_optimization.{inside}", asked, self._where)
         for name, inside in deepspeed_config.OFFLOAD.items():
             if getattr(self, name):
-                deepspeed_config.offload(self._config, self._where, f"zero_optimization.{inside}", name, getattr(self, name), self.nvme_path)
+                deepspeed_config.offload(
+                    self._config, self._where, f"zero_optimization.{inside}", name, getattr(self, name), self.nvme_path
+                )
         deepspeed_config.default(self._config, "zero_optimization.stage", 2)
         if zero["stage"] not in (0, 1, 2, 3) or isinstance(zero["stage"], bool):
             raise ValueError(f"stage={zero['stage']!r} in {self._where} is not a ZeRO stage; possible: 0, 1, 2, 3")
@@ -99,7 +101,9 @@ class DeepSpeed(Strategy):
         self.owns_step, self.matched_backward = True, self.zero_stage > 0
 
     def check(self, settings: Settings, origins: Mapping[str, str], world_size: int | None) -> None:
-        deepspeed_checks.check_precision(Precision.parse(settings.precision).name, self.zero_stage, settings.accelerator)
+        deepspeed_checks.check_precision(
+            Precision.parse(settings.precision).name, self.zero_stage, settings.accelerator
+        )
         deepspeed_checks.check_clipping(settings, origins)
 
     # -- where it runs ----------------------------------------------------------------------------------------------------------
@@ -110,7 +114,9 @@ class DeepSpeed(Strategy):
         self._config, self._asked = copy.deepcopy(self._given), None  # one object may be used in several runs
         name, stage = self.precision.name, self.zero_stage
         if importlib.util.find_spec("deepspeed") is None:
-            raise ImportError('strategy="deepspeed" needs DeepSpeed, which is not installed: pip install "fit-trainer[deepspeed]"')
+            raise ImportError(
+                'strategy="deepspeed" needs DeepSpeed, which is not installed: pip install "fit-trainer[deepspeed]"'
+            )
         deepspeed_checks.check_precision(name, stage, group.device.type)
         for kind in ("bf16", "fp16"):
             wanted = self._half == kind
@@ -125,12 +131,16 @@ class DeepSpeed(Strategy):
         import_deepspeed(group.device)
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-        deepspeed_checks.check_names("zero_optimization", self._config["zero_optimization"], DeepSpeedZeroConfig.model_fields, self._where)
+        deepspeed_checks.check_names(
+            "zero_optimization", self._config["zero_optimization"], DeepSpeedZeroConfig.model_fields, self._where
+        )
         self.matched_forward = self.zero_stage == 3
 
     @property
     def _half(self) -> str:
-        return {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}.get(self.precision.name, "")
+        return {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}.get(
+            self.precision.name, ""
+        )
 
     def configure(self, settings: Settings, origins: Mapping[str, str]) -> Settings:
         def asked(name: str) -> Asked:
@@ -149,7 +159,9 @@ class DeepSpeed(Strategy):
                 found = asked(name)
                 deepspeed_config.settle(config, path, replace(found, value=found.value or 0), self._where)
         settings = replace(settings, **changes)
-        self._asked = {name: asked(name) for name in ("gradient_clip_val", "accumulate_grad_batches", "global_batch_size")}
+        self._asked = {
+            name: asked(name) for name in ("gradient_clip_val", "accumulate_grad_batches", "global_batch_size")
+        }
         return settings
 
     def building(self) -> AbstractContextManager[Any]:
@@ -208,7 +220,9 @@ class DeepSpeed(Strategy):
                 f'{name} was given, and "optimizer" in {self._where} is {self._config["optimizer"].get("type")!r}: keep one of them'
             )
         if deepspeed_config.says(self._config, "scheduler"):
-            raise ValueError(f'"scheduler" in {self._where} needs "optimizer" there: return yours from configure_optimizers')
+            raise ValueError(
+                f'"scheduler" in {self._where} needs "optimizer" there: return yours from configure_optimizers'
+            )
         if self.zero_stage:
             check_optimizer(optimizer, self.zero_stage, bool(self._config.get("zero_allow_untested_optimizer")))
         warm = named_state(optimizer, owner) if optimizer.state else None
@@ -312,13 +326,24 @@ class DeepSpeed(Strategy):
         for model in self._models:
             if model.optimizer is optimizer:
                 return model
-        raise RuntimeError(f"{type(optimizer).__name__} steps, but no model with its parameters was prepared: prepare both")
+        raise RuntimeError(
+            f"{type(optimizer).__name__} steps, but no model with its parameters was prepared: prepare both"
+        )
 
     def step(
-        self, optimizers: Sequence[Any], divisor: Tensor | float | None, max_norm: float | None, max_value: float | None, checked: bool
+        self,
+        optimizers: Sequence[Any],
+        divisor: Tensor | float | None,
+        max_norm: float | None,
+        max_value: float | None,
+        checked: bool,
     ) -> tuple[Tensor | None, bool]:
         if len(optimizers) != 1 or max_value is not None:
-            what = "clips by norm only" if max_value is not None else f"steps {len(optimizers)} optimizers one by one, not as one"
+            what = (
+                "clips by norm only"
+                if max_value is not None
+                else f"steps {len(optimizers)} optimizers one by one, not as one"
+            )
             raise ValueError(f"DeepSpeed {what}")
         model = self._of(optimizers[0])
         norm, applied = model.step(None if divisor is None else float(divisor), max_norm, checked)
@@ -334,13 +359,17 @@ class DeepSpeed(Strategy):
                     raise ValueError(f"clip_grad_norm_(norm_type={norm_type}) under DeepSpeed, which clips the 2-norm")
                 model.max_norm = max_norm
                 return
-        raise ValueError("clip_grad_norm_ under DeepSpeed takes all parameters of one prepared model: it clips their global norm in the step")
+        raise ValueError(
+            "clip_grad_norm_ under DeepSpeed takes all parameters of one prepared model: it clips their global norm in the step"
+        )
 
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
 
     def _spread(self, module: nn.Module) -> Spread | None:
         first = {id(p) for p in module.parameters()}
-        return next((m.spread for m in self._models if m.spread is not None and not first.isdisjoint(m.spread.managed)), None)
+        return next(
+            (m.spread for m in self._models if m.spread is not None and not first.isdisjoint(m.spread.managed)), None
+        )
 
     def model_parts(self, module: nn.Module) -> dict[str, Any]:
         ranks, rank = self.group.world_size, self.group.rank

@@ -37,18 +37,30 @@ def check_offload(config: dict[str, Any], where: str, stage: int) -> None:
         device = get(config, f"zero_optimization.{inside}.device", "none")
         least = 3 if name == "offload_parameters" else 1
         if device != "none" and stage < least:
-            what = "parameters are sharded from stage 3" if least == 3 else "stage 0 shards nothing that could be offloaded"
-            raise ValueError(f"{name}={device!r} with stage {stage} ({where}): {what}; use stage={max(least, 2)}, or leave it out")
+            what = (
+                "parameters are sharded from stage 3"
+                if least == 3
+                else "stage 0 shards nothing that could be offloaded"
+            )
+            raise ValueError(
+                f"{name}={device!r} with stage {stage} ({where}): {what}; use stage={max(least, 2)}, or leave it out"
+            )
     if stage < 2 and get(config, "zero_optimization.overlap_comm") is True:
-        raise ValueError(f"overlap_comm=True with stage {stage} ({where}): stages 0 and 1 reduce within the step; leave it out")
+        raise ValueError(
+            f"overlap_comm=True with stage {stage} ({where}): stages 0 and 1 reduce within the step; leave it out"
+        )
 
 
 def check_precision(name: str, stage: int, device: str) -> None:
     """Raise ``ValueError`` for a precision that DeepSpeed does not have at this stage of ZeRO on this kind of device."""
     if name == "64-true":
-        raise ValueError("precision='64-true' under DeepSpeed, whose master copies are fp32: use strategy='ddp' or 'fsdp'")
+        raise ValueError(
+            "precision='64-true' under DeepSpeed, whose master copies are fp32: use strategy='ddp' or 'fsdp'"
+        )
     if name.startswith("16-") and device == "cpu":
-        raise ValueError(f"precision={name!r} under DeepSpeed on the CPU: its fp16 needs CUDA; use 'bf16-mixed' or '32-true'")
+        raise ValueError(
+            f"precision={name!r} under DeepSpeed on the CPU: its fp16 needs CUDA; use 'bf16-mixed' or '32-true'"
+        )
     if name.startswith("16-") and not stage:
         raise ValueError(f"precision={name!r} with stage 0 under DeepSpeed: use stage=1 or higher, or strategy='ddp'")
 

@@ -13,14 +13,73 @@ from engine.utils.errors import nearest
 
 KNOWN = frozenset(
     (
-        *("activation_checkpointing", "aio", "amp", "autotuning", "bf16", "bfloat16", "checkpoint", "comet", "comms_logger"),
-        *("communication_data_type", "compile", "compression_training", "csv_monitor", "curriculum_learning", "data_efficiency"),
-        *("data_parallel_size", "data_types", "dataloader_drop_last", "datastates_ckpt", "disable_allgather", "disable_python_gc"),
-        *("dump_state", "elasticity", "expert_parallel", "flops_profiler", "fp16", "gradient_accumulation_steps", "gradient_allreduce_op"),
-        *("gradient_clipping", "gradient_predivide_factor", "hybrid_engine", "log_level", "managed_gradient_accumulation"),
-        *("memory_breakdown", "optimizer", "pipeline", "prescale_gradients", "scheduler", "seq_parallel_communication_data_type"),
-        *("sequence_parallel_size", "steps_per_print", "tensor_parallel", "tensorboard", "timers", "torch_autocast", "train_batch_size"),
-        *("train_micro_batch_size_per_gpu", "use_data_before_expert_parallelism", "vocabulary_size", "wall_clock_breakdown", "wandb"),
+        *(
+            "activation_checkpointing",
+            "aio",
+            "amp",
+            "autotuning",
+            "bf16",
+            "bfloat16",
+            "checkpoint",
+            "comet",
+            "comms_logger",
+        ),
+        *(
+            "communication_data_type",
+            "compile",
+            "compression_training",
+            "csv_monitor",
+            "curriculum_learning",
+            "data_efficiency",
+        ),
+        *(
+            "data_parallel_size",
+            "data_types",
+            "dataloader_drop_last",
+            "datastates_ckpt",
+            "disable_allgather",
+            "disable_python_gc",
+        ),
+        *(
+            "dump_state",
+            "elasticity",
+            "expert_parallel",
+            "flops_profiler",
+            "fp16",
+            "gradient_accumulation_steps",
+            "gradient_allreduce_op",
+        ),
+        *(
+            "gradient_clipping",
+            "gradient_predivide_factor",
+            "hybrid_engine",
+            "log_level",
+            "managed_gradient_accumulation",
+        ),
+        *(
+            "memory_breakdown",
+            "optimizer",
+            "pipeline",
+            "prescale_gradients",
+            "scheduler",
+            "seq_parallel_communication_data_type",
+        ),
+        *(
+            "sequence_parallel_size",
+            "steps_per_print",
+            "tensor_parallel",
+            "tensorboard",
+            "timers",
+            "torch_autocast",
+            "train_batch_size",
+        ),
+        *(
+            "train_micro_batch_size_per_gpu",
+            "use_data_before_expert_parallelism",
+            "vocabulary_size",
+            "wall_clock_breakdown",
+            "wandb",
+        ),
         *("weight_quantization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization"),
     )
 )
@@ -77,7 +136,9 @@ def read(config: Any) -> tuple[dict[str, Any], str]:
         where = str(config)
         found = _file(Path(config).expanduser())
     else:
-        raise TypeError(f"DeepSpeed(config={config!r:.80}) is of type {type(config).__name__}: give a path to a JSON file, or a dict")
+        raise TypeError(
+            f"DeepSpeed(config={config!r:.80}) is of type {type(config).__name__}: give a path to a JSON file, or a dict"
+        )
     _check(found, where)
     return found, where
 
@@ -90,7 +151,9 @@ def _file(path: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"DeepSpeed(config={str(path)!r}) is not valid JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"DeepSpeed(config={str(path)!r}) has a {type(found).__name__} at its top: it must be an object, {{...}}")
+        raise ValueError(
+            f"DeepSpeed(config={str(path)!r}) has a {type(found).__name__} at its top: it must be an object, {{...}}"
+        )
     return found
 
 
@@ -104,9 +167,15 @@ def _check(config: dict[str, Any], where: str) -> None:
     for key in ("zero_optimization", "optimizer", "scheduler", "bf16", "fp16"):
         if key in config and not isinstance(config[key], dict):
             raise ValueError(f"{where}: {key}={config[key]!r} must be an object, {{...}}")
-    for path, only in (("gradient_allreduce_op", "mean"), ("sequence_parallel_size", 1), ("managed_gradient_accumulation", False)):
+    for path, only in (
+        ("gradient_allreduce_op", "mean"),
+        ("sequence_parallel_size", 1),
+        ("managed_gradient_accumulation", False),
+    ):
         if get(config, path, only) != only:
-            raise ValueError(f"{where}: {path}={get(config, path)!r} is not possible: gradients are {only!r} here; leave it out")
+            raise ValueError(
+                f"{where}: {path}={get(config, path)!r} is not possible: gradients are {only!r} here; leave it out"
+            )
     if "bfloat16" in config:
         config["bf16"] = config.pop("bfloat16")
 
@@ -143,7 +212,7 @@ def settle(config: dict[str, Any], path: str, asked: Asked, where: str) -> Any:
         put(config, path, asked.value)
     elif get(config, path) != asked.value:
         raise ValueError(
-            f"{path}={get(config, path)!r} in {where} contradicts {asked.by}: keep one of them, or write \"auto\" into the configuration"
+            f'{path}={get(config, path)!r} in {where} contradicts {asked.by}: keep one of them, or write "auto" into the configuration'
         )
     return get(config, path)
 
@@ -154,7 +223,9 @@ def default(config: dict[str, Any], path: str, value: Any) -> None:
         put(config, path, value)
 
 
-def offload(config: dict[str, Any], where: str, path: str, name: str, value: bool | str, nvme_path: str | Path | None) -> None:
+def offload(
+    config: dict[str, Any], where: str, path: str, name: str, value: bool | str, nvme_path: str | Path | None
+) -> None:
     """Resolve an offload field of ``DeepSpeed``.
 
     Raises:
@@ -237,7 +308,9 @@ def fill_optimizer(config: dict[str, Any], where: str, lr: float | None) -> None
     """
     for section in ("optimizer", "scheduler"):
         if section in config and not isinstance(config[section].get("type"), str):
-            raise ValueError(f"{where}: {section!r} needs a type, for example {{\"type\": \"AdamW\", \"params\": {{\"lr\": 1e-3}}}}")
+            raise ValueError(
+                f'{where}: {section!r} needs a type, for example {{"type": "AdamW", "params": {{"lr": 1e-3}}}}'
+            )
     params = config["optimizer"].setdefault("params", {})
     schedule = config.get("scheduler", {}).setdefault("params", {})
     if params.get("lr") == "auto":
@@ -265,7 +338,9 @@ def scheduler(section: Mapping[str, Any], where: str) -> Any:
         if isinstance(getattr(place, section["type"], None), type):
             return getattr(place, section["type"])
     known = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-    raise ValueError(f"{where}: scheduler type {section['type']!r} is unknown{nearest(section['type'], known)}; possible: {', '.join(known)}")
+    raise ValueError(
+        f"{where}: scheduler type {section['type']!r} is unknown{nearest(section['type'], known)}; possible: {', '.join(known)}"
+    )
 
 
 def no_auto_left(config: Any, where: str, path: str = "") -> None:
@@ -279,6 +354,6 @@ def no_auto_left(config: Any, where: str, path: str = "") -> None:
         if isinstance(value, Mapping):
             no_auto_left(value, where, place)
         elif value == "auto" and place not in _AUTO_ELSEWHERE:
-            raise ValueError(f'{where}: {place}="auto" cannot be filled, because no other setting gives it: write a value, or leave it out')
-
-
+            raise ValueError(
+                f'{where}: {place}="auto" cannot be filled, because no other setting gives it: write a value, or leave it out'
+            )

@@ -34,7 +34,9 @@ def check_optimizer(optimizer: Optimizer, stage: int, trusted: bool) -> None:
     name, module = type(optimizer).__name__, type(optimizer).__module__
     for group in optimizer.param_groups:
         if not any(p.requires_grad for p in group["params"]):
-            raise ValueError(f"{name} has a parameter group without trained parameters, which ZeRO cannot flatten: leave the group out")
+            raise ValueError(
+                f"{name} has a parameter group without trained parameters, which ZeRO cannot flatten: leave the group out"
+            )
     known = (module.startswith("torch.optim") and name in ELEMENTWISE) or module.startswith("deepspeed.ops.")
     if not known and not trusted:
         raise ValueError(
@@ -160,7 +162,9 @@ class Driven(nn.Module):
         if not self.made[0]:
             return self._step_replicated(engine, divisor, limit, checked)
         if not self._fed:
-            raise RuntimeError("the optimizer steps, but no backward pass has gone through the prepared model since its last step")
+            raise RuntimeError(
+                "the optimizer steps, but no backward pass has gone through the prepared model since its last step"
+            )
         self._fed = False
         wrapper = engine.optimizer
         wrapper.clip_grad = limit or 0.0
@@ -172,7 +176,10 @@ class Driven(nn.Module):
             # It divides by the loss scale when it clips, so that one pass does both and the norm is that of the divided gradients. (In fp16
             # always: in a step that increases the scale, it would divide by the new one.)
             if divisor is not None or wrapper.dynamic_loss_scale:
-                wrapper.external_loss_scale, wrapper.custom_loss_scaler = wrapper.loss_scaler.cur_scale * (divisor or 1.0), True
+                wrapper.external_loss_scale, wrapper.custom_loss_scaler = (
+                    wrapper.loss_scaler.cur_scale * (divisor or 1.0),
+                    True,
+                )
             try:
                 engine.step()
             finally:
@@ -180,7 +187,9 @@ class Driven(nn.Module):
         norm = engine.get_global_grad_norm()
         return None if norm is None else torch.as_tensor(norm), engine.was_step_applied()
 
-    def _step_replicated(self, engine: Any, divisor: float | None, limit: float | None, checked: bool) -> tuple[Tensor | None, bool]:
+    def _step_replicated(
+        self, engine: Any, divisor: float | None, limit: float | None, checked: bool
+    ) -> tuple[Tensor | None, bool]:
         """Stage 0: DeepSpeed reduces and steps; every rank has the whole gradients in between."""
         engine.buffered_allreduce_fallback()
         norm, applied = None, True
@@ -274,7 +283,9 @@ class LossScale:
         """
         scales = {engine.optimizer.loss_scaler.cur_scale for engine in self._engines()}
         if len(scales) > 1:
-            raise RuntimeError(f"several models under DeepSpeed in fp16 have different loss scales ({sorted(scales)}): use bf16-mixed")
+            raise RuntimeError(
+                f"several models under DeepSpeed in fp16 have different loss scales ({sorted(scales)}): use bf16-mixed"
+            )
         for engine in self._engines():
             engine._manual_backward_expected = True
         return seed * scales.pop() if scales else seed
@@ -282,7 +293,11 @@ class LossScale:
     def state_dict(self) -> dict[str, Any]:
         scalers = [vars(engine.optimizer.loss_scaler) for engine in self._engines()]
         plain = (bool, int, float)
-        return {"deepspeed": [{key: value for key, value in scaler.items() if isinstance(value, plain)} for scaler in scalers]}
+        return {
+            "deepspeed": [
+                {key: value for key, value in scaler.items() if isinstance(value, plain)} for scaler in scalers
+            ]
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for engine, saved in zip(self._engines(), state.get("deepspeed", ()), strict=False):
@@ -316,7 +331,11 @@ def variables(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-_OURS_TO_SAY = ("You are using ZeRO with an untested optimizer", "OVERFLOW! Skipping step", "learning rate from scheduler before it has started")
+_OURS_TO_SAY = (
+    "You are using ZeRO with an untested optimizer",
+    "OVERFLOW! Skipping step",
+    "learning rate from scheduler before it has started",
+)
 
 
 def _heard(record: logging.LogRecord) -> bool:
@@ -339,7 +358,9 @@ def import_deepspeed(device: torch.device) -> None:
     log.setLevel(max(log.level, logging.WARNING))
     log.addFilter(_heard)
     if found.split(":")[0] != device.type:
-        raise ValueError(f"DeepSpeed runs on {found!r} in this process (DS_ACCELERATOR, or an earlier engine), now asked for {device.type!r}")
+        raise ValueError(
+            f"DeepSpeed runs on {found!r} in this process (DS_ACCELERATOR, or an earlier engine), now asked for {device.type!r}"
+        )
 
 
 def use_process_group(device: torch.device, local_rank: int) -> None:
@@ -353,7 +374,9 @@ def use_process_group(device: torch.device, local_rank: int) -> None:
     backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
     if not dist.is_initialized():
         # Without an address: nothing else can connect.
-        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1
+        )
     # On CPUs it would compile its own collective now, which only inference uses.
     possible = deepspeed.ops.__compatible_ops__
     before = possible.pop("deepspeed_shm_comm", None)

@@ -23,7 +23,9 @@ class Spread:
         share: this rank and the number of ranks that share the full tensors.
     """
 
-    def __init__(self, wrapper: Any, optimizer: Any, groups: Sequence[Sequence[Tensor]], share: tuple[int, int]) -> None:
+    def __init__(
+        self, wrapper: Any, optimizer: Any, groups: Sequence[Sequence[Tensor]], share: tuple[int, int]
+    ) -> None:
         self.wrapper, self.optimizer, self.groups, self.share = wrapper, optimizer, groups, share
         self.managed = {id(p) for group in groups for p in group if p.requires_grad}
 
@@ -31,7 +33,9 @@ class Spread:
         """The flat shard of this rank's optimizer that contains ``parameter``."""
         found: Tensor
         if hasattr(parameter, "ds_id"):
-            found = self.wrapper.fp32_partitioned_groups_flat[self.wrapper.grad_position[self.wrapper.get_param_id(parameter)][0]]
+            found = self.wrapper.fp32_partitioned_groups_flat[
+                self.wrapper.grad_position[self.wrapper.get_param_id(parameter)][0]
+            ]
         elif hasattr(self.wrapper, "single_partition_of_fp32_groups"):
             found = self.wrapper.single_partition_of_fp32_groups[group]
         else:  # bf16 at stage 1
@@ -77,7 +81,9 @@ class Spread:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups with the parameters that they had before."""
-        return [{**group, "params": list(own)} for group, own in zip(self.optimizer.param_groups, self.groups, strict=True)]
+        return [
+            {**group, "params": list(own)} for group, own in zip(self.optimizer.param_groups, self.groups, strict=True)
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """Full tensors of every ``share``-th parameter; a collective."""
@@ -89,7 +95,9 @@ class Spread:
             entry: dict[str, Any] = {}
             for key, value in found.items():
                 if isinstance(value, Tensor):
-                    value = self.read(parameter, key) if value.shape == flat.shape else value  # all ranks read, one keeps it
+                    value = (
+                        self.read(parameter, key) if value.shape == flat.shape else value
+                    )  # all ranks read, one keeps it
                 entry[key] = value.cpu().clone() if mine and isinstance(value, Tensor) else value
             if entry and mine:
                 entries[number] = entry

@@ -43,7 +43,9 @@ def pieces(tensor: Tensor) -> int:
 
 
 @torch.no_grad()
-def norm(group: Group, tensors: Sequence[Tensor], norm_type: float, holders: Callable[[Tensor], int], device: torch.device) -> Tensor:
+def norm(
+    group: Group, tensors: Sequence[Tensor], norm_type: float, holders: Callable[[Tensor], int], device: torch.device
+) -> Tensor:
     """The norm over all ranks, by one collective of one number. Shape ``()``, at least fp32.
 
     Args:
@@ -96,7 +98,12 @@ def whole(group: Group, tree: Any, keep: bool) -> Any:
 @torch.no_grad()
 def part(value: Any, like: Any) -> Any:
     """The full tensor ``value``, which every rank has, sharded like ``like``; unchanged if the shape differs or ``like`` is not sharded."""
-    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor) or value.shape != like.shape:
+    if (
+        not isinstance(like, DTensor)
+        or not isinstance(value, Tensor)
+        or isinstance(value, DTensor)
+        or value.shape != like.shape
+    ):
         return value
     mesh, placements = like.device_mesh, like.placements
     axes = list(range(len(placements)))
@@ -118,7 +125,9 @@ def is_sharded(tensor: Any) -> bool:
 
 def _strided(placement: Any) -> bool:
     # A subclass of Shard in some versions of torch, a separate class in others.
-    return type(placement).__name__ == "_StridedShard" or (isinstance(placement, Shard) and type(placement) is not Shard)
+    return type(placement).__name__ == "_StridedShard" or (
+        isinstance(placement, Shard) and type(placement) is not Shard
+    )
 
 
 def accumulated(models: Iterable[nn.Module]) -> WeakIdKeyDictionary:

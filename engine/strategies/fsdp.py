@@ -110,7 +110,9 @@ class FSDP(Strategy):
         sizes = degrees(self._axes(), world_size, who)
         shard = sizes["dp_shard"]
         if shard > 1 and keep is not None and not isinstance(keep, bool) and (shard % keep if keep else True):
-            raise ValueError(f"{who}(reshard_after_forward={keep}) must divide the {shard} ranks that share one copy of the model")
+            raise ValueError(
+                f"{who}(reshard_after_forward={keep}) must divide the {shard} ranks that share one copy of the model"
+            )
         return sizes
 
     def connect(self, group: Group) -> None:
@@ -159,7 +161,9 @@ class FSDP(Strategy):
 
     def _check(self, model: nn.Module) -> None:
         if any(dtensors.is_sharded(p) for p in model.parameters()):
-            raise ValueError(f"{class_name(model)} is sharded in part, but not as a whole: give a new module, or the one prepared before")
+            raise ValueError(
+                f"{class_name(model)} is sharded in part, but not as a whole: give a new module, or the one prepared before"
+            )
         self._initialise = deferred_init.initialiser(model) if self.group.is_main else None
 
     def _shard(self, model: nn.Module) -> None:
@@ -170,7 +174,9 @@ class FSDP(Strategy):
         """Shard ``roots`` block by block; names are those in ``model``."""
         patterns = [self.ignore] if isinstance(self.ignore, str) else list(self.ignore)
         apart = set(blocks.matching(model.named_parameters(remove_duplicate=False), patterns, "FSDP(ignore=...)"))
-        chosen = [] if self.blocks is None else [self.blocks] if isinstance(self.blocks, (str, type)) else list(self.blocks)
+        chosen = (
+            [] if self.blocks is None else [self.blocks] if isinstance(self.blocks, (str, type)) else list(self.blocks)
+        )
         units = blocks.units(model, chosen, self.min_size)
         for root in roots:
             inside = {id(m) for m in root.modules() if m is not root}
@@ -201,7 +207,9 @@ class FSDP(Strategy):
             mesh=self._data_mesh(),
             reshard_after_forward=self.reshard_after_forward,
             mp_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=reduce, cast_forward_inputs=inputs),
-            offload_policy=CPUOffloadPolicy(pin_memory=self.group.device.type == "cuda") if self.cpu_offload else OffloadPolicy(),
+            offload_policy=CPUOffloadPolicy(pin_memory=self.group.device.type == "cuda")
+            if self.cpu_offload
+            else OffloadPolicy(),
             ignored_params=ignored,
         )
         self._note(module, before)
@@ -212,7 +220,11 @@ class FSDP(Strategy):
         Raises:
             ValueError: their dtypes differ.
         """
-        own = {name: p for name, p in module.named_parameters() if p.requires_grad and p not in ignored and not dtensors.is_sharded(p)}
+        own = {
+            name: p
+            for name, p in module.named_parameters()
+            if p.requires_grad and p not in ignored and not dtensors.is_sharded(p)
+        }
         types = dict.fromkeys(p.dtype for p in own.values())  # a set's order differs between processes
         if len(types) > 1:
             most = max(types, key=lambda dtype: sum(p.dtype == dtype for p in own.values()))
@@ -227,7 +239,9 @@ class FSDP(Strategy):
         """Move what is not sharded yet to the device, with rank 0's values; initialize what has none."""
         if deferred_init.is_deferred(module, self._away):
             deferred_init.return_freed_memory()
-            deferred_init.materialise(module, self.group.device, self._initialise, self._replaced.__setitem__, self._away)
+            deferred_init.materialise(
+                module, self.group.device, self._initialise, self._replaced.__setitem__, self._away
+            )
         tensors = (*module.parameters(), *module.buffers())
         own = [t for t in tensors if not dtensors.is_sharded(t) and not t.is_meta and t not in self._settled]
         for tensor in own:
@@ -269,12 +283,16 @@ class FSDP(Strategy):
                     if old in optimizer.state:
                         state = optimizer.state.pop(old)
                         optimizer.state[new] = {key: dtensors.part(value, new) for key, value in state.items()}
-            if type(optimizer).__module__.startswith("torchao.optim") and any(dtensors.is_sharded(p) for p in parameters):
+            if type(optimizer).__module__.startswith("torchao.optim") and any(
+                dtensors.is_sharded(p) for p in parameters
+            ):
                 warn_once(f"{type(optimizer).__name__}: a checkpoint of this training will be an error: {SHARDED}")
             kinds = {dtensors.is_sharded(p) for p in parameters if p not in self._away}
             if len(kinds) > 1 and not (group.get("foreach") is False and not group.get("fused")):
                 if group.get("foreach") or group.get("fused"):
-                    warn_once(f"{type(optimizer).__name__} has sharded and whole parameters in one group: foreach and fused are switched off for it")
+                    warn_once(
+                        f"{type(optimizer).__name__} has sharded and whole parameters in one group: foreach and fused are switched off for it"
+                    )
                 group.update({name: False for name in ("foreach", "fused") if name in group})
 
     def share_parameters(self, model: nn.Module) -> None:
@@ -313,7 +331,9 @@ class FSDP(Strategy):
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         if self.group.world_size > 1:
-            raise RuntimeError("FSDP averages gradients during the backward pass of a prepared model; manual averaging needs strategy='ddp'")
+            raise RuntimeError(
+                "FSDP averages gradients during the backward pass of a prepared model; manual averaging needs strategy='ddp'"
+            )
 
     def sum(self, value: Tensor | float) -> Tensor | float:
         return sum_over_ranks(self.group, value, self.speaks)

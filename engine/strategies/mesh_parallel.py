@@ -74,7 +74,9 @@ class MeshParallel(FSDP):
         super().__post_init__()
         if self.schedule not in SCHEDULES:
             known = ", ".join(SCHEDULES)
-            raise ValueError(f"MeshParallel(schedule={self.schedule!r}) is unknown{nearest(self.schedule, SCHEDULES)}; possible: {known}")
+            raise ValueError(
+                f"MeshParallel(schedule={self.schedule!r}) is unknown{nearest(self.schedule, SCHEDULES)}; possible: {known}"
+            )
         count = self.num_microbatches
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
             raise ValueError(f"MeshParallel(num_microbatches={count!r}) must be an int of at least 1")
@@ -97,12 +99,25 @@ class MeshParallel(FSDP):
             sequence_parallelism: activations are cut along the sequence between tensor parallel regions.
             settings: fields of :class:`engine.MeshParallel`.
         """
-        data = {"dp_replicate": -1, "dp_shard": 1} if "dp_shard" not in settings and "dp_replicate" not in settings else {}
-        named = {"tp": tp_degree, "pp": pp_degree, "num_microbatches": num_micro_batches, "sequence_parallel": sequence_parallelism}
+        data = (
+            {"dp_replicate": -1, "dp_shard": 1} if "dp_shard" not in settings and "dp_replicate" not in settings else {}
+        )
+        named = {
+            "tp": tp_degree,
+            "pp": pp_degree,
+            "num_microbatches": num_micro_batches,
+            "sequence_parallel": sequence_parallelism,
+        }
         return cls(**{**named, **data, **settings})
 
     def _axes(self) -> dict[str, int]:
-        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
+        return {
+            "pp": self.pp,
+            "dp_replicate": self.dp_replicate,
+            "dp_shard": self.dp_shard,
+            "cp": self.cp,
+            "tp": self.tp,
+        }
 
     def check(self, settings: Settings, origins: Mapping[str, str], world_size: int | None) -> None:
         sizes = self._axes() if world_size is None else self._degrees(world_size)
@@ -215,7 +230,9 @@ class MeshParallel(FSDP):
 
     def _whole(self, tree: dict[str, Any]) -> dict[str, Any]:
         """Save on the first rank of each stage."""
-        whole: dict[str, Any] = dtensors.whole(self.group, tree, self.group.rank % (self.group.world_size // self._sizes["pp"]) == 0)
+        whole: dict[str, Any] = dtensors.whole(
+            self.group, tree, self.group.rank % (self.group.world_size // self._sizes["pp"]) == 0
+        )
         return whole
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
@@ -231,7 +248,9 @@ class MeshParallel(FSDP):
         return state if self._depth is None else self._depth.with_all_names(optimizer, module, state)
 
     def load_optimizer(self, optimizer: Any, module: nn.Module, state: dict[str, Any], source: Source) -> None:
-        super().load_optimizer(optimizer, module, state if self._depth is None else self._depth.own_part(optimizer, module, state), source)
+        super().load_optimizer(
+            optimizer, module, state if self._depth is None else self._depth.own_part(optimizer, module, state), source
+        )
 
 
 def tensor_parallel_only() -> MeshParallel:

@@ -38,7 +38,13 @@ class Pipeline:
     """One model's stages, including this rank's. Its ``forward`` is replaced: within a step it runs the pipeline."""
 
     def __init__(
-        self, model: nn.Module, schedule: str, num_microbatches: int, group: dist.ProcessGroup, device: torch.device, autocast: Callable[[], Any]
+        self,
+        model: nn.Module,
+        schedule: str,
+        num_microbatches: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        autocast: Callable[[], Any],
     ) -> None:
         self.model, self.group, self.device, self.autocast = model, group, device, autocast
         self.num_microbatches = num_microbatches
@@ -72,13 +78,17 @@ class Pipeline:
         """Take this rank's stages; the model's ``forward`` calls this object from now on."""
         flat = [part for stage in parts for part in stage]
         if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for part in flat for m in part.modules()):
-            warn_once("batch norm in a pipeline takes its statistics from each chunk of a micro-batch, and from padding samples")
+            warn_once(
+                "batch norm in a pipeline takes its statistics from each chunk of a micro-batch, and from padding samples"
+            )
         with FakeTensorMode(allow_non_fake_inputs=True) as self._fake:
             memo: dict[int, Any] = {}
             for part in flat:
                 for tensor in (*part.parameters(), *part.buffers()):
                     like = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-                    memo[id(tensor)] = nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
+                    memo[id(tensor)] = (
+                        nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
+                    )
             # Each stage's output is inferred on a meta copy: no rank waits for another.
             self._shadow = [[copy.deepcopy(part, memo) for part in stage] for stage in parts]
         for index, stage in enumerate(parts):
@@ -100,7 +110,9 @@ class Pipeline:
         """
         count = batch_size(batch)
         if not count:
-            raise ValueError(f"pipeline parallel splits batches along dim 0 of tensors; this one ({type(batch).__name__}) has no samples")
+            raise ValueError(
+                f"pipeline parallel splits batches along dim 0 of tensors; this one ({type(batch).__name__}) has no samples"
+            )
         rows = -(-count // self.num_microbatches)
         padded = _rows(batch, count, torch.arange(rows * self.num_microbatches).clamp(max=count - 1))
         inputs = self._captured(step, padded)
@@ -118,15 +130,21 @@ class Pipeline:
             finally:
                 self._output = None
             if loss is None:
-                raise ValueError("training_step returned None in a pipeline: return Loss(out.sum() * 0, 0) to leave samples out")
+                raise ValueError(
+                    "training_step returned None in a pipeline: return Loss(out.sum() * 0, 0) to leave samples out"
+                )
             if self.weighted is not None and self.weighted is not isinstance(loss, Loss):
-                raise TypeError("training_step returned a scalar loss in one micro-batch and Loss(sum, count) in another of one run: return one kind")
+                raise TypeError(
+                    "training_step returned a scalar loss in one micro-batch and Loss(sum, count) in another of one run: return one kind"
+                )
             _note(found, loss, kept / count)
             return root(loss, kept / count)
 
         self._loss_of = loss_of
         schedule = self._scheduled(inputs, rows)
-        with torch.autocast(self.device.type, enabled=False):  # forward passes have their own autocast; backward runs without
+        with torch.autocast(
+            self.device.type, enabled=False
+        ):  # forward passes have their own autocast; backward runs without
             arguments = inputs if 0 in self.modules else ()
             schedule.step(*arguments, target=torch.arange(self.num_microbatches))
         self._loss_of = None
@@ -164,12 +182,16 @@ class Pipeline:
             return output
         if kwargs or not args or not all(isinstance(a, Tensor) for a in args):
             given = [type(a).__name__ for a in args] + [f"{name}=" for name in kwargs]
-            raise TypeError(f"pipeline parallel: the model takes positional tensors only, but was called with ({', '.join(given)})")
+            raise TypeError(
+                f"pipeline parallel: the model takes positional tensors only, but was called with ({', '.join(given)})"
+            )
         if self._inputs is not None:
             self._inputs.extend(args)
             raise _Called
         if torch.is_grad_enabled():
-            raise RuntimeError("pipeline parallel: forward and backward run together; train with Fit, or Engine.forward_backward(step, batch)")
+            raise RuntimeError(
+                "pipeline parallel: forward and backward run together; train with Fit, or Engine.forward_backward(step, batch)"
+            )
         return self._evaluate(args)
 
     def _scheduled(self, inputs: tuple[Tensor, ...], rows: int) -> Any:
@@ -184,12 +206,20 @@ class Pipeline:
                 examples = [tuple(_example(s) for s in specs[i]) for i in (index, index + 1)]
                 stages.append(
                     PipelineStage(
-                        module, index, self.num_stages, self.device, input_args=examples[0], output_args=examples[1], group=self.group
+                        module,
+                        index,
+                        self.num_stages,
+                        self.device,
+                        input_args=examples[0],
+                        output_args=examples[1],
+                        group=self.group,
                     )
                 )
             made = getattr(importlib.import_module("torch.distributed.pipelining.schedules"), self.schedule)
             single = "stage" in inspect.signature(made).parameters
-            self._schedules[key] = made(stages[0] if single else stages, self.num_microbatches, loss_fn=self._loss, scale_grads=False)
+            self._schedules[key] = made(
+                stages[0] if single else stages, self.num_microbatches, loss_fn=self._loss, scale_grads=False
+            )
         return self._schedules[key]
 
     def _loss(self, output: Any, index: Tensor) -> Tensor:
@@ -286,7 +316,9 @@ def _note(found: Tensor, loss: Tensor | Loss, fraction: float) -> None:
 def _spec(tensors: tuple[Any, ...]) -> Spec:
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"pipeline parallel: a stage returned {type(tensor).__name__}; it must return a tensor or a tuple of tensors")
+            raise TypeError(
+                f"pipeline parallel: a stage returned {type(tensor).__name__}; it must return a tensor or a tuple of tensors"
+            )
     return tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
 
 

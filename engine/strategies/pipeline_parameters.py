@@ -32,7 +32,15 @@ class Depth:
         self._groups: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._elsewhere: list[nn.Module] = []
 
-    def cut(self, model: nn.Module, parts: list[list[nn.Module]], group: Group, settle: Callable[[nn.Module], None], now: Any, replaced: Any) -> None:
+    def cut(
+        self,
+        model: nn.Module,
+        parts: list[list[nn.Module]],
+        group: Group,
+        settle: Callable[[nn.Module], None],
+        now: Any,
+        replaced: Any,
+    ) -> None:
         """Keep this rank's stages of ``parts``; the other parameters go to the meta device, one module after another.
 
         Raises:
@@ -46,13 +54,17 @@ class Depth:
                     owners.setdefault(parameter, set()).add(pipeline.owner(index))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter not in owners:
-                raise ValueError(f"pipeline parallel: {name!r} is in no stage, and would not be trained: add its module, or freeze it")
+                raise ValueError(
+                    f"pipeline parallel: {name!r} is in no stage, and would not be trained: add its module, or freeze it"
+                )
         for parameter, ranks in owners.items():
             if len(ranks) > 1:
                 found = _column(group, pipeline.size, sorted(ranks))
                 if found is not None and parameter.requires_grad:
                     self.tied.append((parameter, found, len(ranks)))
-        self._elsewhere = [part for index, stage in enumerate(parts) if pipeline.owner(index) != pipeline.rank for part in stage]
+        self._elsewhere = [
+            part for index, stage in enumerate(parts) if pipeline.owner(index) != pipeline.rank for part in stage
+        ]
         pipeline.build(parts)
         for stage in parts:
             for part in stage:
@@ -132,7 +144,10 @@ class Depth:
 
     def with_all_names(self, optimizer: Any, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         """An optimizer's state with the parameters of all stages in its groups."""
-        groups = [{**g, "params": names} for g, names in zip(state["param_groups"], self._named(optimizer, module), strict=True)]
+        groups = [
+            {**g, "params": names}
+            for g, names in zip(state["param_groups"], self._named(optimizer, module), strict=True)
+        ]
         return {**state, "param_groups": groups}
 
     def own_part(self, optimizer: Any, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
@@ -145,10 +160,17 @@ class Depth:
                 f"the saved state of {type(optimizer).__name__} is for other parameters: only in the checkpoint: "
                 f"{sorted(map(str, there - here))[:5]}, only in the optimizer: {sorted(map(str, here - there))[:5]}"
             )
-        own = [[n for p, n in zip(g, ns, strict=True) if p not in self.away] for g, ns in zip(self._groups[optimizer], names, strict=True)]
+        own = [
+            [n for p, n in zip(g, ns, strict=True) if p not in self.away]
+            for g, ns in zip(self._groups[optimizer], names, strict=True)
+        ]
         groups = [{**g, "params": n} for g, n in zip(state["param_groups"], own, strict=True)]
         kept = {n for ns in own for n in ns}
-        return {**state, "state": {n: entry for n, entry in state["state"].items() if n in kept}, "param_groups": groups}
+        return {
+            **state,
+            "state": {n: entry for n, entry in state["state"].items() if n in kept},
+            "param_groups": groups,
+        }
 
     def _named(self, optimizer: Any, module: nn.Module) -> list[list[str]]:
         names = {id(p): name for name, p in module.named_parameters()}

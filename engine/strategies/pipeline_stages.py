@@ -34,7 +34,10 @@ class Stage(nn.Module):
                 "inferred: its output's shape must follow from its inputs' shapes"
             )
         # Under FSDP's mixed precision an embedding is in the half format, unlike under autocast alone.
-        cast = tuple((t if t.dtype == dtype else t.to(dtype)).contiguous() for t, (_, dtype, _) in zip(found, self.expected, strict=True))
+        cast = tuple(
+            (t if t.dtype == dtype else t.to(dtype)).contiguous()
+            for t, (_, dtype, _) in zip(found, self.expected, strict=True)
+        )
         return cast if isinstance(outputs, tuple) else cast[0]
 
 
@@ -61,18 +64,26 @@ def stages_of(model: nn.Module, count: int, split: Sequence[str]) -> list[list[n
     inside = {id(m) for m in model.modules()}
     for part in parts:
         if not isinstance(part, nn.Module) or id(part) not in inside:
-            raise ValueError(f"{type(model).__name__}.pipeline_stages() has a {type(part).__name__}: return modules in the order of forward")
+            raise ValueError(
+                f"{type(model).__name__}.pipeline_stages() has a {type(part).__name__}: return modules in the order of forward"
+            )
     if len(parts) < count:
-        raise ValueError(f"pipeline parallel: {type(model).__name__} has {len(parts)} modules for {count} stages; return more, or lower pp")
+        raise ValueError(
+            f"pipeline parallel: {type(model).__name__} has {len(parts)} modules for {count} stages; return more, or lower pp"
+        )
     names = {id(m): name for name, m in model.named_modules()}
-    starts = _starts([names[id(p)] for p in parts], split, count) if split else _balanced([_weight(p) for p in parts], count)
+    starts = (
+        _starts([names[id(p)] for p in parts], split, count) if split else _balanced([_weight(p) for p in parts], count)
+    )
     return [parts[low:high] for low, high in zip(starts, [*starts[1:], len(parts)], strict=True)]
 
 
 def _starts(names: list[str], split: Sequence[str], count: int) -> list[int]:
     for name in split:
         if name not in names:
-            raise ValueError(f"MeshParallel(split=...): no module {name!r}{nearest(name, names)}; the modules are {', '.join(names)}")
+            raise ValueError(
+                f"MeshParallel(split=...): no module {name!r}{nearest(name, names)}; the modules are {', '.join(names)}"
+            )
     starts = [0, *(names.index(name) for name in split)]
     if len(starts) != count or sorted(set(starts)) != starts:
         raise ValueError(

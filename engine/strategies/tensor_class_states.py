@@ -25,24 +25,39 @@ def flat(entry: Any) -> Any:
     """
     if not isinstance(entry, dict):
         return entry
-    return {key: _flat(key, value) if type(value) is not Tensor and isinstance(value, Tensor) else value for key, value in entry.items()}
+    return {
+        key: _flat(key, value) if type(value) is not Tensor and isinstance(value, Tensor) else value
+        for key, value in entry.items()
+    }
 
 
 def _flat(key: str, value: Any) -> Any:
     name = type(value).__name__
     if name not in CLASSES or type(value).__module__ != CLASSES[name]:
         if type(getattr(value, "_local_tensor", None)).__name__ in CLASSES:
-            raise ValueError(f"{key!r} of an optimizer's state is a sharded {type(value._local_tensor).__name__}: {SHARDED}")
+            raise ValueError(
+                f"{key!r} of an optimizer's state is a sharded {type(value._local_tensor).__name__}: {SHARDED}"
+            )
         return value
     parts, context = value.__tensor_flatten__()
-    return {MADE_OF: name, **{part: getattr(value, part) for part in parts}, "context": [_plain(each) for each in context]}
+    return {
+        MADE_OF: name,
+        **{part: getattr(value, part) for part in parts},
+        "context": [_plain(each) for each in context],
+    }
 
 
 SHARDED = "its blocks depend on the world size; use strategy='ddp', or an optimizer whose states are plain tensors"
 
 
 def _plain(value: Any) -> Any:
-    return {"dtype": str(value).removeprefix("torch.")} if isinstance(value, torch.dtype) else tuple(value) if isinstance(value, tuple) else value
+    return (
+        {"dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.dtype)
+        else tuple(value)
+        if isinstance(value, tuple)
+        else value
+    )
 
 
 def _made(parts: dict[str, Any]) -> Tensor:
@@ -60,4 +75,6 @@ def whole_again(entry: Any) -> Any:
     """The inverse of :func:`flat`."""
     if not isinstance(entry, dict):
         return entry
-    return {key: _made(value) if isinstance(value, dict) and MADE_OF in value else value for key, value in entry.items()}
+    return {
+        key: _made(value) if isinstance(value, dict) and MADE_OF in value else value for key, value in entry.items()
+    }

@@ -10,7 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from engine.strategies.base import class_name
 from engine.transforms.blocks import user_module
@@ -55,8 +61,12 @@ def plan_for(model: nn.Module, given: Plan | None, mesh: DeviceMesh, sequence_pa
             f"tensor parallel needs a plan for {class_name(model)}: give MeshParallel(plan={{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}}) "
             f"or define parallelize(self, mesh) that returns one (got {plan!r:.80})"
         )
-    if sequence_parallel and not any(isinstance(s, SequenceParallel) or s == "sequence_parallel" for s in plan.values()):
-        raise ValueError(f"sequence_parallel=True, but {whose} has no SequenceParallel style: give one to each norm and dropout between the blocks")
+    if sequence_parallel and not any(
+        isinstance(s, SequenceParallel) or s == "sequence_parallel" for s in plan.values()
+    ):
+        raise ValueError(
+            f"sequence_parallel=True, but {whose} has no SequenceParallel style: give one to each norm and dropout between the blocks"
+        )
     return plan
 
 
@@ -135,7 +145,9 @@ def cut(
         try:
             parallelize_module(module, mesh, style, src_data_rank=None)
         except (RuntimeError, ValueError, NotImplementedError) as error:
-            raise ValueError(f"tensor parallel: {type(style).__name__} cannot shard {name!r} ({type(module).__name__}): {error}") from error
+            raise ValueError(
+                f"tensor parallel: {type(style).__name__} cannot shard {name!r} ({type(module).__name__}): {error}"
+            ) from error
         _let_go(module)
         after = dict(module.named_parameters(remove_duplicate=False))
         replaced = {id(old): after[key] for key, old in before.items() if after[key] is not old}
@@ -158,7 +170,12 @@ def _let_go(module: nn.Module) -> None:
             local = parameter.detach().to_local()
             if local.untyped_storage().nbytes() > local.numel() * local.element_size():
                 own = DTensor.from_local(
-                    local.clone(), parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+                    local.clone(),
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
                 )
                 inner._parameters[key] = nn.Parameter(own, parameter.requires_grad)
 
@@ -167,14 +184,20 @@ def _check_even(name: str, module: nn.Module, style: ParallelStyle, ranks: int) 
     """A linear layer whose neighbour reads its shard as a plain tensor must be sharded evenly: torch assumes equal shards."""
     if not isinstance(module, nn.Linear):
         return
-    if isinstance(style, ColwiseParallel) and style.use_local_output and all(p.is_shard() for p in style.output_layouts):
+    if (
+        isinstance(style, ColwiseParallel)
+        and style.use_local_output
+        and all(p.is_shard() for p in style.output_layouts)
+    ):
         size, what = module.out_features, "outputs"
     elif isinstance(style, RowwiseParallel) and all(p.is_shard() for p in style.input_layouts):
         size, what = module.in_features, "inputs"
     else:
         return
     if size % ranks:
-        raise ValueError(f"tensor parallel: {name!r} has {size} {what}, not divisible by tp={ranks}: change the layer, tp, or the plan")
+        raise ValueError(
+            f"tensor parallel: {name!r} has {size} {what}, not divisible by tp={ranks}: change the layer, tp, or the plan"
+        )
 
 
 def _check_tied(model: nn.Module, plan: Plan) -> None:
@@ -186,5 +209,5 @@ def _check_tied(model: nn.Module, plan: Plan) -> None:
             shared = next(n for n, m, _ in entries if any(p is q for p in m.parameters() for q in own))
             raise ValueError(
                 f"tensor parallel: {name.removeprefix('module.')!r} shares a parameter with {shared!r}, which the plan shards: give it its "
-                 "own style ('embedding_rowwise' and 'colwise' shard an embedding and its output layer alike)"
+                "own style ('embedding_rowwise' and 'colwise' shard an embedding and its output layer alike)"
             )

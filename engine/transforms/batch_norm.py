@@ -116,7 +116,9 @@ _made: dict[type[nn.Module], type[nn.Module]] = {}
 def _synchronised(own: type[nn.Module]) -> type[nn.Module]:
     """A subclass of both, so that ``isinstance`` and the check of the input's dims still work."""
     if own not in _made:
-        _made[own] = type(own.__name__, (Synchronised, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
+        _made[own] = type(
+            own.__name__, (Synchronised, own), {"__module__": own.__module__, "__qualname__": own.__qualname__}
+        )
     return _made[own]
 
 

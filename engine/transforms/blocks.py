@@ -83,7 +83,9 @@ def matching(named: Iterable[tuple[str, Tensor]], patterns: Sequence[str], setti
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name, _ in pairs):
             names = [name for name, _ in pairs]
-            raise ValueError(f"{setting}: no parameter is called {pattern!r}{nearest(pattern, names)}; there are {', '.join(names[:8])}, ...")
+            raise ValueError(
+                f"{setting}: no parameter is called {pattern!r}{nearest(pattern, names)}; there are {', '.join(names[:8])}, ..."
+            )
     return [tensor for name, tensor in pairs if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
@@ -97,9 +99,13 @@ def _fitting(model: nn.Module, choice: Choice) -> list[nn.Module]:
     label = choice if isinstance(choice, str) else choice.__name__
     if not found:
         known = sorted({type(m).__name__ for _, m in pairs})
-        raise ValueError(f"FSDP(blocks=...): no class or module is called {label!r}{nearest(label, known)}; classes: {', '.join(known)}")
+        raise ValueError(
+            f"FSDP(blocks=...): no class or module is called {label!r}{nearest(label, known)}; classes: {', '.join(known)}"
+        )
     if any(isinstance(m, _CONTAINERS) for m in found):
-        raise ValueError(f"FSDP(blocks=...): {label!r} is a list of modules and has no forward pass; give its members, {label + '.*'!r}")
+        raise ValueError(
+            f"FSDP(blocks=...): {label!r} is a list of modules and has no forward pass; give its members, {label + '.*'!r}"
+        )
     return found
 
 
@@ -112,13 +118,17 @@ def _named_by_model(model: nn.Module) -> list[nn.Module] | None:
     inside = {id(m) for m in model.modules()}
     for m in given:
         if not isinstance(m, nn.Module) or id(m) not in inside or isinstance(m, _CONTAINERS):
-            raise ValueError(f"{type(owner).__name__}.blocks() returned {type(m).__name__}: return modules of the model that have a forward pass")
+            raise ValueError(
+                f"{type(owner).__name__}.blocks() returned {type(m).__name__}: return modules of the model that have a forward pass"
+            )
     return given
 
 
 def _large(module: nn.Module, least: int, wanted: set[int]) -> int:
     """Choose from the inside out; return the size of the rest of ``module`` for its parents."""
-    left = sum(p.numel() for p in module.parameters(recurse=False)) + sum(_large(child, least, wanted) for child in module.children())
+    left = sum(p.numel() for p in module.parameters(recurse=False)) + sum(
+        _large(child, least, wanted) for child in module.children()
+    )
     if left < least or isinstance(module, _CONTAINERS):
         return left
     wanted.add(id(module))

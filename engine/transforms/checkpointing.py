@@ -26,6 +26,7 @@ _KEPT = (
 )
 """The operations whose results "selective" keeps: they are the most expensive to recompute."""
 
+
 def recompute(model: nn.Module, setting: Recompute) -> None:
     """Recompute the model's repeated blocks in the backward pass, in place: classes and names stay. ``None`` undoes it.
 
@@ -57,7 +58,9 @@ def _recomputed(block: nn.Module, selective: bool, buffers: Buffers, *args: Any,
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():  # the compiled graph updates buffers once
-        context: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _kept())} if selective else {}
+        context: dict[str, Any] = (
+            {"context_fn": partial(create_selective_checkpoint_contexts, _kept())} if selective else {}
+        )
         return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
     first = buffers.before(block)
     outputs = checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_contexts, first, selective), **kwargs)

@@ -27,7 +27,9 @@ def compile_model(model: nn.Module, setting: Compile) -> None:
         return
     blocks = units(model, [], 0)
     if not blocks:
-        raise ValueError(f"compile='blocks': {type(inner).__name__} has no repeated blocks; define blocks(self), or use compile=True")
+        raise ValueError(
+            f"compile='blocks': {type(inner).__name__} has no repeated blocks; define blocks(self), or use compile=True"
+        )
     for block in blocks:
         block.compile(**options)
 

@@ -56,9 +56,13 @@ class FP8:
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
-            raise ValueError(f"FP8(recipe={self.recipe!r}) is unknown{nearest(self.recipe, RECIPES)}; possible: {', '.join(RECIPES)}")
+            raise ValueError(
+                f"FP8(recipe={self.recipe!r}) is unknown{nearest(self.recipe, RECIPES)}; possible: {', '.join(RECIPES)}"
+            )
         if self.backend not in BACKENDS:
-            raise ValueError(f"FP8(backend={self.backend!r}) is unknown{nearest(self.backend, BACKENDS)}; possible: {', '.join(BACKENDS)}")
+            raise ValueError(
+                f"FP8(backend={self.backend!r}) is unknown{nearest(self.backend, BACKENDS)}; possible: {', '.join(BACKENDS)}"
+            )
         for name in ("all_gather", "emulate"):
             if getattr(self, name) not in (None, True, False):
                 raise ValueError(f"FP8({name}={getattr(self, name)!r}) must be True, False or None")
@@ -67,11 +71,15 @@ class FP8:
             raise ValueError(f"FP8(ignore={self.ignore!r}) must be names of layers")
         object.__setattr__(self, "ignore", patterns)
         if self.all_gather and self.recipe != "tensorwise":
-            raise ValueError(f"FP8(all_gather=True, recipe={self.recipe!r}): weights are gathered in fp8 with recipe='tensorwise' only")
+            raise ValueError(
+                f"FP8(all_gather=True, recipe={self.recipe!r}): weights are gathered in fp8 with recipe='tensorwise' only"
+            )
         if self.backend == "te":
             for name, neutral in (("recipe", "tensorwise"), ("ignore", ()), ("all_gather", None), ("emulate", None)):
                 if getattr(self, name) != neutral:
-                    raise ValueError(f"FP8(backend='te', {name}={getattr(self, name)!r}): Transformer Engine decides this; leave {name} out")
+                    raise ValueError(
+                        f"FP8(backend='te', {name}={getattr(self, name)!r}): Transformer Engine decides this; leave {name} out"
+                    )
 
     @property
     def gathers(self) -> bool:
@@ -131,7 +139,9 @@ def gather_low(module: nn.Module, ignored: Collection[Tensor]) -> None:
     parameters = {id(p) for p in module.parameters() if not _sharded(p)} - apart
     layers = [m for m in module.modules() if isinstance(m, _layer_class()) and id(m.weight) in parameters]
     wrapped: dict[int, Any] = {}
-    if parameters == {id(layer.weight) for layer in layers} and any(layer.weight.device.type == "cpu" for layer in layers):
+    if parameters == {id(layer.weight) for layer in layers} and any(
+        layer.weight.device.type == "cpu" for layer in layers
+    ):
         return  # nothing else is gathered with them: they would be sent as fp8 rather than as bytes, which gloo does not support
     for layer in layers:
         weight = layer.weight
@@ -229,9 +239,13 @@ def _check_te(model: nn.Module) -> None:
 
 
 def _emulated(fp8: FP8, device: torch.device) -> bool:
-    capable = device.type == "cuda" and (torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 9))
+    capable = device.type == "cuda" and (
+        torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 9)
+    )
     if fp8.emulate is False and not capable:
-        raise ValueError(f"FP8(emulate=False): {device} has no fp8 (it needs a GPU of compute capability 8.9 or later); leave emulate out")
+        raise ValueError(
+            f"FP8(emulate=False): {device} has no fp8 (it needs a GPU of compute capability 8.9 or later); leave emulate out"
+        )
     return not capable if fp8.emulate is None else fp8.emulate
 
 
@@ -279,16 +293,24 @@ def _chosen(model: nn.Module, fp8: FP8) -> list[nn.Linear]:
     low = _layer_class()
     # Fit's wrapper names the module "module".
     named = [(name.removeprefix("module."), m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
-    read = {id(p) for m in model.modules() if not isinstance(m, nn.Linear) for p in m._parameters.values() if p is not None}
+    read = {
+        id(p) for m in model.modules() if not isinstance(m, nn.Linear) for p in m._parameters.values() if p is not None
+    }
     for pattern in fp8.ignore:
         if not any(_fits(name, pattern) for name, _ in named):
             names = [name for name, _ in named]
-            raise ValueError(f"FP8(ignore=...) has {pattern!r}, but {_name(model)} has no such linear layer{nearest(pattern, names)}")
+            raise ValueError(
+                f"FP8(ignore=...) has {pattern!r}, but {_name(model)} has no such linear layer{nearest(pattern, names)}"
+            )
     chosen, odd, done = [], [], 0
     for name, linear in named:
         if isinstance(linear, low):
             done += 1
-        elif type(linear) is not nn.Linear or "weight" not in linear._parameters or any(_fits(name, p) for p in fp8.ignore):
+        elif (
+            type(linear) is not nn.Linear
+            or "weight" not in linear._parameters
+            or any(_fits(name, p) for p in fp8.ignore)
+        ):
             continue
         elif id(linear.weight) in read:
             logger.info("fp8: %s shares its weight with an embedding and stays in bf16", name)
@@ -302,7 +324,9 @@ def _chosen(model: nn.Module, fp8: FP8) -> list[nn.Linear]:
             f"with sizes divisible by {SIDE}, not ignored and not tied to an embedding, can. Other sizes: {_some(odd)}. Use 'bf16-mixed'"
         )
     if odd:
-        warn_once(f"fp8: {len(odd)} linear layer(s) of {_name(model)} stay in bf16, their sizes are not divisible by {SIDE}: {_some(odd)}")
+        warn_once(
+            f"fp8: {len(odd)} linear layer(s) of {_name(model)} stay in bf16, their sizes are not divisible by {SIDE}: {_some(odd)}"
+        )
     return chosen
 
 

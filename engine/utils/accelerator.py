@@ -19,12 +19,16 @@ def device_type(accelerator: str) -> str:
         RuntimeError: CUDA was requested but is not available.
     """
     if accelerator not in ACCELERATORS:
-        raise ValueError(f"accelerator={accelerator!r} is unknown{nearest(accelerator, ACCELERATORS)}; possible: {', '.join(ACCELERATORS)}")
+        raise ValueError(
+            f"accelerator={accelerator!r} is unknown{nearest(accelerator, ACCELERATORS)}; possible: {', '.join(ACCELERATORS)}"
+        )
     if accelerator == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if accelerator in ("cuda", "gpu"):
         if not torch.cuda.is_available():
-            raise RuntimeError(f"accelerator={accelerator!r} was requested, but torch {torch.__version__} sees no CUDA device; use 'cpu' or 'auto'")
+            raise RuntimeError(
+                f"accelerator={accelerator!r} was requested, but torch {torch.__version__} sees no CUDA device; use 'cpu' or 'auto'"
+            )
         return "cuda"
     return "cpu"
 
@@ -68,5 +72,7 @@ def visible_index(index: int, there: int, own: bool) -> int:
     if index >= there:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = f" (CUDA_VISIBLE_DEVICES={visible!r})" if visible is not None else ""
-        raise ValueError(f"local rank {index} has no device: this process sees {there} CUDA device(s){hidden}. Start fewer processes per node")
+        raise ValueError(
+            f"local rank {index} has no device: this process sees {there} CUDA device(s){hidden}. Start fewer processes per node"
+        )
     return index

@@ -14,7 +14,9 @@ def nearest(name: object, choices: Iterable[str]) -> str:
     """A hint for an unknown name: ``"; did you mean 'ddp'?"``, or an empty string when nothing is close."""
     known = {choice.lower(): choice for choice in choices}
     asked = str(name).lower()
-    begun = [choice for choice in known if len(asked) > 2 and choice.startswith(asked)]  # a prefix of a long name differs by many letters
+    begun = [
+        choice for choice in known if len(asked) > 2 and choice.startswith(asked)
+    ]  # a prefix of a long name differs by many letters
     least = 0.0 if begun else 0.55 if len(asked) > 3 else 0.5  # for two letters one may differ
     found = begun if len(begun) == 1 else difflib.get_close_matches(asked, begun or known, n=1, cutoff=least)
     return f"; did you mean {known[found[0]]!r}?" if found else ""

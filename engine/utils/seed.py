@@ -54,7 +54,13 @@ def capture() -> dict[str, Any]:
     if numpy := sys.modules.get("numpy"):
         kind, keys, position, has_gauss, cached = numpy.random.get_state()
         keys = torch.from_numpy(keys.astype("int64"))
-        state["numpy"] = {"kind": kind, "keys": keys, "position": int(position), "has_gauss": int(has_gauss), "cached": float(cached)}
+        state["numpy"] = {
+            "kind": kind,
+            "keys": keys,
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        }
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
@@ -79,7 +85,9 @@ def restore(state: dict[str, Any]) -> None:
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"].cpu())
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a state of random generators: {type(error).__name__}: {error}; give what capture() returned") from error
+        raise ValueError(
+            f"not a state of random generators: {type(error).__name__}: {error}; give what capture() returned"
+        ) from error
 
 
 @contextmanager

@@ -63,7 +63,9 @@ class Case:
         count = steps * self.window
         if self.loader:
             inputs = torch.randn(count * BATCH_SIZE, self.sizes[0], generator=generator)
-            return Work(self, steps, DataLoader(TensorDataset(inputs, inputs.mean(1, keepdim=True)), batch_size=BATCH_SIZE))
+            return Work(
+                self, steps, DataLoader(TensorDataset(inputs, inputs.mean(1, keepdim=True)), batch_size=BATCH_SIZE)
+            )
         # Under DDP every batch is the same one, so that it does not matter how a trainer shares a list out to its ranks.
         pool = [torch.randn(BATCH_SIZE, self.sizes[0], generator=generator) for _ in range(1 if self.ddp else POOL)]
         batches = [(inputs, inputs.mean(1, keepdim=True)) for inputs in pool]

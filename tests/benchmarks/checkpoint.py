@@ -194,7 +194,9 @@ def saves_and_loads(megabytes: int, rounds: int, root: Path) -> float:
                 seconds[name, kind].append(took)
                 memory[name, kind].append(extra)
             shutil.rmtree(place)  # nobody's time holds the removal of an earlier file
-    print(f"\n{megabytes} MB of parameters and optimizer state, medians of {rounds} rounds, each save and load in a new process")
+    print(
+        f"\n{megabytes} MB of parameters and optimizer state, medians of {rounds} rounds, each save and load in a new process"
+    )
     print(f"{'':<20}{'save s':>8}{'/torch':>8}{'+MB':>7}{'load s':>9}{'/torch':>8}{'+MB':>7}")
     for name in CONTESTANTS:
         row = f"{name:<20}"
@@ -255,7 +257,9 @@ def resume(rounds: int) -> None:
             next(iter(loader))
             found.append(time.perf_counter() - begun)
     first, deep = (statistics.median(found[1:]) for found in times.values())
-    print(f"\nresume at sample 10^6: {1e3 * deep:.1f} ms to the first batch, at 0: {1e3 * first:.1f} ms; ratio {deep / first:.2f}")
+    print(
+        f"\nresume at sample 10^6: {1e3 * deep:.1f} ms to the first batch, at 0: {1e3 * first:.1f} ms; ratio {deep / first:.2f}"
+    )
 
 
 def main() -> None:

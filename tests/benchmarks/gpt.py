@@ -1,7 +1,7 @@
 """Tokens per second of ``examples/gpt.py`` in ``Fit`` beside the same model, optimizer, clipping and schedule in a bare loop; interleaved.
 
-    python tests/benchmarks/gpt.py --size gpu --precision bf16-mixed      # on a CUDA machine
-    python tests/benchmarks/gpt.py --steps 20 --rounds 3                  # anywhere
+python tests/benchmarks/gpt.py --size gpu --precision bf16-mixed      # on a CUDA machine
+python tests/benchmarks/gpt.py --steps 20 --rounds 3                  # anywhere
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def in_fp8(model: GPT, emulate: bool) -> None:
     """The blocks by torchao itself; the output layer is tied to the embedding."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    convert_to_float8_training(model, config=Float8LinearConfig(emulate=emulate), module_filter_fn=lambda m, name: name != "head")
+    convert_to_float8_training(
+        model, config=Float8LinearConfig(emulate=emulate), module_filter_fn=lambda m, name: name != "head"
+    )
 
 
 def ours(size: Size, data: Sources, device: torch.device, precision: str, steps: int, warm: int) -> float:
@@ -100,7 +102,13 @@ def main() -> None:
         for name, run in contenders if index % 2 else contenders[::-1]:
             rates[name].append(run(size, data, device, args.precision, args.steps, args.warm))
     ratio = statistics.median(f / b for f, b in zip(rates["fit"], rates["bare"], strict=True))
-    found = {"device": str(device), "size": args.size, "precision": args.precision, "tokens_per_s": rates, "fit_over_bare": ratio}
+    found = {
+        "device": str(device),
+        "size": args.size,
+        "precision": args.precision,
+        "tokens_per_s": rates,
+        "fit_over_bare": ratio,
+    }
     if args.json:
         print(json.dumps(found))
         return

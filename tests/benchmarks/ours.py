@@ -68,7 +68,9 @@ def train_by_fit(work: Work) -> nn.Module:
 
 def train_by_engine(work: Work) -> nn.Module:
     case, net = work.case, work.build()
-    engine = Engine(accelerator="cpu", precision="bf16-mixed" if case.bf16 else "32-true", accumulate_grad_batches=case.window)
+    engine = Engine(
+        accelerator="cpu", precision="bf16-mixed" if case.bf16 else "32-true", accumulate_grad_batches=case.window
+    )
     model, optimizer = engine.prepare(net, make_optimizer(net))
     data = engine.prepare(work.data) if case.loader else work.data
     for batch in data:

@@ -70,7 +70,11 @@ def judge(samples: Sequence[Sample]) -> list[Verdict]:
         if (found := mine.get(bound.case)) is None:
             continue
         value = found.ratio if bound.ratio else found.over_us
-        shown = f"{value:.3f}x, at most {bound.limit:.2f}x" if bound.ratio else f"{value:+.1f} us, at most +{bound.limit:g} us"
+        shown = (
+            f"{value:.3f}x, at most {bound.limit:.2f}x"
+            if bound.ratio
+            else f"{value:+.1f} us, at most +{bound.limit:g} us"
+        )
         low, high = found.over_quartiles_us
         detail = f"quartiles {low:+.1f} to {high:+.1f}, fastest runs {found.fastest_over_us:+.1f} us"
         verdicts.append(Verdict(value <= bound.limit, f"{bound.case}: {shown} ({detail})"))
@@ -105,7 +109,9 @@ def worker(args: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     samples, left_out = local(args, named(DDP_CASES, args.case))
     if dist.get_rank() == 0:
-        Path(args.worker).write_text(json.dumps({"samples": [asdict(sample) for sample in samples], "left_out": left_out}))
+        Path(args.worker).write_text(
+            json.dumps({"samples": [asdict(sample) for sample in samples], "left_out": left_out})
+        )
     dist.barrier()
     # A trainer may have closed the group at its own exit handler's request; closing twice is an error.
     if dist.is_initialized():
@@ -117,7 +123,12 @@ def two_processes(args: argparse.Namespace) -> tuple[list[Sample], dict[str, str
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "samples.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
-        command += [f"--rounds={args.rounds}", f"--steps={args.steps}", f"--worker={found}", *(f"--case={name}" for name in args.case)]
+        command += [
+            f"--rounds={args.rounds}",
+            f"--steps={args.steps}",
+            f"--worker={found}",
+            *(f"--case={name}" for name in args.case),
+        ]
         subprocess.run(command + ["--no-peers"] * args.no_peers, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         content = json.loads(found.read_text())
     return [Sample(**sample) for sample in content["samples"]], content["left_out"]
@@ -174,10 +185,18 @@ def main() -> int:
         more, reasons = two_processes(args)
         samples, left_out = samples + more, left_out | reasons
     verdicts = judge(samples)
-    report: dict[str, Any] = {"machine": machine(), "clock": "processor time; DDP: wall", "rounds": args.rounds, "steps": args.steps}
+    report: dict[str, Any] = {
+        "machine": machine(),
+        "clock": "processor time; DDP: wall",
+        "rounds": args.rounds,
+        "steps": args.steps,
+    }
     report["left_out"] = left_out
     if args.json:
-        report |= {"samples": [asdict(sample) for sample in samples], "verdicts": [asdict(verdict) for verdict in verdicts]}
+        report |= {
+            "samples": [asdict(sample) for sample in samples],
+            "verdicts": [asdict(verdict) for verdict in verdicts],
+        }
         print(json.dumps(report, indent=2))
     else:
         show(report, samples, verdicts)

@@ -80,7 +80,9 @@ def lightning() -> Contender:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(Logged(net, case.logs) if case.logs else Module(net), work.data if case.loader else Batches(work.data))
+        trainer.fit(
+            Logged(net, case.logs) if case.logs else Module(net), work.data if case.loader else Batches(work.data)
+        )
         return net
 
     return Contender("Lightning", "peer", train, logs=True, callbacks=True)
@@ -123,7 +125,9 @@ def accelerate() -> Contender:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         case, net = work.case, work.build()
-        one = Accelerator(cpu=True, mixed_precision="bf16" if case.bf16 else "no", gradient_accumulation_steps=case.window)
+        one = Accelerator(
+            cpu=True, mixed_precision="bf16" if case.bf16 else "no", gradient_accumulation_steps=case.window
+        )
         model, optimizer, data = one.prepare(net, make_optimizer(net), work.data)
         for batch in data:
             with one.accumulate(model) if case.window > 1 else nullcontext():

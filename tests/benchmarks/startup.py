@@ -52,7 +52,13 @@ exec(sys.argv[1])
 print(torch_done - start, time.perf_counter() - torch_done)
 """
 FIRST_STEP = ("bare", "Fit")
-PEER_FIRST_STEP = {"Lightning": "lightning", "Fabric": "lightning", "Accelerate": "accelerate", "Ignite": "ignite", "torchtnt": "torchtnt"}
+PEER_FIRST_STEP = {
+    "Lightning": "lightning",
+    "Fabric": "lightning",
+    "Accelerate": "accelerate",
+    "Ignite": "ignite",
+    "torchtnt": "torchtnt",
+}
 
 Values = tuple[float, ...]
 Probe = Callable[[], Values]
@@ -110,12 +116,18 @@ def timed_import(statement: str) -> Values:
 
 def imports(rounds: int, with_peers: bool) -> tuple[list[Row], dict[str, str]]:
     statements = IMPORTS | (PEER_IMPORTS if with_peers else {})
-    found, wrong = take_turns({name: partial(timed_import, statement) for name, statement in statements.items()}, rounds)
+    found, wrong = take_turns(
+        {name: partial(timed_import, statement) for name, statement in statements.items()}, rounds
+    )
     torch_alone = [first for values in found.values() for first, _ in values]
     rows = [row("imports", "import torch", torch_alone)]
     for name, values in found.items():
         if name != "torch":
-            rows.append(row("imports", f"+ {statements[name]}", [rest for _, rest in values], 0.10 if name == "engine" else None))
+            rows.append(
+                row(
+                    "imports", f"+ {statements[name]}", [rest for _, rest in values], 0.10 if name == "engine" else None
+                )
+            )
     return rows, wrong
 
 
@@ -131,10 +143,15 @@ def commands(rounds: int) -> tuple[list[Row], dict[str, str]]:
     script = Path(sys.executable).with_name("fit")
     # Not installed, as in a checkout on the path: what the script would run.
     fit = [str(script)] if script.exists() else [sys.executable, "-m", "engine.cli.main"]
-    probes = {"python -c pass": partial(wall, sys.executable, "-c", "pass"), "fit --help": partial(wall, *fit, "--help")}
+    probes = {
+        "python -c pass": partial(wall, sys.executable, "-c", "pass"),
+        "fit --help": partial(wall, *fit, "--help"),
+    }
     found, wrong = take_turns(probes, rounds)
     limits = {"fit --help": 0.3}
-    return [row("command", name, [value for (value,) in values], limits.get(name)) for name, values in found.items()], wrong
+    return [
+        row("command", name, [value for (value,) in values], limits.get(name)) for name, values in found.items()
+    ], wrong
 
 
 def first_steps(rounds: int, with_peers: bool) -> tuple[list[Row], dict[str, str]]:
@@ -154,8 +171,12 @@ def first_steps(rounds: int, with_peers: bool) -> tuple[list[Row], dict[str, str
             continue
         pairs = list(zip(values, found["bare"], strict=True))
         limit = 0.05 if name == "Fit" else None
-        rows.append(row("first step", f"+ {name}, to its first step", [mine[0] - base[0] for mine, base in pairs], limit))
-        rows.append(row("first step", f"+ {name}, to that step's end", [mine[1] - base[1] for mine, base in pairs], limit))
+        rows.append(
+            row("first step", f"+ {name}, to its first step", [mine[0] - base[0] for mine, base in pairs], limit)
+        )
+        rows.append(
+            row("first step", f"+ {name}, to that step's end", [mine[1] - base[1] for mine, base in pairs], limit)
+        )
     return rows, wrong
 
 

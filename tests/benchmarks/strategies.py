@@ -194,7 +194,13 @@ def bare_pp(steps: int) -> float:
     hidden = torch.zeros(rows, SIZE.context, SIZE.width, device="meta", requires_grad=True)
     logits = torch.zeros(rows, SIZE.context, 256, device="meta", requires_grad=True)
     stage = PipelineStage(
-        module, rank, 2, torch.device("cpu"), input_args=hidden if rank else ids, output_args=logits if rank else hidden, group=dist.group.WORLD
+        module,
+        rank,
+        2,
+        torch.device("cpu"),
+        input_args=hidden if rank else ids,
+        output_args=logits if rank else hidden,
+        group=dist.group.WORLD,
     )
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of)
     optimizer = adamw(module)
@@ -225,7 +231,9 @@ def bare_deepspeed(stage: int) -> Callable[[int], float]:
                 "zero_optimization": {"stage": stage},
                 "zero_allow_untested_optimizer": True,
             }
-            engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config, dist_init_required=False)
+            engine, *_ = deepspeed.initialize(
+                model=model, optimizer=adamw(model), config=config, dist_init_required=False
+            )
 
         def step(batch: Tensor) -> None:
             engine.backward(engine(batch))
@@ -272,7 +280,9 @@ def accelerate(fsdp: bool) -> Callable[[int], float]:
 
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"])
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
+        )
         one = Accelerator(cpu=True, fsdp_plugin=plugin if fsdp else None)
         model, optimizer = one.prepare(module := Loss(Model()), adamw(module))
         if fsdp and not any(hasattr(p, "placements") for p in model.parameters()):
@@ -315,7 +325,9 @@ def lightning(strategy: str) -> Callable[[int], float]:
                 accelerator="cpu", devices=2, strategy=strategy, max_steps=WARM + steps, gradient_clip_val=1.0, callbacks=[Timed()], logger=False,
                 enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
             )  # fmt: skip
-            trainer.fit(Module(), DataLoader(batches(2) * (1 + (WARM + steps) // 8), batch_size=None))  # it takes a list for several loaders
+            trainer.fit(
+                Module(), DataLoader(batches(2) * (1 + (WARM + steps) // 8), batch_size=None)
+            )  # it takes a list for several loaders
         return clock.seconds
 
     return train
@@ -345,7 +357,9 @@ def bare_tp_fsdp(steps: int) -> float:
         cut, whole = torch.zeros(()), torch.zeros(())
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
         for p in model.parameters():
-            groups["tp" in p.grad.device_mesh.mesh_dim_names and any(q.is_shard() for q in p.grad.placements[1:])].append(p.grad.to_local())
+            groups[
+                "tp" in p.grad.device_mesh.mesh_dim_names and any(q.is_shard() for q in p.grad.placements[1:])
+            ].append(p.grad.to_local())
         if groups[True]:
             cut = torch.nn.utils.get_total_norm(groups[True]) ** 2
             dist.all_reduce(cut, group=tensor_parallel)
@@ -368,7 +382,12 @@ CASES: dict[str, tuple[int, Callable[[int], float], Callable[[int], float], dict
     "fsdp": (2, bare_fsdp, ours(FSDP, 2), {"Accelerate": accelerate(fsdp=True), "Lightning": lightning("fsdp")}),
     "tp": (2, bare_tp, ours(lambda: "tp", 1), {}),
     "pp": (2, bare_pp, ours(pipeline, 1), {}),
-    "deepspeed 1": (2, bare_deepspeed(1), ours(lambda: "deepspeed_stage_1", 2), {"Lightning": lightning("deepspeed_stage_1")}),
+    "deepspeed 1": (
+        2,
+        bare_deepspeed(1),
+        ours(lambda: "deepspeed_stage_1", 2),
+        {"Lightning": lightning("deepspeed_stage_1")},
+    ),
     "deepspeed 2": (2, bare_deepspeed(2), ours(lambda: "deepspeed_stage_2", 2), {}),
     "tp x fsdp": (4, bare_tp_fsdp, ours(mesh_of_four, 2), {}),
 }
@@ -424,8 +443,20 @@ def worker(args: argparse.Namespace) -> None:
 def measured(args: argparse.Namespace, processes: int, cases: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "seconds.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", __file__]
-        command += [f"--rounds={args.rounds}", f"--steps={args.steps}", f"--worker={path}", *(f"--case={name}" for name in cases)]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={processes}",
+            __file__,
+        ]
+        command += [
+            f"--rounds={args.rounds}",
+            f"--steps={args.steps}",
+            f"--worker={path}",
+            *(f"--case={name}" for name in cases),
+        ]
         subprocess.run(command + ["--no-peers"] * args.no_peers, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         found: dict[str, Any] = json.loads(path.read_text())
     return found
@@ -447,7 +478,9 @@ def main() -> None:
     for processes in (2, 4):
         if cases := [name for name in args.case if CASES[name][0] == processes]:
             found |= measured(args, processes, cases)
-    table = Table(title="Time of a step: milliseconds of the bare loop, and ratios to it (median; of the fastest rounds)")
+    table = Table(
+        title="Time of a step: milliseconds of the bare loop, and ratios to it (median; of the fastest rounds)"
+    )
     columns = ["Fit", "bare again", "Accelerate", "Lightning"]
     for column in ("case", "bare", *columns):
         table.add_column(column, justify="left" if column == "case" else "right", no_wrap=True)

@@ -55,7 +55,9 @@ def test_without_validation_it_checks_at_the_end_of_each_epoch(make_fit, scripte
 
 def test_the_sanity_check_does_not_count(make_fit, scripted, batches):
     module = scripted([0.0, 1.0, 0.9, 0.8])  # number 0 is the sanity check: it would be the best forever
-    make_fit(max_epochs=3, num_sanity_val_steps=1, callbacks=[EarlyStopping("score", patience=1)]).run(module, batches, batches)
+    make_fit(max_epochs=3, num_sanity_val_steps=1, callbacks=[EarlyStopping("score", patience=1)]).run(
+        module, batches, batches
+    )
     assert module.validations == 4
 
 

@@ -34,7 +34,9 @@ def module_with(scripted):
 def test_each_step_with_the_value_of_the_next(make_fit, module_with, batches, tmp_path):
     def configure(module):
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5), "interval": "step"}]
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5), "interval": "step"}
+        ]
 
     make_fit(log_every_n_steps=1, callbacks=[LearningRateMonitor(), CSVLogger()]).run(module_with(configure), batches)
     assert column(tmp_path, "lr-SGD") == {1: 0.5, 2: 0.25, 3: 0.125, 4: 0.0625}
@@ -45,11 +47,16 @@ def test_an_epoch_scheduler_is_logged_once_an_epoch(make_fit, module_with, batch
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
-    make_fit(max_epochs=2, log_every_n_steps=1, callbacks=[LearningRateMonitor(), CSVLogger()]).run(module_with(configure), batches)
+    make_fit(max_epochs=2, log_every_n_steps=1, callbacks=[LearningRateMonitor(), CSVLogger()]).run(
+        module_with(configure), batches
+    )
     assert column(tmp_path, "lr-SGD") == {1: 1.0, 5: 0.5}
 
 
-@pytest.mark.parametrize(("interval", "expected"), [("step", {1: 1.0, 2: 1.0, 4: 1.0}), ("epoch", {1: 1.0}), (None, {1: 1.0, 2: 1.0, 4: 1.0})])
+@pytest.mark.parametrize(
+    ("interval", "expected"),
+    [("step", {1: 1.0, 2: 1.0, 4: 1.0}), ("epoch", {1: 1.0}), (None, {1: 1.0, 2: 1.0, 4: 1.0})],
+)
 def test_without_a_scheduler(make_fit, scripted, batches, tmp_path, interval, expected):
     make_fit(log_every_n_steps=2, callbacks=[LearningRateMonitor(interval), CSVLogger()]).run(scripted(), batches)
     assert column(tmp_path, "lr-SGD") == expected
@@ -111,7 +118,9 @@ def test_names_of_groups_schedulers_and_second_optimizers(make_fit, scripted, ba
 def test_groups_of_one_name_are_an_error(make_fit, module_with, batches):
     def configure(module):
         module.other = torch.nn.Parameter(torch.zeros(1))
-        return torch.optim.SGD([{"params": [module.weight], "name": "a"}, {"params": [module.other], "name": "a"}], lr=1.0)
+        return torch.optim.SGD(
+            [{"params": [module.weight], "name": "a"}, {"params": [module.other], "name": "a"}], lr=1.0
+        )
 
     with pytest.raises(ValueError, match=r"different names; they are \['a', 'a'\]"):
         make_fit(callbacks=[LearningRateMonitor()]).run(module_with(configure), batches)
@@ -130,4 +139,9 @@ def test_a_step_has_one_row_with_it(make_fit, scripted, batches, tmp_path):
 
     make_fit(log_every_n_steps=2, callbacks=[LearningRateMonitor(), CSVLogger()]).run(Means(), batches)
     # Steps 1, 2 and 4, and the epoch's means, which are published at step 4 as well.
-    assert [(row["step"], row["lr-SGD"]) for row in rows(tmp_path)] == [("1", "1.0"), ("2", "1.0"), ("4", "1.0"), ("4", "")]
+    assert [(row["step"], row["lr-SGD"]) for row in rows(tmp_path)] == [
+        ("1", "1.0"),
+        ("2", "1.0"),
+        ("4", "1.0"),
+        ("4", ""),
+    ]

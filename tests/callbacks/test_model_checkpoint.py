@@ -95,7 +95,9 @@ def test_what_would_be_removed_at_once_is_not_written(make_fit, scripted, batche
 def test_a_score_belongs_to_the_weights_that_it_was_measured_on(make_fit, scripted, batches, tmp_path):
     # Validation at steps 3, 6, 9, 12; due at 2, 4, 6, ...: each waits for the next validation, and none takes an older score.
     callback = ModelCheckpoint(every=2, monitor="score", save_top_k=-1)
-    make_fit(max_steps=11, max_epochs=3, val_every="3 steps", callbacks=[callback]).run(scripted([0.3, 0.1, 0.2]), batches, batches)
+    make_fit(max_steps=11, max_epochs=3, val_every="3 steps", callbacks=[callback]).run(
+        scripted([0.3, 0.1, 0.2]), batches, batches
+    )
     assert callback.scores == {3: 0.3, 6: 0.1, 9: 0.2, 11: None}
     assert steps_in(tmp_path) == [3, 6, 9, 11]
     manifest = json.loads((path(tmp_path, 6) / "manifest.json").read_text())
@@ -104,7 +106,9 @@ def test_a_score_belongs_to_the_weights_that_it_was_measured_on(make_fit, script
 
 def test_a_validation_at_which_nothing_is_due_saves_nothing(make_fit, scripted, batches, tmp_path):
     callback = ModelCheckpoint(every=6, monitor="score", save_top_k=-1)
-    make_fit(max_epochs=3, val_every="3 steps", callbacks=[callback]).run(scripted([0.3, 0.1, 0.2, 0.4]), batches, batches)
+    make_fit(max_epochs=3, val_every="3 steps", callbacks=[callback]).run(
+        scripted([0.3, 0.1, 0.2, 0.4]), batches, batches
+    )
     assert callback.scores == {6: 0.1, 12: 0.4}
     assert steps_in(tmp_path) == [6, 12]
 
@@ -174,9 +178,9 @@ def test_an_error_leaves_the_last_step(make_fit, scripted, batches, tmp_path, er
 def test_an_error_where_nothing_is_new_saves_nothing(make_fit, scripted, batches, tmp_path, step, saved):
     saves = Saves()
     with pytest.raises(RuntimeError, match="as planned"):
-        make_fit(callbacks=[ModelCheckpoint(every=6), saves, Failing(RuntimeError("as planned"), step)], max_epochs=3).run(
-            scripted(), batches
-        )
+        make_fit(
+            callbacks=[ModelCheckpoint(every=6), saves, Failing(RuntimeError("as planned"), step)], max_epochs=3
+        ).run(scripted(), batches)
     assert saves.steps == saved
 
 
@@ -201,7 +205,9 @@ def test_resuming_goes_on_with_the_scores(make_fit, scripted, batches, tmp_path)
     assert callback.scores == {4: 0.1, 16: 0.4}
     assert result.best_checkpoint == path(tmp_path, 4)
     assert weight_in(result.last_checkpoint) == -16.0
-    make_fit(max_epochs=5, callbacks=[ModelCheckpoint(monitor="score")]).run(scripted([0.5]), batches, batches, resume="last")
+    make_fit(max_epochs=5, callbacks=[ModelCheckpoint(monitor="score")]).run(
+        scripted([0.5]), batches, batches, resume="last"
+    )
     assert steps_in(tmp_path) == [4, 16, 20]  # until a run continues from another one
 
 
@@ -261,7 +267,14 @@ def test_from_each_checkpoint_the_run_ends_in_the_same_weights(make_fit, tmp_pat
     def run(root, resume=None):
         module = Noisy()
         callback = ModelCheckpoint(every=1, monitor=monitor, save_top_k=-1)
-        fit = make_fit(max_epochs=3, accumulate_grad_batches=window, seed=7, root_dir=root, val_every="0.5 epochs", callbacks=[callback])
+        fit = make_fit(
+            max_epochs=3,
+            accumulate_grad_batches=window,
+            seed=7,
+            root_dir=root,
+            val_every="0.5 epochs",
+            callbacks=[callback],
+        )
         loaders = DataLoader(data, batch_size=2, shuffle=True), DataLoader(data, batch_size=5)
         result = fit.run(module, *loaders, resume=resume)
         return result, [parameter.detach().clone() for parameter in module.parameters()]

@@ -25,7 +25,9 @@ def test_the_package_imports_nothing_until_it_is_used():
 
 
 def test_only_the_progress_bar_needs_rich():
-    code = "import sys; from callbacks import *; assert not [m for m in sys.modules if m == 'rich'], 'rich was imported'"
+    code = (
+        "import sys; from callbacks import *; assert not [m for m in sys.modules if m == 'rich'], 'rich was imported'"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
@@ -56,7 +58,9 @@ if len(sys.argv) == 1:
 def test_a_users_own_callbacks_py_is_no_obstacle(tmp_path):
     (tmp_path / "callbacks.py").write_text("MINE = 1\n")
     (tmp_path / "script.py").write_text(SHADOWED)
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, timeout=300, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, check=True, timeout=300, capture_output=True, text=True
+    )
     assert done.stdout.strip() == "7"
 
 
@@ -66,5 +70,7 @@ def test_fit_run_finds_our_callbacks_beside_a_users_own(tmp_path):
         "from engine.cli.targets import CALLBACKS, importable_here, load; from engine import Callback; importable_here();"
         "print(load('EarlyStopping', 'the callback', Callback, CALLBACKS).__name__, load('callbacks:MINE', 'it', Callback, CALLBACKS))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=300, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=300, capture_output=True, text=True
+    )
     assert done.stdout.split() == ["EarlyStopping", "1"]

@@ -21,7 +21,9 @@ def pipe():
 
 
 def test_a_pipe_gets_one_line_an_epoch(make_fit, scripted, batches, pipe):
-    make_fit(max_epochs=3, log_every_n_steps=1, callbacks=[RichProgressBar(console=pipe)]).run(scripted([1.0]), batches, batches)
+    make_fit(max_epochs=3, log_every_n_steps=1, callbacks=[RichProgressBar(console=pipe)]).run(
+        scripted([1.0]), batches, batches
+    )
     lines = pipe.file.getvalue().splitlines()
     assert len(lines) == 3
     for epoch, line in enumerate(lines):
@@ -29,7 +31,9 @@ def test_a_pipe_gets_one_line_an_epoch(make_fit, scripted, batches, pipe):
 
 
 def test_the_terminal_is_drawn_and_given_back(make_fit, scripted, batches, terminal):
-    make_fit(max_epochs=2, log_every_n_steps=1, callbacks=[RichProgressBar(console=terminal)]).run(scripted([1.0]), batches, batches)
+    make_fit(max_epochs=2, log_every_n_steps=1, callbacks=[RichProgressBar(console=terminal)]).run(
+        scripted([1.0]), batches, batches
+    )
     text = terminal.file.getvalue()
     assert "epoch 0" in text
     assert "step/s" in text

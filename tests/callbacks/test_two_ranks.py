@@ -61,7 +61,12 @@ def finished(tmp_path_factory):
     place = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": place}
     done = subprocess.run(
-        [sys.executable, str(root / "script.py"), str(root)], env=environment, cwd=root, capture_output=True, text=True, timeout=120
+        [sys.executable, str(root / "script.py"), str(root)],
+        env=environment,
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return root, done.stdout

@@ -59,7 +59,9 @@ def loss_of(module: Any, batch: Tensor) -> Tensor:
 
 def optimizers(module: Any, decay: float) -> Any:
     matrices, vectors = [p for p in module.parameters() if p.ndim == 2], [p for p in module.parameters() if p.ndim != 2]
-    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}], lr=0.05)
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}], lr=0.05
+    )
     return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
 
 
@@ -89,7 +91,12 @@ def ckpt(root: Path, epochs: int, **extra: Any) -> tuple[Path, Any]:
 
         torch.manual_seed(0)
         module = Theirs(width=4, decay=0.1)
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+        quiet = {
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "enable_checkpointing": False,
+        }
         trainer = lightning.Trainer(max_epochs=epochs, accelerator="cpu", default_root_dir=root, **quiet)
         trainer.fit(module, torch.utils.data.DataLoader(batches(3), batch_size=None))
         trainer.save_checkpoint(root / "theirs.ckpt")
@@ -113,7 +120,9 @@ def test_a_lightning_checkpoint(tmp_path: Path) -> None:
     assert ours.hparams == {"width": 4, "decay": 0.1}
     assert same(ours, theirs)
     fresh = Net(width=4)
-    Fit(accelerator="cpu", max_steps=0, root_dir=tmp_path).run(fresh, batches(), resume=Resume(tmp_path / "ours", weights_only=True))
+    Fit(accelerator="cpu", max_steps=0, root_dir=tmp_path).run(
+        fresh, batches(), resume=Resume(tmp_path / "ours", weights_only=True)
+    )
     assert same(fresh, theirs)
 
 
@@ -127,7 +136,12 @@ class Configured(TrainModule):
 def test_one_dict_of_hyperparameters_and_what_cannot_be_kept_of_it(tmp_path: Path) -> None:
     state = {f"net.{name}": tensor for name, tensor in nn.Linear(3, 1).state_dict().items()}
     hparams = {"width": 3, "folder": Path("data")}
-    theirs = {"state_dict": state, "pytorch-lightning_version": "2.5", "hyper_parameters": hparams, "hparams_name": "conf"}
+    theirs = {
+        "state_dict": state,
+        "pytorch-lightning_version": "2.5",
+        "hyper_parameters": hparams,
+        "hparams_name": "conf",
+    }
     torch.save(theirs, tmp_path / "a.ckpt")
     done = convert(tmp_path / "a.ckpt", tmp_path / "ours", trust_pickle=True)
     assert done.hyperparameters == ["width"]
@@ -150,7 +164,9 @@ def test_its_optimizer_has_the_names_of_the_parameters(tmp_path: Path) -> None:
     saved = torch.load(path, weights_only=True)["optimizer_states"][0]
     # Lightning's optimizer sees body.0.weight, head.weight | body.0.bias, body.1.weight, body.1.bias, head.bias.
     names = {id(p): name for name, p in theirs.named_parameters()}
-    expected = [names[id(p)] for group in theirs.optimizers(use_pl_optimizer=False).param_groups for p in group["params"]]
+    expected = [
+        names[id(p)] for group in theirs.optimizers(use_pl_optimizer=False).param_groups for p in group["params"]
+    ]
     with Opened(tmp_path / "ours") as opened:
         source = Source(opened)
         found = source.read_optim(source.optim["0"], lambda stored: torch.empty(stored.shape, dtype=stored.dtype))
@@ -169,7 +185,9 @@ def test_a_run_goes_on_from_lightning_as_lightning_does(tmp_path: Path) -> None:
     _, theirs = ckpt(tmp_path / "two", 2)
     convert(path, tmp_path / "ours", trust_pickle=True)
     ours = Net(width=4, decay=0.1)
-    done = Fit(accelerator="cpu", devices=1, max_epochs=2, root_dir=tmp_path / "run").run(ours, batches(3), resume=tmp_path / "ours")
+    done = Fit(accelerator="cpu", devices=1, max_epochs=2, root_dir=tmp_path / "run").run(
+        ours, batches(3), resume=tmp_path / "ours"
+    )
     assert (done.step, done.epoch) == (6, 2)
     # The weights of one more epoch with the same optimizer state and learning rate: Lightning's own.
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
@@ -179,7 +197,9 @@ def test_a_pickle_needs_the_flag(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     for source in ("a.pt", "dcp"):
-        with pytest.raises(ValueError, match=r"is a pickle, which can run code when it is opened: --trust-pickle .* reads it anyway"):
+        with pytest.raises(
+            ValueError, match=r"is a pickle, which can run code when it is opened: --trust-pickle .* reads it anyway"
+        ):
             convert(tmp_path / source, tmp_path / "ours")
         assert not (tmp_path / "ours").exists()
         assert convert(tmp_path / source, tmp_path / f"ours-{source}", trust_pickle=True).tensors == 1
@@ -200,7 +220,10 @@ def test_a_hostile_pickle_does_not_run(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(Hostile(mark)))
     assert mark.exists()  # it would
     mark.unlink()
-    torch.save({"state_dict": {"w": torch.ones(1)}, "pytorch-lightning_version": "2", "hyper_parameters": Hostile(mark)}, tmp_path / "a.ckpt")
+    torch.save(
+        {"state_dict": {"w": torch.ones(1)}, "pytorch-lightning_version": "2", "hyper_parameters": Hostile(mark)},
+        tmp_path / "a.ckpt",
+    )
     torch.save({"w": Hostile(mark)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     (tmp_path / "raw.pt").write_bytes(pickle.dumps(Hostile(mark)))
     for name in ("index", "both"):
@@ -420,5 +443,3 @@ def test_two_of_one_shape_are_no_choice_and_given_names_are() -> None:
 def test_trees_from_paths() -> None:
     assert nested({("a", 0, "x"): 1, ("a", 1, "x"): 2, ("b",): 3}) == {"a": [{"x": 1}, {"x": 2}], "b": 3}
     assert nested({(1,): "x"}) == {1: "x"}
-
-

@@ -42,7 +42,13 @@ def test_the_files_are_those_of_the_page(tmp_path: Path) -> None:
     path = save(tmp_path / "step=1")
     names = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
     assert names == [
-        *("manifest.json", "model/model.json", "model/rank=00000.safetensors", "optim/optim.json", "optim/rank=00000.safetensors"),
+        *(
+            "manifest.json",
+            "model/model.json",
+            "model/rank=00000.safetensors",
+            "optim/optim.json",
+            "optim/rank=00000.safetensors",
+        ),
         *("state/rank=00000.json", "state/rank=00000.safetensors", "state/shared.json"),
     ]
     manifest = json.loads((path / "manifest.json").read_text())
@@ -64,7 +70,13 @@ def test_what_is_read_is_independent_of_the_files(tmp_path: Path) -> None:
 
 def test_views_of_one_memory(tmp_path: Path) -> None:
     base = torch.arange(6.0)
-    model = {"all": base, "part": base[2:4], "transposed": base.reshape(2, 3).t(), "empty": base[:0], "empty2": base[:0]}
+    model = {
+        "all": base,
+        "part": base[2:4],
+        "transposed": base.reshape(2, 3).t(),
+        "empty": base[:0],
+        "empty2": base[:0],
+    }
     found = read(save(tmp_path / "step=1", model=model)).model
     assert all(torch.equal(found[name], tensor) for name, tensor in model.items())
 
@@ -141,7 +153,11 @@ FILES = (
 @pytest.mark.parametrize("name", FILES)
 def test_damage_is_found_and_named(tmp_path: Path, name: str) -> None:
     path = save(tmp_path / "step=1")
-    for change, reason in ((flip, "not what was written"), (lambda content: content[:-1], "bytes"), (lambda content: None, "missing")):
+    for change, reason in (
+        (flip, "not what was written"),
+        (lambda content: content[:-1], "bytes"),
+        (lambda content: None, "missing"),
+    ):
         broken = Path(shutil.copytree(path, tmp_path / reason.replace(" ", "")))
         damaged(broken, name, change)
         with pytest.raises(DamagedCheckpoint, match=reason) as caught:
@@ -222,7 +238,9 @@ def test_the_list_has_complete_ones_in_the_order_of_writing(tmp_path: Path) -> N
     assert list_checkpoints(tmp_path) == [first, second]
 
 
-def test_a_kill_while_removing_leaves_nothing_that_looks_like_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_while_removing_leaves_nothing_that_looks_like_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = save(tmp_path / "step=1")
     save(tmp_path / "step=2")
 

@@ -46,7 +46,9 @@ def test_load_file_reads_it_and_tied_weights_are_there_once(trained: tuple[Tied,
     assert torch.equal(other(batches()[0]), module(batches()[0]))
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+)
 def test_dtypes(trained: tuple[Tied, Path], tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     module, path = trained
     found = load_file(export_checkpoint(path, tmp_path / "out", dtype=name).files[0])
@@ -62,7 +64,9 @@ def test_a_number_that_fp16_does_not_have_is_an_error(tmp_path: Path) -> None:
         module.model["head"].bias[0] = 1e6
         module.register_buffer("mask", torch.full((2,), -torch.inf))
     path = save(tmp_path / "run", module)
-    with pytest.raises(ValueError, match=r"'model.head.bias' has the number 998001, and fp16 ends at 65504"):  # 1e6 after two steps of decay
+    with pytest.raises(
+        ValueError, match=r"'model.head.bias' has the number 998001, and fp16 ends at 65504"
+    ):  # 1e6 after two steps of decay
         export_checkpoint(path, tmp_path / "out", dtype="fp16", max_shard_size=1)
     assert not list((tmp_path / "out").iterdir())  # nor the files before it
     found = load_file(export_checkpoint(path, tmp_path / "out", dtype="fp16", exclude=["*.bias"]).files[0])
@@ -85,7 +89,9 @@ def test_shards_and_their_index(trained: tuple[Tied, Path], tmp_path: Path) -> N
     assert all(torch.equal(found[name], module.state_dict()[name]) for name in found)
 
 
-def test_one_file_is_in_memory_at_a_time(trained: tuple[Tied, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_file_is_in_memory_at_a_time(
+    trained: tuple[Tied, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes: list[int] = []
     read = TensorFiles.read_into
 
@@ -101,7 +107,9 @@ def test_one_file_is_in_memory_at_a_time(trained: tuple[Tied, Path], tmp_path: P
 
 def test_names_are_chosen_and_stripped(trained: tuple[Tied, Path], tmp_path: Path) -> None:
     _, path = trained
-    done = export_checkpoint(path, tmp_path / "a", include=["model.*.weight"], exclude=["*embed*"], prefix_strip="model.")
+    done = export_checkpoint(
+        path, tmp_path / "a", include=["model.*.weight"], exclude=["*embed*"], prefix_strip="model."
+    )
     # The first name of the tied weight is not wanted, the other one is.
     assert set(load_file(done.files[0])) == {"up.weight", "norm.weight", "head.weight"}
     assert "model.embed.weight" in done.left_out
@@ -180,7 +188,13 @@ def test_transformers_reads_it(tmp_path: Path, family: str) -> None:
         config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=16, **shape)
     else:
         config = transformers.LlamaConfig(
-            num_hidden_layers=2, num_attention_heads=2, hidden_size=8, intermediate_size=16, max_position_embeddings=16, pad_token_id=None, **shape
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            hidden_size=8,
+            intermediate_size=16,
+            max_position_embeddings=16,
+            pad_token_id=None,
+            **shape,
         )
 
     class Language(TrainModule):

@@ -26,7 +26,9 @@ def same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
-        return list(map(repr, a)) == list(map(repr, b)) and all(same(x, y) for x, y in zip(a.values(), b.values(), strict=True))
+        return list(map(repr, a)) == list(map(repr, b)) and all(
+            same(x, y) for x, y in zip(a.values(), b.values(), strict=True)
+        )
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, torch.Tensor):

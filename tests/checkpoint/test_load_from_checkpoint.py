@@ -46,7 +46,9 @@ def test_what_the_constructor_does_not_take_is_left_out(tmp_path: Path) -> None:
             super().__init__(width)
 
     assert Smaller.load_from_checkpoint(path).hparams.width == 3
-    with pytest.raises(TypeError, match=r"Smaller.__init__ has no argument 'widht'; did you mean 'width'\?; it has width"):
+    with pytest.raises(
+        TypeError, match=r"Smaller.__init__ has no argument 'widht'; did you mean 'width'\?; it has width"
+    ):
         Smaller.load_from_checkpoint(path, widht=3)
 
 
@@ -83,7 +85,10 @@ def test_what_a_checkpoint_cannot_hold_is_said(tmp_path: Path, caplog: pytest.Lo
     assert "engine" not in {each.name for each in caplog.records}
     Acts.load_from_checkpoint(path)
     logger.removeHandler(caplog.handler)
-    assert "the module was made with act=<built-in function gelu>, which a checkpoint cannot hold: give them here" in caplog.text
+    assert (
+        "the module was made with act=<built-in function gelu>, which a checkpoint cannot hold: give them here"
+        in caplog.text
+    )
     with pytest.raises(ValueError, match=r"\[4, 6\] here.*; it was created with width=3$"):
         fit(tmp_path).validate(Acts(4), batches(1), checkpoint=path)
 
@@ -92,7 +97,9 @@ def test_double_precision_says_how_it_is_loaded(tmp_path: Path) -> None:
     module = Tied(3)
     path = save(tmp_path, module, precision="64-true")
     how = r"strict=False rounds its values .*load_from_checkpoint\(path, strict=False\); to keep them, .*torch.set_default_dtype\(torch.float64\)"
-    with pytest.raises(ValueError, match=rf"of another type: .*It was saved in double precision \(precision='64-true'\): {how}"):
+    with pytest.raises(
+        ValueError, match=rf"of another type: .*It was saved in double precision \(precision='64-true'\): {how}"
+    ):
         Tied.load_from_checkpoint(path)
     rounded = Tied.load_from_checkpoint(path, strict=False)
     assert torch.equal(rounded.model["head"].weight, module.model["head"].weight.float())
@@ -141,7 +148,9 @@ class _Any:
 def test_arguments_for_constructors() -> None:
     assert constructor_arguments(_Any, {"a": 1, "c": 2}, {"d": 3}) == ([], {"a": 1, "c": 2, "d": 3})
     assert constructor_arguments(_Any, {"c": 2}, {"a": 3}) == ([], {"a": 3, "c": 2})
-    with pytest.raises(TypeError, match=r"_Any.__init__ needs 'a', not among the checkpoint's hyperparameters \(none\)"):
+    with pytest.raises(
+        TypeError, match=r"_Any.__init__ needs 'a', not among the checkpoint's hyperparameters \(none\)"
+    ):
         constructor_arguments(_Any, {}, {})
 
 

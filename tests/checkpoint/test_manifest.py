@@ -42,7 +42,9 @@ class Net(TrainModule):
 
 
 def run(root: Path, module: Net, resume: Any = None) -> Any:
-    fit = Fit(accelerator="cpu", root_dir=root, callbacks=[ModelCheckpoint(every=3, save_top_k=-1)], max_steps=6, seed=7)
+    fit = Fit(
+        accelerator="cpu", root_dir=root, callbacks=[ModelCheckpoint(every=3, save_top_k=-1)], max_steps=6, seed=7
+    )
     return fit.run(module, DataLoader(DATA, batch_size=2, shuffle=True), resume=resume)
 
 
@@ -52,7 +54,9 @@ def loop(start: Path | None, steps: int) -> nn.Module:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     engine = Engine(accelerator="cpu", seed=7)
     loader = DataLoader(DATA, batch_size=2, shuffle=True)
-    model, optimizer, loader, scheduler = engine.prepare(model, optimizer, loader, torch.optim.lr_scheduler.StepLR(optimizer, 2))
+    model, optimizer, loader, scheduler = engine.prepare(
+        model, optimizer, loader, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    )
     if start is not None:
         engine.load_state(start)
     done = 0

@@ -28,7 +28,9 @@ from engine.cli.checkpoint import main
 
 def trained(root: Path, steps: int = 8, every: int = 4, **arguments: Any) -> Path:
     """The folder of a run's checkpoints, the newest of which is that of ``steps``."""
-    fit(root, ModelCheckpoint(every=every, save_top_k=-1, **arguments), max_steps=steps, max_epochs=None).run(Net(), DATA)
+    fit(root, ModelCheckpoint(every=every, save_top_k=-1, **arguments), max_steps=steps, max_epochs=None).run(
+        Net(), DATA
+    )
     return max(path.parent.parent for path in root.rglob("manifest.json"))
 
 
@@ -48,7 +50,9 @@ def rewrite(path: Path, change: Callable[[Any], Any], file: str = "manifest.json
 
 
 def tree(root: Path) -> dict[str, bytes | None]:
-    return {str(path.relative_to(root)): path.read_bytes() if path.is_file() else None for path in sorted(root.rglob("*"))}
+    return {
+        str(path.relative_to(root)): path.read_bytes() if path.is_file() else None for path in sorted(root.rglob("*"))
+    }
 
 
 # -- what a checkpoint names ------------------------------------------------------------------------------------------------------------
@@ -60,12 +64,16 @@ def test_a_checkpoint_that_names_other_data_for_removal_is_refused(tmp_path: Pat
     other = root.parent / "other"
     shutil.copytree(root / name(4), other)
     shutil.copytree(root / name(4), root / "folder" / "inner")
-    shutil.copytree(root / name(4), other.parent / "beside")  # else `other` is the only one there, and stays for that reason
+    shutil.copytree(
+        root / name(4), other.parent / "beside"
+    )  # else `other` is the only one there, and stays for that reason
     named = str(other) if where == "absolute" else where
     rewrite(root / name(8), lambda shared: {**shared, "postponed": [named]}, "state/shared.json")
     before = {**tree(other), **tree(root / "folder")}
     with pytest.raises(DamagedCheckpoint, match="no usable 'postponed"):
-        fit(tmp_path / "run", ModelCheckpoint(every=2), max_steps=12, max_epochs=None).run(Net(), DATA, resume=root / name(8))
+        fit(tmp_path / "run", ModelCheckpoint(every=2), max_steps=12, max_epochs=None).run(
+            Net(), DATA, resume=root / name(8)
+        )
     assert {**tree(other), **tree(root / "folder")} == before
 
 
@@ -73,7 +81,9 @@ def test_a_newer_checkpoint_is_not_the_one_that_an_older_names_for_removal(tmp_p
     root = trained(tmp_path / "run")
     rewrite(root / name(4), lambda shared: {**shared, "postponed": [name(8)]}, "state/shared.json")
     before = tree(root / name(8))
-    fit(tmp_path / "run", ModelCheckpoint(every=2), max_steps=6, max_epochs=None).run(Net(), DATA, resume=root / name(4))
+    fit(tmp_path / "run", ModelCheckpoint(every=2), max_steps=6, max_epochs=None).run(
+        Net(), DATA, resume=root / name(4)
+    )
     assert tree(root / name(8)) == before
 
 
@@ -173,14 +183,18 @@ def test_when_none_can_be_used_each_is_listed_and_nothing_is_written(tmp_path: P
 
 
 @pytest.mark.parametrize("kind", UNUSABLE)
-def test_the_one_before_is_taken_with_a_report_and_the_other_one_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+def test_the_one_before_is_taken_with_a_report_and_the_other_one_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
     root = trained(tmp_path)
     spoil, reason = UNUSABLE[kind]
     spoilt = root / name(8)
     spoil(spoilt)
     before = sorted(os.listdir(spoilt)), tree(spoilt / "model")
     with caplog.at_level(logging.ERROR):
-        result = fit(tmp_path, ModelCheckpoint(every=4, save_top_k=-1), max_steps=8, max_epochs=None).run(Net(), DATA, resume="auto")
+        result = fit(tmp_path, ModelCheckpoint(every=4, save_top_k=-1), max_steps=8, max_epochs=None).run(
+            Net(), DATA, resume="auto"
+        )
     assert result.step == 8
     assert reason in caplog.text
     assert spoilt.name in caplog.text
@@ -199,27 +213,37 @@ def test_auto_starts_where_nothing_is(tmp_path: Path) -> None:
 # -- order ------------------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_newest_is_the_last_that_was_written_whatever_the_clock_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_is_the_last_that_was_written_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = trained(tmp_path)
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() - 86400)
-    fit(tmp_path, ModelCheckpoint(every=4, save_top_k=-1), max_steps=12, max_epochs=None).run(Net(), DATA, resume="last")
+    fit(tmp_path, ModelCheckpoint(every=4, save_top_k=-1), max_steps=12, max_epochs=None).run(
+        Net(), DATA, resume="last"
+    )
     monkeypatch.setattr(time, "time", lambda: now() - 2 * 86400)
     assert list(place(root).manifests()) == [name(4), name(8), name(12)]
-    result = fit(tmp_path, ModelCheckpoint(every=4, save_top_k=-1), max_steps=14, max_epochs=None).run(Net(), DATA, resume="auto")
+    result = fit(tmp_path, ModelCheckpoint(every=4, save_top_k=-1), max_steps=14, max_epochs=None).run(
+        Net(), DATA, resume="auto"
+    )
     assert [result.step, list(place(root).manifests())[-1]] == [14, name(14)]
 
 
 def test_a_run_that_went_back_is_newer_than_what_it_left(tmp_path: Path) -> None:
     root = trained(tmp_path)
-    fit(tmp_path, ModelCheckpoint(every=2, save_top_k=-1), max_steps=6, max_epochs=None).run(Net(), DATA, resume=root / name(4))
+    fit(tmp_path, ModelCheckpoint(every=2, save_top_k=-1), max_steps=6, max_epochs=None).run(
+        Net(), DATA, resume=root / name(4)
+    )
     assert list(place(root).manifests())[-1] == name(6)
 
 
 def test_a_number_beyond_all_others_does_not_stop_saving(tmp_path: Path) -> None:
     root = trained(tmp_path)
     rewrite(root / name(8), lambda manifest: {**manifest, "serial": 1 << 62})
-    result = fit(tmp_path, ModelCheckpoint(every=2, save_top_k=-1), max_steps=12, max_epochs=None).run(Net(), DATA, resume="auto")
+    result = fit(tmp_path, ModelCheckpoint(every=2, save_top_k=-1), max_steps=12, max_epochs=None).run(
+        Net(), DATA, resume="auto"
+    )
     assert [result.step, list(place(root).manifests())[-1]] == [12, name(12)]
 
 
@@ -270,7 +294,11 @@ def decays(optimizer: Any) -> Any:
 @pytest.mark.parametrize(
     ("saved", "given", "message"),
     [
-        ((adamw,), (sgd,), "the state of AdamW for optimizer 0, which is SGD: no usable dampening, momentum, nesterov is saved"),
+        (
+            (adamw,),
+            (sgd,),
+            "the state of AdamW for optimizer 0, which is SGD: no usable dampening, momentum, nesterov is saved",
+        ),
         ((sgd,), (adamw,), "the state of SGD for optimizer 0, which is AdamW: no usable betas, eps is saved"),
         ((sgd, steps), (sgd, decays), r"another scheduler \(StepLR\) for scheduler 0, which is ExponentialLR"),
         (
@@ -294,7 +322,9 @@ class Table(Net):
         self.register_buffer("table", torch.ones(3, dtype=dtype))
 
 
-@pytest.mark.parametrize(("saved", "here"), [(torch.int8, torch.float32), (torch.float32, torch.int8), (torch.bool, torch.uint8)])
+@pytest.mark.parametrize(
+    ("saved", "here"), [(torch.int8, torch.float32), (torch.float32, torch.int8), (torch.bool, torch.uint8)]
+)
 def test_integers_are_not_taken_for_real_numbers(tmp_path: Path, saved: torch.dtype, here: torch.dtype) -> None:
     fit(tmp_path, ModelCheckpoint(), max_epochs=1).run(Table(saved), DATA)
     message = rf"of another type: table \({saved} there, {here} here\)"
@@ -305,10 +335,17 @@ def test_integers_are_not_taken_for_real_numbers(tmp_path: Path, saved: torch.dt
 
 
 def test_an_epoch_goes_on_with_the_data_that_it_began_with(tmp_path: Path) -> None:
-    fit(tmp_path, ModelCheckpoint(), max_steps=6, max_epochs=None).run(Net(), DATA)  # two steps into the second epoch of four
+    fit(tmp_path, ModelCheckpoint(), max_steps=6, max_epochs=None).run(
+        Net(), DATA
+    )  # two steps into the second epoch of four
     with pytest.raises(ValueError, match="saved at 2 of the 4 samples or batches of an epoch, and the data now has 5"):
         fit(tmp_path, max_steps=8, max_epochs=None).run(Net(), [*DATA, DATA[0]], resume="last")
-    assert fit(tmp_path, max_steps=8, max_epochs=None).run(Net(), [*DATA, DATA[0]], resume=Resume("last", strict=False)).step == 8
+    assert (
+        fit(tmp_path, max_steps=8, max_epochs=None)
+        .run(Net(), [*DATA, DATA[0]], resume=Resume("last", strict=False))
+        .step
+        == 8
+    )
 
 
 def sharding(info: Any) -> Callable[[Path], None]:
@@ -322,7 +359,13 @@ def sharding(info: Any) -> Callable[[Path], None]:
         header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(info)
         text = json.dumps(header).encode()
         file.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
-        rewrite(path, lambda manifest: {**manifest, "files": manifest["files"] | {"model/rank=00000.safetensors": record_of(file)}})
+        rewrite(
+            path,
+            lambda manifest: {
+                **manifest,
+                "files": manifest["files"] | {"model/rank=00000.safetensors": record_of(file)},
+            },
+        )
 
     return change
 
@@ -330,16 +373,23 @@ def sharding(info: Any) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     "spoil",
     [
-        *(sharding({name: {"saved_offsets": value} for name in ("net.weight", "net.bias")}) for value in (None, [2**70], [1e308], ["a"])),
+        *(
+            sharding({name: {"saved_offsets": value} for name in ("net.weight", "net.bias")})
+            for value in (None, [2**70], [1e308], ["a"])
+        ),
         lambda path: rewrite(path, lambda shared: {**shared, "state": {"step": 10**400}}, "state/shared.json"),
         lambda path: rewrite(
-            path, lambda shared: {key: value for key, value in shared.items() if key != "state"} | {"seed": "a"}, "state/shared.json"
+            path,
+            lambda shared: {key: value for key, value in shared.items() if key != "state"} | {"seed": "a"},
+            "state/shared.json",
         ),
         lambda path: rewrite(path, lambda optim: {"1": optim["0"]}, "optim/optim.json"),
         lambda path: rewrite(path, lambda own: {**own, "rng": 3}, "state/rank=00000.json"),
     ],
 )
-def test_values_that_cannot_be_are_damage_and_the_one_before_is_taken(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
+def test_values_that_cannot_be_are_damage_and_the_one_before_is_taken(
+    tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
     root = trained(tmp_path)
     spoil(root / name(8))
     with pytest.raises(DamagedCheckpoint, match=name(8)):
@@ -358,14 +408,18 @@ def test_a_pipe_in_a_file_s_place_is_damage(tmp_path: Path) -> None:
 
 
 def test_an_index_that_asks_for_memory_is_refused(tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(b"\x80\x02]r\xff\xff\xff\x7f.")  # an empty list, to be remembered under the number 2**31 - 1
+    (tmp_path / ".metadata").write_bytes(
+        b"\x80\x02]r\xff\xff\xff\x7f."
+    )  # an empty list, to be remembered under the number 2**31 - 1
     with pytest.raises(DamagedCheckpoint, match="LONG_BINPUT 2147483647 in 9 bytes"):
         DistributedFiles(tmp_path)
 
 
 def test_no_escape_sequence_reaches_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = trained(tmp_path)
-    rewrite(root / name(8), lambda manifest: {**manifest, "metrics": {"\x1b[2J": 1.0}, "module": "\x1b]0;title\x07\u202e"})
+    rewrite(
+        root / name(8), lambda manifest: {**manifest, "metrics": {"\x1b[2J": 1.0}, "module": "\x1b]0;title\x07\u202e"}
+    )
     for arguments in (["show", str(root / name(8))], ["list", str(root)], ["verify", str(root)]):
         assert main(arguments) == 0
     printed = capsys.readouterr()

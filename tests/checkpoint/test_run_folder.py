@@ -132,7 +132,9 @@ def test_names_mean_the_run_of_the_same_fit(two: Path) -> None:
     assert weight(trainer, "last") == -12.0  # not the newest run's
     saves_nothing = fit(two, CSVLogger())
     saves_nothing.run(Net(), DATA, DATA)
-    with pytest.raises(FileNotFoundError, match=r"checkpoint='last': no complete checkpoint in .*version_2/checkpoints"):
+    with pytest.raises(
+        FileNotFoundError, match=r"checkpoint='last': no complete checkpoint in .*version_2/checkpoints"
+    ):
         weight(saves_nothing, "last")
 
 
@@ -169,7 +171,11 @@ def test_a_place_of_the_users_own(tmp_path: Path, kind: str, caplog: pytest.LogC
     system, inner = fsspec.core.url_to_fs(place)
 
     def there() -> dict[str, bytes]:
-        return {path.removeprefix(inner): system.cat_file(path) for path in system.find(inner) if not path.endswith(f"{inner}/run.json")}
+        return {
+            path.removeprefix(inner): system.cat_file(path)
+            for path in system.find(inner)
+            if not path.endswith(f"{inner}/run.json")
+        }
 
     def trained(*more: Callback, rate: float = 1.0, epochs: int = 2, resume: Any = None) -> Any:
         callbacks = [CSVLogger(), *(more or [keeping(dirpath=place)])]
@@ -179,7 +185,10 @@ def test_a_place_of_the_users_own(tmp_path: Path, kind: str, caplog: pytest.LogC
     before, logs = there(), (tmp_path / "runs" / "metrics.csv").read_bytes()
     assert str(first.last_checkpoint) == f"{place}/step=00000008"
     second = trained(rate=10.0)
-    assert f"{place} belongs to another run: this one writes into {tmp_path}/runs/version_1, its checkpoints into {place}/version_1" in caplog.text
+    assert (
+        f"{place} belongs to another run: this one writes into {tmp_path}/runs/version_1, its checkpoints into {place}/version_1"
+        in caplog.text
+    )
     assert str(second.last_checkpoint) == f"{place}/version_1/step=00000008"
     assert second.folder == tmp_path / "runs" / "version_1"
     trained(keeping())  # keeps its own in runs/version_2
@@ -233,9 +242,14 @@ def test_a_place_that_cannot_be_written_to_is_an_error_before_the_first_step(two
         try:
             if not user:
                 os.seteuid(65534)  # whom permissions concern
-            with pytest.raises(PermissionError, match=rf"kept in {place}/version_2/checkpoints, and {place} may not be written to by this user"):
+            with pytest.raises(
+                PermissionError,
+                match=rf"kept in {place}/version_2/checkpoints, and {place} may not be written to by this user",
+            ):
                 fit(place).run(module, DATA, DATA)
-            with pytest.raises(PermissionError, match=rf"kept in {place}/checkpoints, and {place}/checkpoints may not be written to"):
+            with pytest.raises(
+                PermissionError, match=rf"kept in {place}/checkpoints, and {place}/checkpoints may not be written to"
+            ):
                 fit(place, epochs=3).run(module, DATA, DATA, resume=place / "checkpoints")
             assert module.weight.item() == 0.0
             assert fit(place, Callback()).run(module, DATA, DATA).step == 8  # writes nothing
@@ -250,7 +264,9 @@ def test_a_run_within_a_run(tmp_path: Path) -> None:
         def on_train_epoch_start(self, run: Any, module: Any) -> None:
             if run.epoch:
                 run.wait_for_checkpoint()
-                with pytest.raises(FolderInUse, match=f"{tmp_path} is in use by process {os.getpid()} on {socket.gethostname()} "):
+                with pytest.raises(
+                    FolderInUse, match=f"{tmp_path} is in use by process {os.getpid()} on {socket.gethostname()} "
+                ):
                     fit(tmp_path).run(Net(), DATA, resume="auto")
                 self.result = fit(tmp_path, epochs=3).run(Net(), DATA, DATA)
 
@@ -344,12 +360,17 @@ def test_a_run_of_another_process(tmp_path: Path) -> None:
     root = tmp_path / "runs"
     hanging, writing = os.pipe()
     environment = clean_environment()
-    other = subprocess.Popen([sys.executable, str(script), str(root)], stdin=hanging, stdout=subprocess.PIPE, text=True, env=environment)
+    other = subprocess.Popen(
+        [sys.executable, str(script), str(root)], stdin=hanging, stdout=subprocess.PIPE, text=True, env=environment
+    )
     assert other.stdout is not None
     try:
         assert other.stdout.readline() == f"ready {other.pid}\n"
         for wanted in ("auto", "last", root / "checkpoints" / "step=00000004"):
-            with pytest.raises(FolderInUse, match=rf"runs is in use by process {other.pid} on \S+ \(since 20\d\d-.*two runs cannot write"):
+            with pytest.raises(
+                FolderInUse,
+                match=rf"runs is in use by process {other.pid} on \S+ \(since 20\d\d-.*two runs cannot write",
+            ):
                 fit(root).run(Net(), DATA, DATA, resume=wanted)
         assert weight(fit(root), "last") == -4.0  # reading is possible
         assert fit(root).run(Net(), DATA, DATA).folder != root
@@ -414,7 +435,9 @@ def test_all_ranks_are_in_one_folder(tmp_path: Path) -> None:
         "at once, second": ["other/version_1", "kept/version_1/step=00000002", 2],
     }
     assert errors[0].startswith(f"FolderInUse: {tmp_path}/other/version_1 is in use by process")
-    assert errors[1].startswith(f"RankError: rank 0 failed with FolderInUse: {tmp_path}/other/version_1 is in use by process")
+    assert errors[1].startswith(
+        f"RankError: rank 0 failed with FolderInUse: {tmp_path}/other/version_1 is in use by process"
+    )
 
 
 def test_the_folder_is_said_when_it_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

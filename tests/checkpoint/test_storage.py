@@ -119,14 +119,19 @@ def test_damage_far_away(root: str) -> None:
     where = place(root)
     save(where.path("step=1"))
     remote_damage(where, "step=1", lambda found: found[:-1] + bytes([found[-1] ^ 1]))
-    with pytest.raises(DamagedCheckpoint, match="not what was written"), opening(alone(), where, str(where.path("step=1"))):
+    with (
+        pytest.raises(DamagedCheckpoint, match="not what was written"),
+        opening(alone(), where, str(where.path("step=1"))),
+    ):
         pass  # pragma: no cover
     remote_damage(where, "step=1", lambda found: found[:-1])
     assert place(root).manifests() == {}
 
 
 @pytest.mark.parametrize("root", ["memory"], indirect=True)
-def test_a_place_that_cannot_be_looked_into_is_not_full_of_checkpoints(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_cannot_be_looked_into_is_not_full_of_checkpoints(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # A save looks for a name that is free: there must be one, or the training stands still.
     assert not Local(tmp_path).busy("x" * 300)
     save(f"{root}/one", 1.0)
@@ -168,7 +173,9 @@ def test_a_run_with_its_checkpoints_elsewhere(root: str, tmp_path: Path) -> None
 
 def test_two_places_for_one_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give one dirpath to all"):
-        fit(tmp_path, ModelCheckpoint(dirpath=tmp_path / "a"), ModelCheckpoint("1 steps", dirpath=tmp_path / "b")).run(Net(), DATA)
+        fit(tmp_path, ModelCheckpoint(dirpath=tmp_path / "a"), ModelCheckpoint("1 steps", dirpath=tmp_path / "b")).run(
+            Net(), DATA
+        )
 
 
 RANKS = """
@@ -186,5 +193,8 @@ def test_two_ranks_send_their_files(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/far"
     run_ranks(RANKS, 2, Path(__file__).parents[1], tmp_path / "run", url, timeout=300)
     manifests = place(url).manifests()
-    assert [manifest["counters"]["step"] for manifest in manifests.values()] == [2, 4]  # the one that was resumed from stays
+    assert [manifest["counters"]["step"] for manifest in manifests.values()] == [
+        2,
+        4,
+    ]  # the one that was resumed from stays
     assert {"state/rank=00000.json", "state/rank=00001.json"} <= manifests["step=00000004"]["files"].keys()

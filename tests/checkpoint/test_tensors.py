@@ -20,12 +20,18 @@ def every_format() -> dict[str, torch.Tensor]:
     found = {}
     for dtype in FORMATS:
         base = torch.arange(6).reshape(2, 3)
-        found[str(dtype)] = base.to(dtype) if dtype.itemsize > 1 or not dtype.is_floating_point else base.float().to(dtype)
+        found[str(dtype)] = (
+            base.to(dtype) if dtype.itemsize > 1 or not dtype.is_floating_point else base.float().to(dtype)
+        )
     return found
 
 
 def test_safetensors_reads_every_format(tmp_path: Path) -> None:
-    tensors = every_format() | {"scalar": torch.tensor(2.5), "empty": torch.ones(0, 3), "turned": torch.arange(6.0).reshape(2, 3).t()}
+    tensors = every_format() | {
+        "scalar": torch.tensor(2.5),
+        "empty": torch.ones(0, 3),
+        "turned": torch.arange(6.0).reshape(2, 3).t(),
+    }
     write_tensors(tmp_path / "a.safetensors", tensors)
     found = load_file(tmp_path / "a.safetensors")
     assert found.keys() == tensors.keys()
@@ -38,7 +44,10 @@ def test_safetensors_reads_every_format(tmp_path: Path) -> None:
 
 def test_elements_are_aligned(tmp_path: Path) -> None:
     """Each tensor begins at a multiple of its element's size, as maps of the file into memory need it."""
-    write_tensors(tmp_path / "a.safetensors", {"b": torch.ones(3, dtype=torch.bool), "h": torch.ones(1).half(), "d": torch.ones(1).double()})
+    write_tensors(
+        tmp_path / "a.safetensors",
+        {"b": torch.ones(3, dtype=torch.bool), "h": torch.ones(1).half(), "d": torch.ones(1).double()},
+    )
     header = int.from_bytes((tmp_path / "a.safetensors").read_bytes()[:8], "little")
     assert header % 8 == 0
     with safe_open(tmp_path / "a.safetensors", "pt") as file:
@@ -49,7 +58,11 @@ def test_what_torch_writes_we_read_and_back(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(4, 5), "step": torch.tensor(3.0), "n": torch.arange(3)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(dict(tensors), storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path / "theirs"), save_distributed=True), no_dist=True)
+        dcp.save(
+            dict(tensors),
+            storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path / "theirs"), save_distributed=True),
+            no_dist=True,
+        )
     theirs = TensorFiles(tmp_path / "theirs").whole()
     assert all(torch.equal(theirs[name], tensor) for name, tensor in tensors.items())
     (tmp_path / "ours").mkdir()
@@ -95,14 +108,19 @@ def test_blocks_have_their_own_checksums(tmp_path: Path) -> None:
         ([((0, 0), (2, 4)), ((2, 0), (4, 4))], ""),
         ([((0, 0), (6, 1)), ((0, 1), (3, 3)), ((3, 1), (3, 3))], ""),
         ([((0, 0), (2, 4)), ((4, 0), (2, 4))], "are missing"),
-        ([((0, 0), (2, 4)), ((1, 0), (2, 4)), ((4, 0), (2, 4))], "overlap, and others are missing"),  # row 1 twice, row 3 never
+        (
+            [((0, 0), (2, 4)), ((1, 0), (2, 4)), ((4, 0), (2, 4))],
+            "overlap, and others are missing",
+        ),  # row 1 twice, row 3 never
         ([((0, 0), (6, 2)), ((0, 1), (6, 1)), ((0, 3), (6, 1))], "overlap, and others are missing"),
         ([((0, 0), (2, 4)), ((0, 0), (2, 4)), ((4, 0), (2, 4))], "overlap, and others are missing"),
         ([((0, 0), (2, 4)), ((2, 0), (2, 5)), ((4, 0), (2, 4))], "are missing"),
         ([((0, 0), (2, 4)), ((-1, 0), (3, 4)), ((4, 0), (1, 4)), ((5, 0), (1, 4))], ""),
     ],
 )
-def test_parts_fill_a_tensor_once(tmp_path: Path, parts: list[tuple[tuple[int, ...], tuple[int, ...]]], wrong: str) -> None:
+def test_parts_fill_a_tensor_once(
+    tmp_path: Path, parts: list[tuple[tuple[int, ...], tuple[int, ...]]], wrong: str
+) -> None:
     whole = torch.arange(24.0).reshape(6, 4)
     for rank, (begin, shape) in enumerate(parts):
         part = whole[max(begin[0], 0) : begin[0] + shape[0], begin[1] : begin[1] + shape[1]]

@@ -16,13 +16,21 @@ def test_what_all_hold_is_shared_out() -> None:
 
 
 def test_parts_are_written_by_a_rank_that_holds_them() -> None:
-    every = [[("a", (0, 0), 10, False)], [("a", (5, 0), 10, False)], [("a", (5, 0), 10, False), ("own", (0,), 1, False)]]
+    every = [
+        [("a", (0, 0), 10, False)],
+        [("a", (5, 0), 10, False)],
+        [("a", (5, 0), 10, False), ("own", (0,), 1, False)],
+    ]
     assert [deal(every, rank) for rank in range(3)] == [{"a"}, {"a"}, {"own"}]
 
 
 def test_buffers_are_written_by_the_first_that_has_them() -> None:
     """Ranks may hold other statistics in them; those of one rank belong together."""
-    every = [[("a", (0,), 100, False)], [("mean", (0,), 8, True), ("var", (0,), 8, True)], [("mean", (0,), 8, True), ("var", (0,), 8, True)]]
+    every = [
+        [("a", (0,), 100, False)],
+        [("mean", (0,), 8, True), ("var", (0,), 8, True)],
+        [("mean", (0,), 8, True), ("var", (0,), 8, True)],
+    ]
     assert [deal(every, rank) for rank in range(3)] == [{"a"}, {"mean", "var"}, set()]
 
 

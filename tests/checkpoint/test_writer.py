@@ -88,7 +88,9 @@ def test_parameters_that_others_change_are_copied_at_once(tmp_path: Path, monkey
     saver.close()
 
 
-def test_a_parameter_that_changes_while_it_is_copied_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parameter_that_changes_while_it_is_copied_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Better no checkpoint than a torn one."""
     saver, weight = Saver(alone(), tmp_path), nn.Parameter(torch.ones(3))
     copy = Staging._copy
@@ -188,7 +190,11 @@ def test_a_failing_run_completes_the_save_that_is_on_its_way(tmp_path: Path) -> 
 
     with pytest.raises(ValueError, match="no"):
         fit(tmp_path, Fails(), ModelCheckpoint(every=1, save_top_k=-1)).run(Net(), DATA)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step=00000001", "step=00000002", "step=00000003"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step=00000001",
+        "step=00000002",
+        "step=00000003",
+    ]
 
 
 class Heavy(Net):
@@ -207,7 +213,10 @@ def test_background_saves_hold_what_blocking_ones_do(tmp_path: Path) -> None:
     assert len(names) == 4
     for name in names:
         for file in ("model", "optim"):
-            one, two = ((tmp_path / run / "checkpoints" / name / file / "rank=00000.safetensors").read_bytes() for run in ("one", "two"))
+            one, two = (
+                (tmp_path / run / "checkpoints" / name / file / "rank=00000.safetensors").read_bytes()
+                for run in ("one", "two")
+            )
             assert one == two, (name, file)
 
 

@@ -73,14 +73,20 @@ def damage(path: Path) -> Path:
 def test_list(written: Path, run: Output) -> None:
     lines = run("list", written).splitlines()
     assert lines[0].split()[:6] == ["name", "step", "epoch", "time", "size", "ranks"]
-    assert [line.split()[:2] for line in lines[1:]] == [[name, str(step)] for name, step in zip(NAMES, SCORES, strict=True)]
+    assert [line.split()[:2] for line in lines[1:]] == [
+        [name, str(step)] for name, step in zip(NAMES, SCORES, strict=True)
+    ]
     assert all(f"val={score} (min)" in line for line, score in zip(lines[1:], SCORES.values(), strict=True))
     assert run("list", written.parent).splitlines() == lines  # the run's folder
     found = run.json("list", written)
     assert [entry["name"] for entry in found] == NAMES
     assert found[1]["score"] == {"monitor": "val", "mode": "min", "value": 0.1}
     assert (found[2]["step"], found[2]["world_size"], found[2]["complete"]) == (3, 1, True)
-    size = sum(file.stat().st_size for file in (written / NAMES[2]).rglob("*") if file.is_file() and file.name != "manifest.json")
+    size = sum(
+        file.stat().st_size
+        for file in (written / NAMES[2]).rglob("*")
+        if file.is_file() and file.name != "manifest.json"
+    )
     assert found[2]["bytes"] == size
     assert [entry["name"] for entry in run.json("list", written / NAMES[1])] == [NAMES[1]]
 
@@ -107,7 +113,14 @@ def test_show(written: Path, run: Output) -> None:
     assert ["strategy", "single", "default"] in lines
     assert not any("shard(s)" in line for line in lines)
     text = run("show", written / NAMES[0], "--tensors")
-    assert next(line.split() for line in text.splitlines() if "head.weight" in line) == ["model.head.weight", "[6,", "4]", "float32", "1", "shard(s)"]
+    assert next(line.split() for line in text.splitlines() if "head.weight" in line) == [
+        "model.head.weight",
+        "[6,",
+        "4]",
+        "float32",
+        "1",
+        "shard(s)",
+    ]
     assert "model.up.weight is model.embed.weight" in text
     found = run.json("show", written / NAMES[0], "--tensors")
     assert found["hparams"] == {"width": 4, "scale": 1.0, "rate": 0.1}
@@ -136,7 +149,9 @@ def test_verify(folder: Path, run: Output) -> None:
 
 def test_verify_finds_what_is_no_checkpoint_or_has_more(folder: Path, run: Output) -> None:
     (folder / NAMES[2] / "model" / "more.safetensors").write_bytes(b"")
-    assert run.json("verify", folder / NAMES[2], status=1)[str(folder / NAMES[2])] == ["model/more.safetensors is not in the manifest"]
+    assert run.json("verify", folder / NAMES[2], status=1)[str(folder / NAMES[2])] == [
+        "model/more.safetensors is not in the manifest"
+    ]
     (folder / NAMES[0] / "manifest.json").write_text("{}")
     assert "manifest.json has no format version" in run("verify", folder / NAMES[0], status=1)
     assert "is not a checkpoint" in run("verify", folder / "nothing", status=1)
@@ -159,7 +174,19 @@ def test_verify_opens_the_files(folder: Path, run: Output) -> None:
 
 def test_export(written: Path, tmp_path: Path, run: Output) -> None:
     out = tmp_path / "out"
-    text = run("export", written, out, "--dtype", "bf16", "--prefix-strip", "model.", "--exclude", "*.norm.*", "--max-shard-size", "60B")
+    text = run(
+        "export",
+        written,
+        out,
+        "--dtype",
+        "bf16",
+        "--prefix-strip",
+        "model.",
+        "--exclude",
+        "*.norm.*",
+        "--max-shard-size",
+        "60B",
+    )
     assert "tied, written once: model.up.weight is model.embed.weight" in text
     assert "left out: model.norm.bias" in text
     files = [Path(line) for line in text.splitlines() if line.endswith(".safetensors")]
@@ -178,7 +205,9 @@ def test_convert(tmp_path: Path, run: Output) -> None:
     module = Tied()
     torch.save(module.state_dict(), tmp_path / "a.pt")
     text = run("convert", tmp_path / "a.pt", tmp_path / "ours", status=1)
-    assert text.startswith(f"fit checkpoint convert: {tmp_path / 'a.pt'} is a pickle, which can run code when it is opened: --trust-pickle")
+    assert text.startswith(
+        f"fit checkpoint convert: {tmp_path / 'a.pt'} is a pickle, which can run code when it is opened: --trust-pickle"
+    )
     assert len(text.splitlines()) == 1
     assert not (tmp_path / "ours").exists()
     assert "from a torch.save file" in run("convert", tmp_path / "a.pt", tmp_path / "ours", "--trust-pickle")
@@ -190,7 +219,11 @@ def test_prune(folder: Path, run: Output) -> None:
     dry = run("prune", folder, "--keep", 1, "--dry-run").splitlines()
     assert dry == [f"{NAMES[0]}: would be removed", f"{NAMES[1]}: would be removed", f"{NAMES[2]}: kept"]
     assert sorted(path.name for path in folder.iterdir()) == NAMES
-    assert run.json("prune", folder, "--keep", 1, "--keep-best", 1) == {"removed": [NAMES[0]], "kept": NAMES[1:], "in_use": []}
+    assert run.json("prune", folder, "--keep", 1, "--keep-best", 1) == {
+        "removed": [NAMES[0]],
+        "kept": NAMES[1:],
+        "in_use": [],
+    }
     assert sorted(path.name for path in folder.iterdir()) == NAMES[1:]
     run("prune", folder, "--keep", 1)
     assert [path.name for path in folder.iterdir()] == [NAMES[2]]
@@ -276,7 +309,10 @@ def test_each_has_help(action: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_as_a_process(written: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "engine.cli.main", "checkpoint", "list", str(written)], cwd=Path(__file__).parents[2], capture_output=True, text=True
+        [sys.executable, "-m", "engine.cli.main", "checkpoint", "list", str(written)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert NAMES[0] in done.stdout

@@ -67,20 +67,24 @@ def test_all_strategies_are_offered() -> None:
 def shell(tmp_path: Path) -> dict[str, str]:
     """The environment of a shell that has ``fit``, its completion scripts, and a directory with two files."""
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "fit").write_text(f"#!/bin/sh\nexec {sys.executable} -m engine.cli.main \"$@\"\n")
+    (tmp_path / "bin" / "fit").write_text(f'#!/bin/sh\nexec {sys.executable} -m engine.cli.main "$@"\n')
     (tmp_path / "bin" / "fit").chmod(0o755)
     for name, script in completion.SCRIPTS.items():
         (tmp_path / f"fit.{name}").write_text(script)
     (tmp_path / "work").mkdir()
     for name in ("net.py", "fit.yaml"):
         (tmp_path / "work" / name).touch()
-    return clean_environment(PATH=f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}", HOME=str(tmp_path), XDG_CONFIG_HOME=str(tmp_path))
+    return clean_environment(
+        PATH=f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}", HOME=str(tmp_path), XDG_CONFIG_HOME=str(tmp_path)
+    )
 
 
 def _run(command: list[str], shell: dict[str, str]) -> list[str]:
     if shutil.which(command[0]) is None:
         pytest.skip(f"{command[0]} is not installed")
-    done = subprocess.run(command, env=shell, cwd=Path(shell["HOME"]) / "work", capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=shell, cwd=Path(shell["HOME"]) / "work", capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.stderr == ""
     return done.stdout.split()
 
@@ -130,7 +134,12 @@ def test_zsh(shell: dict[str, str], words: str, offered: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("line", "offered"),
-    [("fit va", ["validate"]), ("fit run --set strategy=fs", ["strategy=fsdp"]), ("fit run n", ["net.py"]), ("fit run --config f", ["fit.yaml"])],
+    [
+        ("fit va", ["validate"]),
+        ("fit run --set strategy=fs", ["strategy=fsdp"]),
+        ("fit run n", ["net.py"]),
+        ("fit run --config f", ["fit.yaml"]),
+    ],
 )
 def test_fish(shell: dict[str, str], line: str, offered: list[str]) -> None:
     assert _run(["fish", "-c", f"source ~/fit.fish; complete -C '{line}'"], shell) == offered

@@ -57,7 +57,12 @@ def test_the_default_file_is_all_comments_and_its_defaults_are_right(in_tmp: Pat
 
 def test_what_is_written_is_read_as_the_same(in_tmp: Path) -> None:
     values = {
-        "strategy": {"name": "mesh", "tp": 2, "plan": {"layers.*.up": "colwise", "no": "rowwise"}, "split": ["layers.6"]},
+        "strategy": {
+            "name": "mesh",
+            "tp": 2,
+            "plan": {"layers.*.up": "colwise", "no": "rowwise"},
+            "split": ["layers.6"],
+        },
         "precision": "no",
         "max_time": "10:00:00:00",
         "gradient_clip_val": 1e-3,
@@ -89,13 +94,18 @@ def test_check(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "file a.yaml:5: 'fsdp' has no setting 'cpu_ofload'; did you mean 'cpu_offload'" in capsys.readouterr().err
     Path("a.yaml").write_text("seed: 1\nmodel: {width: 3}\n")
     assert main(["config", "--check", "a.yaml"]) == 0
-    assert capsys.readouterr().out == "a.yaml: 1 setting(s), all valid: seed\na.yaml: model: read by 'fit run', not checked here\n"
+    assert (
+        capsys.readouterr().out
+        == "a.yaml: 1 setting(s), all valid: seed\na.yaml: model: read by 'fit run', not checked here\n"
+    )
 
 
 def test_without_a_terminal_it_says_what_to_give(in_tmp: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "engine.cli.main", "config"]
-    done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 2
     assert "--default" in done.stderr
     assert list(in_tmp.iterdir()) == []
@@ -106,7 +116,12 @@ def test_questions_in_a_terminal(in_tmp: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb"}
     controller, terminal = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "engine.cli.main", "config"], env=environ, stdin=terminal, stdout=terminal, stderr=terminal, close_fds=True
+        [sys.executable, "-m", "engine.cli.main", "config"],
+        env=environ,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        close_fds=True,
     )
     os.close(terminal)
     script = [
@@ -124,8 +139,12 @@ def test_questions_in_a_terminal(in_tmp: Path) -> None:
     for _, _, reply in script:
         assert reply in told
     found = resolve({}, {}, Path("fit.yaml"))
-    assert found.settings == Settings(strategy={"name": "deepspeed", "stage": 3}, precision="bf16-mixed", gradient_clip_val=0.5)
-    assert strategies.describe(strategies.get(found.settings.strategy), None) == strategies.describe(DeepSpeed(stage=3), None)
+    assert found.settings == Settings(
+        strategy={"name": "deepspeed", "stage": 3}, precision="bf16-mixed", gradient_clip_val=0.5
+    )
+    assert strategies.describe(strategies.get(found.settings.strategy), None) == strategies.describe(
+        DeepSpeed(stage=3), None
+    )
 
 
 def _talk(controller: int, script: list[tuple[str, str, str]]) -> str:
@@ -154,13 +173,23 @@ def _talk(controller: int, script: list[tuple[str, str, str]]) -> str:
 def test_defaults_are_no_settings_and_each_option_exists() -> None:
     assert ask(lambda question: "", lambda text: None) == {}
     for name in ("ddp", "fsdp", "mesh", "deepspeed"):
-        answers = {"Strategy": name, "Precision": "fp8-mixed", "Keep optimizer states": "nvme", "Directory": "/fast", "ZeRO": "3"}
+        answers = {
+            "Strategy": name,
+            "Precision": "fp8-mixed",
+            "Keep optimizer states": "nvme",
+            "Directory": "/fast",
+            "ZeRO": "3",
+        }
         seen: list[str] = []
 
         def answer(question: str, answers: dict[str, str] = answers, seen: list[str] = seen) -> str:
             seen.append(question)
             assert seen.count(question) < 3, question
-            return "?" if seen.count(question) == 1 else next((text for start, text in answers.items() if question.startswith(start)), "")
+            return (
+                "?"
+                if seen.count(question) == 1
+                else next((text for start, text in answers.items() if question.startswith(start)), "")
+            )
 
         found = ask(answer, lambda text: None)
         assert (found["strategy"]["name"] if isinstance(found["strategy"], dict) else found["strategy"]) == name

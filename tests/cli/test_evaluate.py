@@ -14,11 +14,20 @@ DATA = ("net:Net", "--data", "net:Numbers")
 @pytest.fixture
 def trained(fit) -> None:
     """Checkpoints with the weights -7 (step 2) and -14 (step 4), the first of which has the better score."""
-    callback = ("--callback", "ModelCheckpoint", "--set", "callbacks.0.monitor=val", "callbacks.0.mode=max", "callbacks.0.save_top_k=2")
+    callback = (
+        "--callback",
+        "ModelCheckpoint",
+        "--set",
+        "callbacks.0.monitor=val",
+        "callbacks.0.mode=max",
+        "callbacks.0.save_top_k=2",
+    )
     assert fit("run", *DATA, *callback, "max_epochs=2", "num_sanity_val_steps=0").status == 0
 
 
-@pytest.mark.parametrize(("checkpoint", "weight"), [("last", -14.0), ("best", -7.0), ("runs/checkpoints/step=00000002", -7.0)])
+@pytest.mark.parametrize(
+    ("checkpoint", "weight"), [("last", -14.0), ("best", -7.0), ("runs/checkpoints/step=00000002", -7.0)]
+)
 def test_metrics_of_a_checkpoint(fit, trained: None, checkpoint: str, weight: float) -> None:
     ended = fit("test", *DATA, "--checkpoint", checkpoint, "--json")
     assert (ended.status, json.loads(ended.out)) == (0, [{"mean": 3.5, "weight": weight}])
@@ -28,13 +37,23 @@ def test_metrics_of_a_checkpoint(fit, trained: None, checkpoint: str, weight: fl
 
 def test_metrics_are_a_table(fit) -> None:
     ended = fit("test", *DATA, "--set", "data.several=true", "model.start=2")
-    rows = [[cell.strip() for cell in line.strip("│┃ ").replace("┃", "│").split("│")] for line in ended.out.splitlines() if line[0] in "│┃"]
-    names = [[f"{name}/dataloader_idx_{index}", value] for index in (0, 1) for name, value in (("mean", "3.5"), ("weight", "2"))]
+    rows = [
+        [cell.strip() for cell in line.strip("│┃ ").replace("┃", "│").split("│")]
+        for line in ended.out.splitlines()
+        if line[0] in "│┃"
+    ]
+    names = [
+        [f"{name}/dataloader_idx_{index}", value]
+        for index in (0, 1)
+        for name, value in (("mean", "3.5"), ("weight", "2"))
+    ]
     assert rows == [["metric", "value"], *names]
 
 
 def test_what_the_module_prints_is_no_part_of_json(fit, here: Path) -> None:
-    (here / "loud.py").write_text("import net\nclass Loud(net.Net):\n    def on_test_end(self):\n        print('done')\n")
+    (here / "loud.py").write_text(
+        "import net\nclass Loud(net.Net):\n    def on_test_end(self):\n        print('done')\n"
+    )
     ended = fit("test", "loud.py", "--data", "net:Numbers", "--json")
     assert json.loads(ended.out) == [{"mean": 3.5, "weight": 0.0}]
     assert ended.err == "done\n"
@@ -44,7 +63,9 @@ def test_predictions_as_tensors(fit, trained: None, here: Path) -> None:
     ended = fit("predict", *DATA, "--checkpoint", "last", "--output", "out.safetensors", "--json")
     assert json.loads(ended.out) == {"samples": 8, "output": "out.safetensors"}
     found = load_file(here / "out.safetensors")
-    assert {name: tensor.flatten().tolist() for name, tensor in found.items()} == {"predictions": [-14.0 * i for i in range(8)]}
+    assert {name: tensor.flatten().tolist() for name, tensor in found.items()} == {
+        "predictions": [-14.0 * i for i in range(8)]
+    }
 
 
 def test_predictions_as_lines(fit, here: Path) -> None:
@@ -54,7 +75,9 @@ def test_predictions_as_lines(fit, here: Path) -> None:
     assert lines == [{"out": [2.0 * i], "name": f"sample {i}"} for i in range(3)]
     assert fit(*arguments, "data.several=true", "model.start=.inf", "--output", "out.jsonl").status == 0
     lines = [json.loads(line) for line in (here / "out.jsonl").read_text().splitlines()]
-    assert lines == [{"loader": loader, "prediction": [None]} for loader in (0, 1) for _ in range(3)]  # nan, inf and inf
+    assert lines == [
+        {"loader": loader, "prediction": [None]} for loader in (0, 1) for _ in range(3)
+    ]  # nan, inf and inf
 
 
 def test_predictions_without_a_file_are_described(fit) -> None:
@@ -68,7 +91,10 @@ def test_predictions_without_a_file_are_described(fit) -> None:
     [
         (("--output", "out.pt"), "the suffix must be .safetensors or .jsonl"),
         (("--output", "none/out.jsonl"), "there is no directory 'none'"),
-        (("--output", "out.safetensors", "--set", "model.kind=FANCY"), "predictions hold 'sample 0' of type str, which is not a tensor"),
+        (
+            ("--output", "out.safetensors", "--set", "model.kind=FANCY"),
+            "predictions hold 'sample 0' of type str, which is not a tensor",
+        ),
         (("--checkpoint", "last"), "no complete checkpoint in"),
         (("--checkpoint", "nowhere"), "nowhere"),
     ],

@@ -34,7 +34,9 @@ def test_0_when_all_went_well(fit) -> None:
         ("log", "ValueError: log('loss') got a tensor", 'self.log("loss", torch.ones(3))'),
     ],
 )
-def test_1_with_the_users_traceback_for_an_error_in_the_users_code(fit, here: Path, fail: str, last: str, line: str) -> None:
+def test_1_with_the_users_traceback_for_an_error_in_the_users_code(
+    fit, here: Path, fail: str, last: str, line: str
+) -> None:
     ended = fit("run", "net:Net", "--data", "net:numbers", "--set", f"model.fail={fail}")
     assert ended.status == 1
     shown = ended.err.splitlines()
@@ -55,7 +57,9 @@ def test_1_for_an_error_while_the_users_module_is_imported(fit, here: Path) -> N
 
 
 def test_2_for_a_module_that_ends_the_program(fit, here: Path) -> None:
-    (here / "ends.py").write_text("import sys\nfrom net import Net\nsys.exit()\n")  # it would look as if the run had gone well
+    (here / "ends.py").write_text(
+        "import sys\nfrom net import Net\nsys.exit()\n"
+    )  # it would look as if the run had gone well
     ended = fit("run", "ends.py")
     assert ended.status == 2
     assert "the target 'ends.py': its module calls exit(None) when it is imported" in ended.err
@@ -69,17 +73,36 @@ def test_1_for_a_module_that_is_no_python(fit, here: Path) -> None:
 
 
 def test_tracebacks_of_causes_are_shown_and_are_the_users_too(fit, here: Path) -> None:
-    lines = ("import net", "class Two(net.Net):", "    def training_step(self, batch, i):", "        try:", "            self.log('x', 'y')")
-    (here / "two.py").write_text("\n".join((*lines, "        except Exception as error:", "            raise KeyError('z') from error")))
+    lines = (
+        "import net",
+        "class Two(net.Net):",
+        "    def training_step(self, batch, i):",
+        "        try:",
+        "            self.log('x', 'y')",
+    )
+    (here / "two.py").write_text(
+        "\n".join((*lines, "        except Exception as error:", "            raise KeyError('z') from error"))
+    )
     ended = fit("run", "two.py", "--data", "net:Numbers")
     assert ended.status == 1
     assert ended.err.count("Traceback (most recent call last):") == 2
-    assert {each.split('"')[1] for each in ended.err.splitlines() if each.startswith('  File "')} == {str(here / "two.py")}
+    assert {each.split('"')[1] for each in ended.err.splitlines() if each.startswith('  File "')} == {
+        str(here / "two.py")
+    }
 
 
 def test_1_for_what_goes_wrong_on_the_way(fit, here: Path) -> None:
     (here / "runs").write_text("in the way")
-    ended = fit("run", "net:Net", "--data", "net:numbers", "--callback", "ModelCheckpoint", "--set", "callbacks.0.max_failures=1")
+    ended = fit(
+        "run",
+        "net:Net",
+        "--data",
+        "net:numbers",
+        "--callback",
+        "ModelCheckpoint",
+        "--set",
+        "callbacks.0.max_failures=1",
+    )
     assert ended.status == 1
     assert "runs" in ended.err
 
@@ -87,7 +110,14 @@ def test_1_for_what_goes_wrong_on_the_way(fit, here: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        *(("evn",), ("--frobnicate",), ("run", "--frobnicate"), ("run", "net:Nett"), ("checkpoint", "lst"), ("env", "x")),
+        *(
+            ("evn",),
+            ("--frobnicate",),
+            ("run", "--frobnicate"),
+            ("run", "net:Nett"),
+            ("checkpoint", "lst"),
+            ("env", "x"),
+        ),
         ("run", "net:Net", "--set", "strategy.stage=3"),  # 'auto' has no stage
         ("run", "net:Net", "--set", "global_batch_size=8", "accumulate_grad_batches=2"),
     ],
@@ -100,7 +130,8 @@ def test_2_for_wrong_usage(fit, arguments: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "fail", "message"), [("net:Net", "init", "ValueError: bad luck in __init__"), ("net:Nett", "", "UsageError: the target 'net:Nett'")]
+    ("target", "fail", "message"),
+    [("net:Net", "init", "ValueError: bad luck in __init__"), ("net:Nett", "", "UsageError: the target 'net:Nett'")],
 )
 def test_the_launcher_finds_the_error_where_it_looks_for_it(
     fit, here: Path, monkeypatch: pytest.MonkeyPatch, target: str, fail: str, message: str
@@ -127,9 +158,29 @@ def test_two_processes_end_with_the_same(here: Path, sent: signal.Signals, statu
 
 def _stopped(here: Path, sent: signal.Signals, status: int, devices: str) -> None:
     """Send a signal to the whole process group, as a terminal does, when a step is done."""
-    arguments = ("run", "net:Net", "--data", "net:Numbers", "--callback", "ModelCheckpoint", "--callback", "net:Tell", *NAP, devices)
-    command = [sys.executable, "-m", "engine.cli.main", *arguments, "callbacks.0.every=100000 steps", "callbacks.1.path=told"]
-    process = subprocess.Popen(command, env=clean_environment(), stderr=subprocess.PIPE, text=True, start_new_session=True)
+    arguments = (
+        "run",
+        "net:Net",
+        "--data",
+        "net:Numbers",
+        "--callback",
+        "ModelCheckpoint",
+        "--callback",
+        "net:Tell",
+        *NAP,
+        devices,
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "engine.cli.main",
+        *arguments,
+        "callbacks.0.every=100000 steps",
+        "callbacks.1.path=told",
+    ]
+    process = subprocess.Popen(
+        command, env=clean_environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         for _ in range(3000):
             if (here / "told").exists() or process.poll() is not None:
@@ -151,8 +202,20 @@ def test_two_processes_run_the_same_command(here: Path) -> None:
     """
     (here / "bin").mkdir()
     (here / "bin" / "fit").write_text("import sys\nfrom engine.cli.main import main\nsys.exit(main())\n")
-    arguments = ("run", "net:Net", "--data", "net:numbers", "--callback", "ModelCheckpoint", "--set", "devices=2", *HALF)
-    done = subprocess.run([sys.executable, "bin/fit", *arguments], env=clean_environment(), capture_output=True, text=True, timeout=300)
+    arguments = (
+        "run",
+        "net:Net",
+        "--data",
+        "net:numbers",
+        "--callback",
+        "ModelCheckpoint",
+        "--set",
+        "devices=2",
+        *HALF,
+    )
+    done = subprocess.run(
+        [sys.executable, "bin/fit", *arguments], env=clean_environment(), capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "completed (max_epochs=1 reached): epoch 1, step 2"
     sys.path.insert(0, str(here))
@@ -166,7 +229,7 @@ def test_two_processes_run_the_same_command(here: Path) -> None:
 @pytest.mark.parametrize("how", ["module", "command"])
 def test_under_torchrun(here: Path, how: str) -> None:
     script = here / "fit"
-    script.write_text(f"#!/bin/sh\nexec {sys.executable} -m engine.cli.main \"$@\"\n")
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} -m engine.cli.main "$@"\n')
     script.chmod(0o755)
     program = ["-m", "engine.cli.main"] if how == "module" else ["--no-python", str(script)]
     arguments = ("run", "net:Net", "--data", "net:numbers", "--callback", "ModelCheckpoint", "--set", *HALF)
@@ -184,7 +247,18 @@ def test_the_traceback_of_the_rank_that_failed_is_shown(here: Path, rank: int) -
         "import net\nclass Late(net.Net):\n    def training_step(self, batch, i):\n"
         f"        if self.global_rank == {rank}:\n            raise ValueError('bad luck')\n        return super().training_step(batch, i)\n"
     )
-    command = [sys.executable, "-m", "engine.cli.main", "run", "late.py", "--data", "net:Numbers", "--set", "devices=2", "accelerator=cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "engine.cli.main",
+        "run",
+        "late.py",
+        "--data",
+        "net:Numbers",
+        "--set",
+        "devices=2",
+        "accelerator=cpu",
+    ]
     done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     told = done.stderr
@@ -199,6 +273,8 @@ def test_a_reader_that_has_seen_enough_is_no_error_of_ours() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "engine.cli.main", "complete", ""]
-    done = subprocess.run(command, env=clean_environment(), stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300)
+    done = subprocess.run(
+        command, env=clean_environment(), stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300
+    )
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")

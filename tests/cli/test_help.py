@@ -38,8 +38,13 @@ for command in cli.COMMANDS:
 
 @pytest.fixture(scope="module")
 def lines() -> dict[str, tuple[str, str]]:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=clean_environment(), capture_output=True, text=True, check=True)
-    return {command.strip(): (heavy.strip(), usage.strip()) for command, heavy, usage in (line.split("-") for line in done.stdout.splitlines())}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=clean_environment(), capture_output=True, text=True, check=True
+    )
+    return {
+        command.strip(): (heavy.strip(), usage.strip())
+        for command, heavy, usage in (line.split("-") for line in done.stdout.splitlines())
+    }
 
 
 def test_every_command_has_help(lines: dict[str, tuple[str, str]]) -> None:
@@ -51,7 +56,9 @@ def test_no_help_imports_anything_heavy(lines: dict[str, tuple[str, str]]) -> No
     assert {command: heavy for command, (heavy, _) in lines.items() if heavy} == {}
 
 
-def test_exit_statuses_are_documented(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_statuses_are_documented(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cli.main([])
     assert STATUSES in capsys.readouterr().out
     monkeypatch.chdir(tmp_path)

@@ -114,7 +114,17 @@ def nets(here: Path) -> None:
 
 
 def run(fit: Any, target: str, *settings: str) -> None:
-    ended = fit("run", target, "--data", "nets:Numbers", "--callback", "ModelCheckpoint", "--set", "num_sanity_val_steps=0", *settings)
+    ended = fit(
+        "run",
+        target,
+        "--data",
+        "nets:Numbers",
+        "--callback",
+        "ModelCheckpoint",
+        "--set",
+        "num_sanity_val_steps=0",
+        *settings,
+    )
     assert ended.status == 0, ended.err
 
 
@@ -131,7 +141,9 @@ def found(fit: Any, target: str, *more: str, command: str = "test") -> tuple[flo
 
 @pytest.mark.parametrize("checkpoint", ["last", "runs", "runs/checkpoints/step=00000002", "best"])
 @pytest.mark.parametrize("target", ["nets:Net", "nets.py:Saves"])
-def test_a_module_is_made_as_the_saved_one(fit, nets: None, target: str, checkpoint: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_module_is_made_as_the_saved_one(
+    fit, nets: None, target: str, checkpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
     score = ("callbacks.0.monitor=rows", "callbacks.0.mode=max") if checkpoint == "best" else ()
     run(fit, target, "model.width=5", "model.scale=2", "data.count=2", *score)
     with caplog.at_level(logging.INFO, "engine"):
@@ -140,18 +152,25 @@ def test_a_module_is_made_as_the_saved_one(fit, nets: None, target: str, checkpo
     assert "width=5, scale=2.0" in caplog.text
     if checkpoint == "last":
         assert found(fit, target, "--checkpoint", checkpoint, command="validate") == (5.0, 2.0)
-        assert fit("predict", target, "--data", "nets:Numbers", "--checkpoint", "last", "--output", "out.jsonl").status == 0
+        assert (
+            fit("predict", target, "--data", "nets:Numbers", "--checkpoint", "last", "--output", "out.jsonl").status
+            == 0
+        )
         assert Path("out.jsonl").read_text() == "[2.0]\n" * 4
 
 
 def test_a_run_that_goes_on_has_the_same_module(fit, nets: None, here: Path) -> None:
-    assert fit("run", "nets:Net", "--data", "nets:Numbers", "--resume", "auto", "--set", "model.width=3").status == 0  # there is none yet
+    assert (
+        fit("run", "nets:Net", "--data", "nets:Numbers", "--resume", "auto", "--set", "model.width=3").status == 0
+    )  # there is none yet
     run(fit, "nets:Net", "model.width=5", "model.scale=2")
     run(fit, "nets:Net", "max_epochs=2", "--resume", "last")
     assert found(fit, "nets:Net", "--checkpoint", "last") == (5.0, 2.0)
 
 
-def test_what_is_given_wins_and_the_difference_is_said(fit, nets: None, here: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_given_wins_and_the_difference_is_said(
+    fit, nets: None, here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run(fit, "nets:Net", "model.width=5", "model.scale=2")
     assert found(fit, "nets:Net", "--checkpoint", "last", "--set", "model.scale=7") == (5.0, 7.0)
     assert "command line model.scale: using model.scale=7.0, not the 2.0 of" in caplog.text
@@ -161,7 +180,9 @@ def test_what_is_given_wins_and_the_difference_is_said(fit, nets: None, here: Pa
     ended = fit("test", "--checkpoint", "last", "--json")
     assert json.loads(ended.out)[0] == {"rows": 5.0, "scale": 4.0}
     assert "file fit.yaml:4: using model.scale=4.0, not the 2.0 of" in caplog.text
-    assert "using data.count=2, not the 4 of" in caplog.text  # a data module has its own parameters, or those that are given
+    assert (
+        "using data.count=2, not the 4 of" in caplog.text
+    )  # a data module has its own parameters, or those that are given
 
 
 def test_enums_dataclasses_and_lists_come_back(fit, nets: None) -> None:
@@ -173,7 +194,14 @@ def test_enums_dataclasses_and_lists_come_back(fit, nets: None) -> None:
 
 
 def test_what_names_code_is_asked_for(fit, nets: None, here: Path) -> None:
-    run(fit, "nets:Net", "model.width=5", "model.layer=torch.nn.Linear", "model.layer.in_features=2", "model.layer.out_features=3")
+    run(
+        fit,
+        "nets:Net",
+        "model.width=5",
+        "model.layer=torch.nn.Linear",
+        "model.layer.in_features=2",
+        "model.layer.out_features=3",
+    )
     given = "model.layer={class_path: torch.nn.Linear, init_args: {in_features: 2, out_features: 3, bias: true, device: null, dtype: null}}"
     metrics, err = metrics_of(fit, "nets:Net", "--checkpoint", "last")
     assert metrics is None
@@ -219,7 +247,10 @@ def test_without_hyperparameters_the_error_says_what_to_pass(fit, nets: None, mo
     monkeypatch.setattr(module.Bare, "width", 3)
     _, err = metrics_of(fit, "nets:Bare", "--checkpoint", "last")
     assert "of another shape: w ([2, 2] there, [3, 2] here)" in err
-    assert "it has no hyperparameters (save_hyperparameters): create the module with the arguments that it was trained with" in err
+    assert (
+        "it has no hyperparameters (save_hyperparameters): create the module with the arguments that it was trained with"
+        in err
+    )
     assert "--set model.NAME=VALUE" in err
 
 

@@ -21,7 +21,9 @@ def fit(*arguments: str, cwd: Path = ROOT, **environ: str) -> subprocess.Complet
     return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=300, check=False)
 
 
-@pytest.mark.parametrize("arguments", ["['--help']", "['--version']", "['checkpoint', '--help']", "['checkpoint', 'export', '--help']"])
+@pytest.mark.parametrize(
+    "arguments", ["['--help']", "['--version']", "['checkpoint', '--help']", "['checkpoint', 'export', '--help']"]
+)
 def test_the_start_imports_no_torch(arguments: str) -> None:
     code = (
         "import sys, engine.cli.main as cli\n"
@@ -78,9 +80,18 @@ def test_env_for_people() -> None:
 
 
 def test_env_shows_who_launched_the_process_and_how_that_is_known() -> None:
-    mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    mpi = {
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    }
     report = json.loads(fit("env", "--json", **mpi, MASTER_PORT="4000").stdout)
-    assert (report["environment"]["name"], report["environment"]["rank"], report["environment"]["master_port"]) == ("openmpi", 1, 4000)
+    assert (report["environment"]["name"], report["environment"]["rank"], report["environment"]["master_port"]) == (
+        "openmpi",
+        1,
+        4000,
+    )
     assert report["variables"] == mpi | {"MASTER_PORT": "4000"}
     done = fit("env", SLURM_JOB_ID="7", SLURM_NTASKS="2")
     assert "hint: inside SLURM job 7, but a single process, because it was not started by srun" in done.stdout

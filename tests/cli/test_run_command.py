@@ -14,7 +14,14 @@ from engine.checkpoint.listing import facts
 from engine.cli.building import Component, Parsed
 from engine.cli.exits import UsageError
 
-SET = ("--set", "max_epochs=3", "num_sanity_val_steps=0", "model.start=0.5", "model.options.lr=0.25", "data.batch_size=4")
+SET = (
+    "--set",
+    "max_epochs=3",
+    "num_sanity_val_steps=0",
+    "model.start=0.5",
+    "model.options.lr=0.25",
+    "data.batch_size=4",
+)
 # Each epoch has the batches [0, 1, 2, 3] and [4, 5, 6, 7], whose means are 1.5 and 5.5.
 WEIGHT = 0.5 - 0.25 * 3 * (1.5 + 5.5)
 
@@ -29,12 +36,16 @@ def load(path: Path | str = "runs", **overrides: object) -> TrainModule:
 @pytest.mark.parametrize("target", ["net:Net", "net.py:Net", "net.py", "net.Net", "net"])
 def test_the_target_is_a_module_or_a_file(fit, target: str) -> None:
     ended = fit("run", target, "--data", "net:Numbers", "--callback", "ModelCheckpoint", *SET)
-    assert (ended.status, ended.out.splitlines()[0]) == (0, "completed (max_epochs=3 reached): epoch 3, step 6"), ended.err
+    assert (ended.status, ended.out.splitlines()[0]) == (0, "completed (max_epochs=3 reached): epoch 3, step 6"), (
+        ended.err
+    )
     assert load().w.item() == WEIGHT
 
 
 def test_constructor_arguments_are_the_hyperparameters(fit, here: Path) -> None:
-    ended = fit("run", "net:Net", "--data", "net:numbers", "--callback", "ModelCheckpoint", *SET, "model.kind=FANCY", "seed=3")
+    ended = fit(
+        "run", "net:Net", "--data", "net:numbers", "--callback", "ModelCheckpoint", *SET, "model.kind=FANCY", "seed=3"
+    )
     assert ended.status == 0, ended.err
     saved = facts("runs")["hparams"]
     assert (saved["start"], saved["fail"], saved["nap"]) == (0.5, "", 0.0)
@@ -96,9 +107,34 @@ def test_callbacks_are_named_by_number_or_class(fit, here: Path) -> None:
 
 
 def test_the_printed_configuration_runs_the_same(fit, here: Path) -> None:
-    base = ("run", "net:Net", "--data", "net:Numbers", "--callback", "ModelCheckpoint", "--callback", "net:Tell", "--set", "callbacks.1.path=told")
-    arguments = (*base, "max_epochs=3", "num_sanity_val_steps=0", "model.start=0.5", "model.options.lr=0.25", "val_every=10 min", "seed=7")
-    printed = fit(*arguments, "model.layer=torch.nn.Linear", "model.layer.in_features=2", "model.layer.out_features=3", "--print-config").out
+    base = (
+        "run",
+        "net:Net",
+        "--data",
+        "net:Numbers",
+        "--callback",
+        "ModelCheckpoint",
+        "--callback",
+        "net:Tell",
+        "--set",
+        "callbacks.1.path=told",
+    )
+    arguments = (
+        *base,
+        "max_epochs=3",
+        "num_sanity_val_steps=0",
+        "model.start=0.5",
+        "model.options.lr=0.25",
+        "val_every=10 min",
+        "seed=7",
+    )
+    printed = fit(
+        *arguments,
+        "model.layer=torch.nn.Linear",
+        "model.layer.in_features=2",
+        "model.layer.out_features=3",
+        "--print-config",
+    ).out
     assert not (here / "runs").exists()
     assert "val_every: 600 seconds  # command line val_every=10 min\n" in printed
     assert "log_every_n_steps: 50  # default\n" in printed
@@ -108,7 +144,10 @@ def test_the_printed_configuration_runs_the_same(fit, here: Path) -> None:
         "options": {"lr": 0.25, "names": []},
         "optimizer": "torch.optim.SGD",
         "kind": "PLAIN",
-        "layer": {"class_path": "torch.nn.Linear", "init_args": {"in_features": 2, "out_features": 3, "bias": True, "device": None, "dtype": None}},
+        "layer": {
+            "class_path": "torch.nn.Linear",
+            "init_args": {"in_features": 2, "out_features": 3, "bias": True, "device": None, "dtype": None},
+        },
         "fail": "",
         "nap": 0.0,
         "extra": None,
@@ -122,7 +161,9 @@ def test_the_printed_configuration_runs_the_same(fit, here: Path) -> None:
 
 def test_what_was_built_is_in_the_checkpoint(fit, here: Path) -> None:
     arguments = ("run", "net:Net", "--data", "net:Numbers", "--callback", "ModelCheckpoint", "--callback", "CSVLogger")
-    assert fit(*arguments, "--set", "model.start=0.5", "model.extra=https://me:secret@host/", "max_epochs=2").status == 0
+    assert (
+        fit(*arguments, "--set", "model.start=0.5", "model.extra=https://me:secret@host/", "max_epochs=2").status == 0
+    )
     config = facts("runs")["config"]
     assert config["max_epochs"] == {"value": 2, "origin": "command line max_epochs=2"}
     assert config["model"]["value"]["class_path"] == "net:Net"
@@ -155,7 +196,12 @@ def test_a_default_without_a_text_is_named_and_taken_from_the_class(fit, here: P
 def test_seeds_hold_for_the_first_weights(fit) -> None:
     drawn = []
     for seed in ("5", "5", "6"):
-        assert fit("run", "net.py", "--data", "net:numbers", "--callback", "ModelCheckpoint", "--set", f"seed={seed}").status == 0
+        assert (
+            fit(
+                "run", "net.py", "--data", "net:numbers", "--callback", "ModelCheckpoint", "--set", f"seed={seed}"
+            ).status
+            == 0
+        )
         drawn.append(load().random.item())
     assert drawn[0] == drawn[1] != drawn[2]
 
@@ -177,7 +223,9 @@ model: net:Net
 """
 
 
-@pytest.mark.parametrize("order", [("net:Net", "--data", "net:Numbers", "--help"), ("--help", "net:Net", "--data", "net:Numbers")])
+@pytest.mark.parametrize(
+    "order", [("net:Net", "--data", "net:Numbers", "--help"), ("--help", "net:Net", "--data", "net:Numbers")]
+)
 def test_help_with_a_target_is_about_its_classes(fit, order: tuple[str, ...]) -> None:
     ended = fit("run", *order)
     assert ended.status == 0
@@ -189,7 +237,9 @@ def test_help_with_a_target_is_about_its_classes(fit, order: tuple[str, ...]) ->
 
 
 def test_help_tells_nothing_of_a_base_class(fit, here: Path) -> None:
-    (here / "bare.py").write_text("from net import Net\n\nclass Bare(Net):\n    def training_step(self, batch, batch_idx): ...\n")
+    (here / "bare.py").write_text(
+        "from net import Net\n\nclass Bare(Net):\n    def training_step(self, batch, batch_idx): ...\n"
+    )
     ended = fit("run", "bare:Bare", "--help")
     assert ended.out.splitlines()[2] == "model: bare:Bare"
     assert ended.out.splitlines()[3].startswith("    model.")
@@ -207,14 +257,29 @@ ERRORS = [
     (("net:Net", "--callback", "ModelChekpoint"), "did you mean 'ModelCheckpoint'?"),
     (("net:Net", "--callback", "net:Options"), "gives a Options, not an engine.Callback"),
     (("net:Net", "--callback", "net:Tell"), "callbacks.0 Tell needs path: give --set callbacks.0.path=VALUE"),
-    (("net:Net", "--set", "model.strt=1"), "command line model.strt: model Net has no parameter 'strt'; did you mean 'start'?"),
+    (
+        ("net:Net", "--set", "model.strt=1"),
+        "command line model.strt: model Net has no parameter 'strt'; did you mean 'start'?",
+    ),
     (("net:Net", "--set", "model.options.rl=1"), "model.options has no parameter 'rl'; did you mean 'lr'?"),
-    (("net:Net", "--set", "model.start=big"), "command line model.start: model.start does not fit: Expected a <class 'float'>. Got value: big"),
+    (
+        ("net:Net", "--set", "model.start=big"),
+        "command line model.start: model.start does not fit: Expected a <class 'float'>. Got value: big",
+    ),
     (("net:Net", "--set", "model.kind=FNCY"), "{PLAIN,FANCY}"),
     (("net:Net", "--set", "model.optimizer=AdamW"), "AdamW is not a class with its module, such as torch.optim.AdamW"),
-    (("net:Net", "--set", "model.optimizer=torch.optim.Adm"), "model Net does not fit: module 'torch.optim' has no attribute 'Adm'"),
-    (("net:Net", "--set", "model.layer=torch.nn.Linear", "model.layer.in_featurs=1"), "Option 'in_featurs' is not accepted (given: in_featurs=1)"),
-    (("net:Net", "--set", "model.layer=torch.nn.Linear", "model.layer.in_features=-1", "model.layer.out_features=2"), "negative dimension -1"),
+    (
+        ("net:Net", "--set", "model.optimizer=torch.optim.Adm"),
+        "model Net does not fit: module 'torch.optim' has no attribute 'Adm'",
+    ),
+    (
+        ("net:Net", "--set", "model.layer=torch.nn.Linear", "model.layer.in_featurs=1"),
+        "Option 'in_featurs' is not accepted (given: in_featurs=1)",
+    ),
+    (
+        ("net:Net", "--set", "model.layer=torch.nn.Linear", "model.layer.in_features=-1", "model.layer.out_features=2"),
+        "negative dimension -1",
+    ),
     (("net:Net", "--set", "model.options=hostile.yaml"), "Unable to load config"),
     (("net:Net", "--set", "modl.start=1"), "there is no 'modl' to set; did you mean 'model'?"),
     (("net:Net", "--set", "max_epoch=1"), "did you mean 'max_epochs'?"),
@@ -228,13 +293,26 @@ ERRORS = [
     (("--resume", "auto", "start=1"), "the target 'start=1': give a setting with --set"),
     (("net:Net", "--data", "net:numbers", "--set", "strategy=ddpp"), "did you mean 'ddp'?"),
     (("net:Net", "--data", "net:numbers", "--resume", "last"), "no complete checkpoint"),
-    (("net:Net", "--callback", "ModelCheckpoint", "--set", "callbacks.0.save_top_k=-5"), "ModelCheckpoint(save_top_k=-5)"),
-    (("net:Net", "--set", "model.extra=!!python/object/apply:os.mkdir [pwned]", "model.start=!!python/object/apply:os.mkdir [pwned]"), "model.start"),
+    (
+        ("net:Net", "--callback", "ModelCheckpoint", "--set", "callbacks.0.save_top_k=-5"),
+        "ModelCheckpoint(save_top_k=-5)",
+    ),
+    (
+        (
+            "net:Net",
+            "--set",
+            "model.extra=!!python/object/apply:os.mkdir [pwned]",
+            "model.start=!!python/object/apply:os.mkdir [pwned]",
+        ),
+        "model.start",
+    ),
 ]
 
 
 def test_a_parameter_without_type_and_default_must_be_given(fit, here: Path) -> None:
-    (here / "bare.py").write_text("from net import Net\nclass Bare(Net):\n    def __init__(self, width, *, depth=2):\n        super().__init__()\n")
+    (here / "bare.py").write_text(
+        "from net import Net\nclass Bare(Net):\n    def __init__(self, width, *, depth=2):\n        super().__init__()\n"
+    )
     ended = fit("run", "bare.py", "--data", "net:numbers")
     assert ended.status == 2
     assert "model Bare needs width: give --set model.width=VALUE" in ended.err
@@ -254,7 +332,10 @@ def test_what_is_wrong_is_said_in_one_line(fit, here: Path, arguments: tuple[str
 FILES = [
     ("model: {class_path: net:Net, init_args: {strt: 1}}", "file fit.yaml:1: model Net has no parameter 'strt'"),
     ("model:\n  class_path: net:Net\n  init_args:\n    start: big\n", "file fit.yaml:4: model.start does not fit"),
-    ("model:\n  class_path: net:Net\n  init_args:\n    options:\n      rl: 1\n", "file fit.yaml:5: model.options has no parameter 'rl'"),
+    (
+        "model:\n  class_path: net:Net\n  init_args:\n    options:\n      rl: 1\n",
+        "file fit.yaml:5: model.options has no parameter 'rl'",
+    ),
     ("model:\n  class_path: net:Net\n  start: 1\n", "'start' besides class_path; parameters belong under init_args"),
     ("model:\n  class_pth: net:Net\n", "model has no class_path"),
     ("\nmodel: net:Nett\n", "file fit.yaml:2: model 'net:Nett'"),
@@ -264,7 +345,10 @@ FILES = [
         "file fit.yaml:5: callbacks.1 Tell has no parameter 'pth'",
     ),
     ("model: net:Net\ncallbacks:\n", "file fit.yaml:2: callbacks.0 is empty: name a class, or remove the line"),
-    ("model: net:Net\ncallbacks:\n  class_path: net:Tell\n  init_args: {pth: x}\n", "file fit.yaml:4: callbacks.0 Tell has no parameter 'pth'"),
+    (
+        "model: net:Net\ncallbacks:\n  class_path: net:Tell\n  init_args: {pth: x}\n",
+        "file fit.yaml:4: callbacks.0 Tell has no parameter 'pth'",
+    ),
     ("model: net:Net\nmax_epoch: 3\n", "file fit.yaml:2: 'max_epoch'"),
     ("model: !!python/object/apply:os.mkdir [pwned]\n", "fit.yaml:1"),
 ]

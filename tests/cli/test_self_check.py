@@ -40,7 +40,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_check_that_ends_its_process_has_failed_and_the_others_are_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_ends_its_process_has_failed_and_the_others_are_made(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "broken_job.py").write_text(JOB)
     monkeypatch.setattr(self_check, "JOBS", "broken_job")
     monkeypatch.setattr(self_check, "LIMIT_S", 1.0)
@@ -62,12 +64,28 @@ def test_the_table_and_the_status(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     good = [Outcome("store", "1 x cpu", True, "", 0.25), Outcome("deepspeed", "", None, "not installed", 0.0)]
     monkeypatch.setattr(self_check, "checked", lambda: good)
     assert self_check.main() == 0
-    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
-    assert rows == [["store on the loopback", "1 x cpu", "ok", "0.2", ""], ["DeepSpeed = one process", "", "- not installed", "0.0", ""]]
-    monkeypatch.setattr(self_check, "checked", lambda: [*good, Outcome("ddp", "2 x cpu", False, "weights differ", 1.0, "do this")])
+    rows = [
+        [cell.strip() for cell in line.strip("│").split("│")]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("│")
+    ]
+    assert rows == [
+        ["store on the loopback", "1 x cpu", "ok", "0.2", ""],
+        ["DeepSpeed = one process", "", "- not installed", "0.0", ""],
+    ]
+    monkeypatch.setattr(
+        self_check, "checked", lambda: [*good, Outcome("ddp", "2 x cpu", False, "weights differ", 1.0, "do this")]
+    )
     assert self_check.main(as_json=True) == 1
     last = json.loads(capsys.readouterr().out)[2]
-    assert last == {"check": "ddp", "devices": "2 x cpu", "ok": False, "detail": "weights differ", "seconds": 1.0, "mend": "do this"}
+    assert last == {
+        "check": "ddp",
+        "devices": "2 x cpu",
+        "ok": False,
+        "detail": "weights differ",
+        "seconds": 1.0,
+        "mend": "do this",
+    }
 
 
 def test_checks_of_one_device_pass(folder: Path) -> None:
@@ -88,7 +106,9 @@ def test_other_weights_are_found(folder: Path) -> None:
     with torch.no_grad():
         module.net[3].bias += 0.5
     assert self_check_jobs._difference(module) == pytest.approx(0.5)
-    assert self_check_jobs._difference(self_check_jobs.trained(self_check_jobs.Net(), "cpu", RANKS, max_epochs=1)) > 1e-3
+    assert (
+        self_check_jobs._difference(self_check_jobs.trained(self_check_jobs.Net(), "cpu", RANKS, max_epochs=1)) > 1e-3
+    )
 
 
 @pytest.mark.slow

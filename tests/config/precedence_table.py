@@ -1,6 +1,6 @@
 """The kinds of settings with a value from each source; as a script, what comes out of all combinations in this process, and of one ``Fit``.
 
-    python precedence_table.py REPORT_FOLDER           # in a folder with fit.yaml, with all FIT_ variables set
+python precedence_table.py REPORT_FOLDER           # in a folder with fit.yaml, with all FIT_ variables set
 """
 
 from __future__ import annotations
@@ -39,12 +39,21 @@ KINDS = {
     "int or float": Kind("limit_val_batches", "1", "1.0", 3, "0.5", (None, 1, 1.0, 3, 0.5)),
     "bool": Kind("check", "yes", "0", True, "off", (False, True, False, True, False)),
     "bool or word": Kind("deterministic", "true", "warn", False, "warn", (False, True, "warn", False, "warn")),
-    "duration": Kind("val_every", "500", "2 epochs", "10 min", "null", ("1 epochs", "500 steps", "2 epochs", "600 seconds", None)),
-    "time": Kind("max_time", "00:00:01:00", "2 min", "3 min", "4 min", (None, *(f"{n} seconds" for n in (60, 120, 180, 240)))),
+    "duration": Kind(
+        "val_every", "500", "2 epochs", "10 min", "null", ("1 epochs", "500 steps", "2 epochs", "600 seconds", None)
+    ),
+    "time": Kind(
+        "max_time", "00:00:01:00", "2 min", "3 min", "4 min", (None, *(f"{n} seconds" for n in (60, 120, 180, 240)))
+    ),
     "path": Kind("root_dir", "2024", "no", "there/b", "null/c", ("runs", "2024", "no", "there/b", "null/c")),
     "list": Kind("devices", "[0, 1]", "0,2", [0, 3], "[0, 4]", ("auto", [0, 1], [0, 2], [0, 3], [0, 4])),
     "schedule": Kind(
-        "accumulate_grad_batches", "{0: 1, 4: 2}", "3", {0: 4}, "{0: 5, 1: 6}", (1, {"0": 1, "4": 2}, 3, {"0": 4}, {"0": 5, "1": 6})
+        "accumulate_grad_batches",
+        "{0: 1, 4: 2}",
+        "3",
+        {0: 4},
+        "{0: 5, 1: 6}",
+        (1, {"0": 1, "4": 2}, 3, {"0": 4}, {"0": 5, "1": 6}),
     ),
     "mapping": Kind(
         *("compile", "{mode: default}", "blocks", {"dynamic": True}, "{fullgraph: true}"),
@@ -77,7 +86,11 @@ def origin(kind: Kind, chosen: tuple[str, ...], file: str) -> str:
     """Where the value must come from."""
     last = chosen[-1] if chosen else "default"
     variable, text = f"FIT_{kind.name.upper()}", f"{kind.name}={kind.command}"
-    return {"file": f"file {file}:1", "environment": f"environment {variable}", "command line": f"command line {text}"}.get(last, last)
+    return {
+        "file": f"file {file}:1",
+        "environment": f"environment {variable}",
+        "command line": f"command line {text}",
+    }.get(last, last)
 
 
 def prepare(folder: Path) -> dict[str, str]:

@@ -104,7 +104,13 @@ def test_fractions_need_the_length_of_an_epoch() -> None:
 
 def test_seconds() -> None:
     every = Every("10 s")
-    assert [every.due(step, None, now) for step, now in enumerate((1.0, 9.9, 25.0, 34.0, 35.0))] == [False, False, True, False, True]
+    assert [every.due(step, None, now) for step, now in enumerate((1.0, 9.9, 25.0, 34.0, 35.0))] == [
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
     # The clock of a resumed run began again.
     assert [every.due(step, None, now) for step, now in ((5, 1.0), (6, 10.0))] == [False, True]
 

@@ -44,8 +44,14 @@ OTHERS = {"max_tokens": 512, "tokenizer": "bpe", "keep": "x", "keyword": "y", "m
         ({"token": ["a", "b"]}, {"token": [HIDDEN, HIDDEN]}),
         (OTHERS, OTHERS),
         ({"token": None, "key": "", "password": True}, {"token": None, "key": "", "password": True}),
-        ({"credentials": {"user": "a", "more": ["b"]}, "password": 1234}, {"credentials": {"user": HIDDEN, "more": [HIDDEN]}, "password": HIDDEN}),
-        ({"key": {"class_path": "net:Key", "init_args": {"n": 1}}}, {"key": {"class_path": "net:Key", "init_args": {"n": 1}}}),
+        (
+            {"credentials": {"user": "a", "more": ["b"]}, "password": 1234},
+            {"credentials": {"user": HIDDEN, "more": [HIDDEN]}, "password": HIDDEN},
+        ),
+        (
+            {"key": {"class_path": "net:Key", "init_args": {"n": 1}}},
+            {"key": {"class_path": "net:Key", "init_args": {"n": 1}}},
+        ),
         ({"key_dim": 64, "secrets": "a", "accesskey": "b"}, {"key_dim": 64, "secrets": HIDDEN, "accesskey": HIDDEN}),
         ("https://host/?token=abc&x=1", f"https://host/?token={HIDDEN}&x=1"),
         ("https://user:p@ss@host/x", f"https://{HIDDEN}@host/x"),
@@ -74,7 +80,10 @@ def test_every_setting_is_json_with_its_origin(tmp_path: Path) -> None:
     assert json.loads(json.dumps(found)) == found
     assert list(found) == list(Settings.__dataclass_fields__)
     assert found["max_time"] == {"value": "60 seconds", "origin": "environment FIT_MAX_TIME"}
-    assert found["callbacks"] == {"value": ["callbacks.loggers.csv:CSVLogger", "callbacks.model_checkpoint:ModelCheckpoint"], "origin": "code"}
+    assert found["callbacks"] == {
+        "value": ["callbacks.loggers.csv:CSVLogger", "callbacks.model_checkpoint:ModelCheckpoint"],
+        "origin": "code",
+    }
     assert found["root_dir"] == {"value": str(tmp_path), "origin": "code"}
     assert found["strategy"]["value"] == {"name": "ddp", "bucket_cap_mb": 3}
     assert found["strategy"]["origins"]["bucket_cap_mb"].startswith("command line strategy=")
@@ -94,7 +103,9 @@ class Seen(Callback):
         self.config = run.config
 
 
-def test_checkpoints_and_loggers_hold_what_was_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_and_loggers_hold_what_was_resolved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("fit.yaml").write_text("strategy:\n  name: ddp\n  bucket_cap_mb: 5\nmax_steps: 3\n")
     monkeypatch.setenv("FIT_LOG_EVERY_N_STEPS", "1")
@@ -117,13 +128,23 @@ def test_checkpoints_and_loggers_hold_what_was_resolved(tmp_path: Path, monkeypa
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["bucket_cap_mb", "5.0", "file", "fit.yaml:3"] in shown
     assert ["api_key", HIDDEN] in shown
-    assert Net.load_from_checkpoint(tmp_path / "runs/checkpoints/step=00000003").hparams.api_key == "abc"  # what the module needs is kept
+    assert (
+        Net.load_from_checkpoint(tmp_path / "runs/checkpoints/step=00000003").hparams.api_key == "abc"
+    )  # what the module needs is kept
 
 
 def test_the_strategy_that_was_chosen_is_told(tmp_path: Path) -> None:
     for given, name, value in (("auto", "single", None), (DDP(bucket_cap_mb=2), "ddp", 2)):
         seen = Seen()
-        Fit(accelerator="cpu", devices=1, max_steps=1, root_dir=tmp_path, strategy=given, precision="bf16", callbacks=[seen]).run(Net(), BATCHES)
+        Fit(
+            accelerator="cpu",
+            devices=1,
+            max_steps=1,
+            root_dir=tmp_path,
+            strategy=given,
+            precision="bf16",
+            callbacks=[seen],
+        ).run(Net(), BATCHES)
         assert seen.config["strategy"]["value"]["name"] == name
         assert seen.config["strategy"]["value"].get("bucket_cap_mb") == value
         assert seen.config["precision"]["value"] == "bf16-mixed"
@@ -131,9 +152,13 @@ def test_the_strategy_that_was_chosen_is_told(tmp_path: Path) -> None:
 
 def test_a_new_run_keeps_the_older_config(tmp_path: Path) -> None:
     def run(**settings: Any) -> None:
-        Fit(accelerator="cpu", devices=1, root_dir=tmp_path, callbacks=[CSVLogger(), ModelCheckpoint(every="2 steps")], **settings).run(
-            Net(), BATCHES, resume="auto" if settings["max_steps"] == 4 else None
-        )
+        Fit(
+            accelerator="cpu",
+            devices=1,
+            root_dir=tmp_path,
+            callbacks=[CSVLogger(), ModelCheckpoint(every="2 steps")],
+            **settings,
+        ).run(Net(), BATCHES, resume="auto" if settings["max_steps"] == 4 else None)
 
     run(max_steps=2, seed=1)
     first = (tmp_path / "config.yaml").read_text()

@@ -43,12 +43,18 @@ def test_an_argument_with_an_answer_is_not_ours_and_says_what_to_write(call: str
     method = getattr(owner, call.partition(".")[2])
     known = inspect.signature(method).parameters
     assert not set(ARGUMENTS[call]) & set(known)
-    assert {new for said in ARGUMENTS[call].values() for new in re.findall(r"here it is called '(\w+)'", said)} <= set(known)
+    assert {new for said in ARGUMENTS[call].values() for new in re.findall(r"here it is called '(\w+)'", said)} <= set(
+        known
+    )
     if owner in (TrainModule, DataModule):
         return  # no step pays for them: the run explains their errors, as below
-    required = [each for each in known.values() if each.default is each.empty and each.kind == each.POSITIONAL_OR_KEYWORD]
+    required = [
+        each for each in known.values() if each.default is each.empty and each.kind == each.POSITIONAL_OR_KEYWORD
+    ]
     for name, said in ARGUMENTS[call].items():
-        with pytest.raises(TypeError, match=rf"^{re.escape(call)}\(\) got an unexpected keyword argument '{name}'; {re.escape(said)}$"):
+        with pytest.raises(
+            TypeError, match=rf"^{re.escape(call)}\(\) got an unexpected keyword argument '{name}'; {re.escape(said)}$"
+        ):
             method(*[None] * len(required), **{name: 1})
 
 
@@ -59,7 +65,9 @@ def test_log_explains_its_arguments_within_a_run(name: str, tmp_path: Path) -> N
             self.log("x", 1.0, **{name: True})  # type: ignore[arg-type]
 
     said = ARGUMENTS["TrainModule.log"][name]
-    with pytest.raises(TypeError, match=rf"TrainModule\.log\(\) got an unexpected keyword argument '{name}'; {re.escape(said)}"):
+    with pytest.raises(
+        TypeError, match=rf"TrainModule\.log\(\) got an unexpected keyword argument '{name}'; {re.escape(said)}"
+    ):
         fit(tmp_path).run(Logs(), ones(1))
 
 

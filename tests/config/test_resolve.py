@@ -48,7 +48,10 @@ def test_none_in_code_is_a_value(in_tmp: Path) -> None:
 def test_the_named_file_replaces_the_default_one(in_tmp: Path) -> None:
     (in_tmp / "fit.yaml").write_text("seed: 1\n")
     (in_tmp / "other.yaml").write_text("max_steps: 2\n")
-    for found in (resolve({}, {"FIT_CONFIG": "other.yaml"}), resolve({}, {"FIT_CONFIG": "none.yaml"}, Path("other.yaml"))):
+    for found in (
+        resolve({}, {"FIT_CONFIG": "other.yaml"}),
+        resolve({}, {"FIT_CONFIG": "none.yaml"}, Path("other.yaml")),
+    ):
         assert values(found, "seed", "max_steps") == [(None, "default"), (2, "file other.yaml:1")]
 
 
@@ -119,7 +122,10 @@ def test_variables_of_the_launcher_are_no_settings(in_tmp: Path) -> None:
         ("seed: 1\nseed: 2", "fit.yaml:2: 'seed' was given already in file fit.yaml:1"),
         ("a: b: c", "not valid YAML"),
         ("callbacks: []", "in code only"),
-        ("seed: !!python/object/apply:os.system ['touch pwned']", r"fit.yaml:1: the tag '!!python/object/apply:os.system' is refused"),
+        (
+            "seed: !!python/object/apply:os.system ['touch pwned']",
+            r"fit.yaml:1: the tag '!!python/object/apply:os.system' is refused",
+        ),
     ],
 )
 def test_errors_name_the_line(in_tmp: Path, text: str, message: str) -> None:
@@ -191,7 +197,9 @@ def test_names_of_other_trainers(name: str, said: str, tmp_path: Path) -> None:
 
 def test_every_name_that_is_told_is_a_setting() -> None:
     assert set(other_trainers_names.NAMES.values()) <= {field.name for field in fields(Settings)}
-    assert not (set(other_trainers_names.NAMES) | set(other_trainers_names.OTHERWISE)) & {field.name for field in fields(Settings)}
+    assert not (set(other_trainers_names.NAMES) | set(other_trainers_names.OTHERWISE)) & {
+        field.name for field in fields(Settings)
+    }
 
 
 def test_help_shows_the_value_of_every_default(in_tmp: Path) -> None:
@@ -200,7 +208,11 @@ def test_help_shows_the_value_of_every_default(in_tmp: Path) -> None:
     assert list(shown) == [field.name for field in fields(Settings)]
     text = pydoc.render_doc(Fit, renderer=pydoc.plaintext)
     assert "<default>" not in text
-    for said in ("max_epochs: 'int | None' = None", "val_every: 'int | float | str | timedelta | Duration | None' = '1 epochs'", "= 'runs'"):
+    for said in (
+        "max_epochs: 'int | None' = None",
+        "val_every: 'int | float | str | timedelta | Duration | None' = '1 epochs'",
+        "= 'runs'",
+    ):
         assert said in text
     for name, each in shown.items():  # what is shown is what holds
         assert Fit(**{name: each.default}).settings == Fit().settings

@@ -103,7 +103,9 @@ def test_a_single_callback_is_a_list_of_one() -> None:
         ("root_dir", "", ValueError, "path"),
     ],
 )
-def test_a_wrong_value_is_named_with_what_is_possible(name: str, given: Any, error: type[Exception], message: str) -> None:
+def test_a_wrong_value_is_named_with_what_is_possible(
+    name: str, given: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message) as caught:
         Settings(**{name: given})
     assert name in str(caught.value)

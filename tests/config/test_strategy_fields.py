@@ -41,11 +41,24 @@ def test_everywhere_the_same() -> None:
     assert same(strategy(file=f"strategy: {options}"), expected)
     assert same(strategy(environ={"FIT_STRATEGY": options}), expected)
     assert same(strategy(f"strategy={options}"), expected)
-    parts = ["strategy.cpu_offload=1", "strategy.dp_replicate=2", "strategy.blocks=[Block]", "strategy.reduce_dtype=bfloat16"]
+    parts = [
+        "strategy.cpu_offload=1",
+        "strategy.dp_replicate=2",
+        "strategy.blocks=[Block]",
+        "strategy.reduce_dtype=bfloat16",
+    ]
     assert same(strategy(*parts, file="strategy: fsdp"), expected)
-    given = {"name": "fsdp", "cpu_offload": True, "dp_replicate": 2, "blocks": ["Block"], "reduce_dtype": torch.bfloat16}
+    given = {
+        "name": "fsdp",
+        "cpu_offload": True,
+        "dp_replicate": 2,
+        "blocks": ["Block"],
+        "reduce_dtype": torch.bfloat16,
+    }
     assert same(strategies.get(Fit(strategy=given).settings.strategy), expected)
-    assert same(Engine(strategy={"name": "fsdp", "cpu_offload": True}, accelerator="cpu").strategy, FSDP(cpu_offload=True))
+    assert same(
+        Engine(strategy={"name": "fsdp", "cpu_offload": True}, accelerator="cpu").strategy, FSDP(cpu_offload=True)
+    )
 
 
 def test_a_name_alone_in_a_mapping_is_the_name() -> None:
@@ -56,13 +69,33 @@ def test_a_name_alone_in_a_mapping_is_the_name() -> None:
 @pytest.mark.parametrize(
     ("file", "overrides", "expected"),
     [
-        ("strategy: {name: deepspeed, stage: 2, overlap_comm: true}", ["strategy.stage=3"], DeepSpeed(stage=3, overlap_comm=True)),
+        (
+            "strategy: {name: deepspeed, stage: 2, overlap_comm: true}",
+            ["strategy.stage=3"],
+            DeepSpeed(stage=3, overlap_comm=True),
+        ),
         ("strategy: ddp", ["strategy.bucket_cap_mb=5"], DDP(bucket_cap_mb=5.0)),
         ("strategy: {name: ddp, bucket_cap_mb: 5}", ["strategy=fsdp"], FSDP()),
-        ("strategy: {name: ddp, bucket_cap_mb: 5}", ["strategy.cpu_offload=true", "strategy=fsdp"], FSDP(cpu_offload=True)),  # whole ones first
-        ("", ["strategy.bucket_cap_mb=1", "strategy=ddp", "strategy.bucket_cap_mb=2"], DDP(bucket_cap_mb=2.0)),  # the last one of a name
-        ("", ["strategy=deepspeed_stage_2_offload", "strategy.overlap_comm=yes"], DeepSpeed(stage=2, offload_optimizer=True, overlap_comm=True)),
-        ("", ["strategy=mesh", "strategy.plan={'a.*': colwise}", "strategy.tp=2"], MeshParallel(tp=2, plan={"a.*": "colwise"})),
+        (
+            "strategy: {name: ddp, bucket_cap_mb: 5}",
+            ["strategy.cpu_offload=true", "strategy=fsdp"],
+            FSDP(cpu_offload=True),
+        ),  # whole ones first
+        (
+            "",
+            ["strategy.bucket_cap_mb=1", "strategy=ddp", "strategy.bucket_cap_mb=2"],
+            DDP(bucket_cap_mb=2.0),
+        ),  # the last one of a name
+        (
+            "",
+            ["strategy=deepspeed_stage_2_offload", "strategy.overlap_comm=yes"],
+            DeepSpeed(stage=2, offload_optimizer=True, overlap_comm=True),
+        ),
+        (
+            "",
+            ["strategy=mesh", "strategy.plan={'a.*': colwise}", "strategy.tp=2"],
+            MeshParallel(tp=2, plan={"a.*": "colwise"}),
+        ),
         (
             "strategy: {name: deepspeed, config: {zero_optimization: {stage: 1, reduce_scatter: true}}}",
             ["strategy.config.zero_optimization.stage=2"],
@@ -75,24 +108,34 @@ def test_one_key_on_the_command_line(file: str, overrides: list[str], expected: 
 
 
 def test_other_mappings_on_the_command_line() -> None:
-    settings = built("compile.mode=max-autotune", "accumulate_grad_batches.4=2", file="compile: blocks\naccumulate_grad_batches: 3").settings
+    settings = built(
+        "compile.mode=max-autotune", "accumulate_grad_batches.4=2", file="compile: blocks\naccumulate_grad_batches: 3"
+    ).settings
     assert settings.compile == {"blocks": True, "mode": "max-autotune"}
     assert settings.accumulate_grad_batches == {0: 3, 4: 2}
-    assert Precision.parse(built("precision.recipe=rowwise", file="precision: fp8").settings.precision).fp8 == FP8(recipe="rowwise")
+    assert Precision.parse(built("precision.recipe=rowwise", file="precision: fp8").settings.precision).fp8 == FP8(
+        recipe="rowwise"
+    )
 
 
 def test_each_key_has_its_origin() -> None:
     fit = built("strategy.stage=3", file="strategy:\n  name: deepspeed\n  overlap_comm: true\n  stage: 1\n")
     assert fit.origins["strategy"] == "file fit.yaml:1"
     origins = fit.settings.strategy.origins
-    assert [origins[key] for key in ("name", "overlap_comm", "stage")] == ["file fit.yaml:2", "file fit.yaml:3", "command line strategy.stage=3"]
+    assert [origins[key] for key in ("name", "overlap_comm", "stage")] == [
+        "file fit.yaml:2",
+        "file fit.yaml:3",
+        "command line strategy.stage=3",
+    ]
     assert built("max_epochs=3").origins["max_epochs"] == "command line max_epochs=3"
     fit = built("compile.mode=default", file="compile: {dynamic: false}")
     assert fit.origins["compile"] == "command line compile.mode=default, over file fit.yaml:1"
 
 
 def test_the_command_line_is_above_code() -> None:
-    found = resolve({"max_steps": 3, "strategy": "ddp"}, {"FIT_MAX_STEPS": "2"}, None, ["max_steps=4", "strategy.bucket_cap_mb=3"])
+    found = resolve(
+        {"max_steps": 3, "strategy": "ddp"}, {"FIT_MAX_STEPS": "2"}, None, ["max_steps=4", "strategy.bucket_cap_mb=3"]
+    )
     assert (found.settings.max_steps, found.settings.strategy) == (4, Named("ddp", {"bucket_cap_mb": 3}))
     assert found.settings.strategy.origins["name"] == "code"
 
@@ -100,29 +143,59 @@ def test_the_command_line_is_above_code() -> None:
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ("strategy:\n  name: deepspeed\n  stagee: 3", r"file fit.yaml:3: 'deepspeed' has no setting 'stagee'; did you mean 'stage'\?"),
-        ("strategy:\n  name: depspeed\n  stage: 3", r"file fit.yaml:2: strategy='depspeed' is unknown; did you mean 'deepspeed'"),
+        (
+            "strategy:\n  name: deepspeed\n  stagee: 3",
+            r"file fit.yaml:3: 'deepspeed' has no setting 'stagee'; did you mean 'stage'\?",
+        ),
+        (
+            "strategy:\n  name: depspeed\n  stage: 3",
+            r"file fit.yaml:2: strategy='depspeed' is unknown; did you mean 'deepspeed'",
+        ),
         ("strategy:\n  stage: 3", r"file fit.yaml:1: strategy=.* has no 'name'"),
         ("strategy:\n  name: [a]\n  stage: 3", r"file fit.yaml:1: strategy.name=\['a'\] is of type list"),
-        ("strategy:\n  name: deepspeed\n  stage: three", r"file fit.yaml:3: strategy.stage='three' is of type str: give int or None"),
+        (
+            "strategy:\n  name: deepspeed\n  stage: three",
+            r"file fit.yaml:3: strategy.stage='three' is of type str: give int or None",
+        ),
         ("strategy:\n  name: deepspeed\n  stage: true", r"file fit.yaml:3: strategy.stage=True is of type bool"),
         ("strategy:\n  name: deepspeed\n  stage: 7", r"file fit.yaml:3: strategy 'deepspeed': stage=7"),
         ("strategy:\n  name: deepspeed\n  config:\n    zero_optimization: 3", r"file fit.yaml"),
-        ("strategy:\n  name: deepspeed\n  config: nowhere.json", r"file fit.yaml:3: strategy 'deepspeed': .*nowhere.json"),
-        ("strategy:\n  name: ddp\n  comm_hook: fp17", r"file fit.yaml:3: strategy 'ddp': DDP\(comm_hook='fp17'\) is unknown; did you mean 'fp16'"),
-        ("strategy:\n  name: ddp\n  comm_hook: 16", r"file fit.yaml:3: strategy.comm_hook=16 is of type int: give str or None .*in quotes"),
+        (
+            "strategy:\n  name: deepspeed\n  config: nowhere.json",
+            r"file fit.yaml:3: strategy 'deepspeed': .*nowhere.json",
+        ),
+        (
+            "strategy:\n  name: ddp\n  comm_hook: fp17",
+            r"file fit.yaml:3: strategy 'ddp': DDP\(comm_hook='fp17'\) is unknown; did you mean 'fp16'",
+        ),
+        (
+            "strategy:\n  name: ddp\n  comm_hook: 16",
+            r"file fit.yaml:3: strategy.comm_hook=16 is of type int: give str or None .*in quotes",
+        ),
         ("strategy:\n  name: fsdp\n  ignore: [a, 1]", r"file fit.yaml:3: strategy.ignore.1=1 is of type int"),
-        ("strategy:\n  name: fsdp\n  reduce_dtype: fp15", r"file fit.yaml:3: strategy.reduce_dtype='fp15': unknown dtype; did you mean 'fp16'"),
+        (
+            "strategy:\n  name: fsdp\n  reduce_dtype: fp15",
+            r"file fit.yaml:3: strategy.reduce_dtype='fp15': unknown dtype; did you mean 'fp16'",
+        ),
         ("strategy:\n  name: mesh\n  plan:\n    a: 1", r"file fit.yaml:4: strategy.plan.a=1 is of type int"),
-        ("strategy:\n  name: deepspeed_stage_2\n  stage: 3", r"file fit.yaml:3: strategy.stage=3 contradicts the name .*'deepspeed'"),
+        (
+            "strategy:\n  name: deepspeed_stage_2\n  stage: 3",
+            r"file fit.yaml:3: strategy.stage=3 contradicts the name .*'deepspeed'",
+        ),
         ("strategy:\n  name: auto\n  stage: 3", r"file fit.yaml:3: strategy 'auto' takes no settings"),
         ("\nstrategy: dpd", r"strategy='dpd' is unknown; did you mean 'ddp'.*\[strategy: file fit.yaml:2\]"),
         ("strategy: [ddp]", r"file fit.yaml:1: strategy=\['ddp'\] is of type list"),
         ("precision: [bf16]", r"file fit.yaml:1: precision=\['bf16'\] is of type list"),
         ("strategy:\n  name: single\n  stage: 3", r"file fit.yaml:3: 'single' has no setting 'stage'; it takes none"),
         ("precision:\n  name: bf16\n  recipe: rowwise", r"file fit.yaml:3: precision 'bf16' takes no settings"),
-        ("precision:\n  name: fp8\n  recipe: rowwize", r"file fit.yaml:3: precision 'fp8-mixed': FP8\(recipe='rowwize'\) is unknown"),
-        ("compile:\n  dynamic: true\n  mod: x", r"file fit.yaml:3: compile has the key 'mod', which is unknown; did you mean 'mode'"),
+        (
+            "precision:\n  name: fp8\n  recipe: rowwize",
+            r"file fit.yaml:3: precision 'fp8-mixed': FP8\(recipe='rowwize'\) is unknown",
+        ),
+        (
+            "compile:\n  dynamic: true\n  mod: x",
+            r"file fit.yaml:3: compile has the key 'mod', which is unknown; did you mean 'mode'",
+        ),
         ("callbacks: []", r"file fit.yaml:1: 'callbacks' is a section that 'fit run' reads.*in code only"),
         ("model:\n  width: 3", r"file fit.yaml:1: 'model' is a section that 'fit run' reads"),
     ],
@@ -164,12 +237,21 @@ def test_an_object_of_the_code_has_its_own_settings() -> None:
     ("settings", "message"),
     [
         ({"strategy": "single", "devices": 2}, "one process cannot use 2 devices"),
-        ({"strategy": {"name": "fsdp", "dp_replicate": 3}, "devices": 4}, r"needs a multiple of 3 processes, this job has 4"),
-        ({"strategy": {"name": "mesh", "tp": 2, "dp_shard": 1}, "devices": 2, "num_nodes": 2}, "needs 2 processes, this job has 4"),
+        (
+            {"strategy": {"name": "fsdp", "dp_replicate": 3}, "devices": 4},
+            r"needs a multiple of 3 processes, this job has 4",
+        ),
+        (
+            {"strategy": {"name": "mesh", "tp": 2, "dp_shard": 1}, "devices": 2, "num_nodes": 2},
+            "needs 2 processes, this job has 4",
+        ),
         ({"strategy": "pp", "devices": 2, "compile": True}, "no rank runs the whole model; use compile='blocks'"),
         ({"strategy": "deepspeed", "precision": "64-true"}, "whose master copies are fp32"),
         ({"strategy": "deepspeed", "precision": "16-mixed", "accelerator": "cpu"}, "its fp16 needs CUDA"),
-        ({"strategy": "deepspeed", "gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, r"gradient_clip_algorithm='value' \(code\)"),
+        (
+            {"strategy": "deepspeed", "gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+            r"gradient_clip_algorithm='value' \(code\)",
+        ),
     ],
 )
 def test_what_cannot_work_together_is_said_before_anything_starts(settings: dict[str, Any], message: str) -> None:
@@ -178,7 +260,10 @@ def test_what_cannot_work_together_is_said_before_anything_starts(settings: dict
 
 
 def test_and_where_it_comes_from() -> None:
-    with pytest.raises(ValueError, match=r"this job has 2: .*\[devices: environment FIT_DEVICES; strategy.dp_replicate: file fit.yaml:3\]$"):
+    with pytest.raises(
+        ValueError,
+        match=r"this job has 2: .*\[devices: environment FIT_DEVICES; strategy.dp_replicate: file fit.yaml:3\]$",
+    ):
         built(file="strategy:\n  name: fsdp\n  dp_replicate: 3\n", environ={"FIT_DEVICES": "2"})
 
 

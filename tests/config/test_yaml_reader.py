@@ -50,7 +50,9 @@ def test_sections_of_fit_run_are_read_alike(in_tmp: Path, section: str) -> None:
         resolve({}, {}, Path("hostile.yaml"), (), ("model", "data", "callbacks"))
 
 
-@pytest.mark.parametrize("command", [["env"], ["config", "--check", "fit.yaml"], ["run", "os:getcwd"], ["launch", "script.py"]])
+@pytest.mark.parametrize(
+    "command", [["env"], ["config", "--check", "fit.yaml"], ["run", "os:getcwd"], ["launch", "script.py"]]
+)
 def test_no_command_runs_what_a_file_names(in_tmp: Path, command: list[str]) -> None:
     Path("fit.yaml").write_text(f"max_steps: 1\nseed: {HOSTILE[0]}\n")
     Path("script.py").write_text("open('pwned', 'w')")
@@ -123,11 +125,16 @@ def test_a_mark_of_byte_order_is_no_content(in_tmp: Path) -> None:
 
 
 def test_anchors_and_merges(in_tmp: Path) -> None:
-    Path("a.yaml").write_text("strategy:\n  <<: &s {name: ddp, bucket_cap_mb: 5}\n  name: fsdp\nseed: &n 4\nmax_steps: *n\n")
+    Path("a.yaml").write_text(
+        "strategy:\n  <<: &s {name: ddp, bucket_cap_mb: 5}\n  name: fsdp\nseed: &n 4\nmax_steps: *n\n"
+    )
     found = resolve({}, {}, Path("a.yaml"))
     assert (found.settings.seed, found.settings.max_steps) == (4, 4)
     assert (found.settings.strategy.name, found.settings.strategy.options) == ("fsdp", {"bucket_cap_mb": 5})
-    assert (found.settings.strategy.at("name"), found.settings.strategy.at("bucket_cap_mb")) == ("file a.yaml:3: ", "file a.yaml:2: ")
+    assert (found.settings.strategy.at("name"), found.settings.strategy.at("bucket_cap_mb")) == (
+        "file a.yaml:3: ",
+        "file a.yaml:2: ",
+    )
     text = "a: &a {x: 1, y: 1, z: 1}\nb: &b {y: 2, z: 2}\nc: {<<: [*b, *a], z: 3}\nd: {z: 4, <<: {<<: *a, y: 5}}\n"
     node = yaml_reader.compose(text, "text", lines=True)
     value = yaml_reader.construct(node)

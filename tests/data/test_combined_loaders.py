@@ -94,7 +94,12 @@ def by_hand(mode: str, first: list[Any], second: list[Any]) -> list[Any]:
 
 
 MODES = ["min_size", "max_size_cycle", "max_size", "sequential"]
-PAIRS = {"indices": (small, large), "longer first": (large, small), "a stream": (small, stream), "streams": (stream, stream)}
+PAIRS = {
+    "indices": (small, large),
+    "longer first": (large, small),
+    "a stream": (small, stream),
+    "streams": (stream, stream),
+}
 PAIRS |= {
     "a list": (lambda: [torch.tensor([7]), torch.tensor([8, 9])], large),
     "a list and a stream": (stream, lambda: [torch.tensor([7])]),
@@ -232,14 +237,18 @@ def test_resuming_takes_no_random_numbers(pair: str, mode: str) -> None:
 
 
 def test_with_a_stream_cycles_are_shuffled_anew_too() -> None:
-    _, loader = prepared(CombinedLoader([DataLoader(Numbers(6), 6, shuffle=True), DataLoader(Flow(6), 2)], "max_size_cycle"))
+    _, loader = prepared(
+        CombinedLoader([DataLoader(Numbers(6), 6, shuffle=True), DataLoader(Flow(6), 2)], "max_size_cycle")
+    )
     found = [row[0] for row in read(loader)]
     assert [sorted(batch) for batch in found] == [list(range(6))] * 3
     assert len({tuple(batch) for batch in found}) == 3
 
 
 def test_few_passes_orders_are_kept() -> None:
-    _, loader = prepared(CombinedLoader([DataLoader(Numbers(3), 3, shuffle=True), DataLoader(Numbers(50), 1)], "max_size_cycle"))
+    _, loader = prepared(
+        CombinedLoader([DataLoader(Numbers(3), 3, shuffle=True), DataLoader(Numbers(50), 1)], "max_size_cycle")
+    )
     assert len(read(loader)) == 50
     feed: Any = loader._feed
     assert len(feed.members[0].cuts) <= 3
@@ -248,8 +257,17 @@ def test_few_passes_orders_are_kept() -> None:
 def test_numbers_of_a_late_member_are_found_at_once() -> None:
     units = 10**12
     assert list(_own(Deal(units, 1, window=3), 0, units - 3, units)) == list(range(units - 3, units))
-    assert list(_own(Deal(units, 1, window=2, world_size=2, rank=1), 4, units // 2, units // 2 + 5)) == [units // 2 + 1, units // 2 + 3]
-    assert list(_own(Deal(11, 1, window=2, world_size=2, rank=1), 0, 2, 11)) == [3, 5, 7, 9, 8]  # the last a repetition, rank 0's 8
+    assert list(_own(Deal(units, 1, window=2, world_size=2, rank=1), 4, units // 2, units // 2 + 5)) == [
+        units // 2 + 1,
+        units // 2 + 3,
+    ]
+    assert list(_own(Deal(11, 1, window=2, world_size=2, rank=1), 0, 2, 11)) == [
+        3,
+        5,
+        7,
+        9,
+        8,
+    ]  # the last a repetition, rank 0's 8
 
 
 def test_cycles_are_shuffled_anew_and_members_apart() -> None:
@@ -261,7 +279,9 @@ def test_cycles_are_shuffled_anew_and_members_apart() -> None:
     assert len({tuple(one) for one in passes}) == 3
     assert sorted(i for batch in found for i in batch["b"]) == list(range(18))
     assert read(loader) != found
-    _, same = prepared(CombinedLoader([DataLoader(Numbers(18), 18, shuffle=True), DataLoader(Numbers(18), 18, shuffle=True)]))
+    _, same = prepared(
+        CombinedLoader([DataLoader(Numbers(18), 18, shuffle=True), DataLoader(Numbers(18), 18, shuffle=True)])
+    )
     ((one, two),) = read(same)
     assert one != two
 
@@ -317,9 +337,13 @@ def test_the_weight_is_the_number_of_samples_of_all() -> None:
     for pair in ((small, large), (small, stream)):
         engine, loader = prepared(CombinedLoader([pair[0](), pair[1]()], "max_size"), accumulate_grad_batches=2)
         sizes = [engine.window.share.size for _ in loader]
-        assert sizes == [sum(len(part) for part in row if part) for row in by_hand("max_size", read(pair[0]()), read(pair[1]()))]
+        assert sizes == [
+            sum(len(part) for part in row if part) for row in by_hand("max_size", read(pair[0]()), read(pair[1]()))
+        ]
     engine, loader = prepared(CombinedLoader([small(), large()]), accumulate_grad_batches=2)
-    shares = [(engine.window.share.size, round(1 / engine.window.share.divisor, 6), engine.window.share.last) for _ in loader]
+    shares = [
+        (engine.window.share.size, round(1 / engine.window.share.divisor, 6), engine.window.share.last) for _ in loader
+    ]
     assert shares == [(5, 0.5, False), (5, 0.5, True), (4, 1.0, True)]
 
 
@@ -388,7 +412,9 @@ class Both(TrainModule):
 
 
 def fit(module: TrainModule, loader: Any, val: Any = None, **settings: Any) -> Any:
-    return Fit(**{"accelerator": "cpu", "max_epochs": 1, "num_sanity_val_steps": 0, "seed": 1, **settings}).run(module, loader, val)
+    return Fit(**{"accelerator": "cpu", "max_epochs": 1, "num_sanity_val_steps": 0, "seed": 1, **settings}).run(
+        module, loader, val
+    )
 
 
 def test_a_dict_of_loaders_is_trained_on_side_by_side() -> None:
@@ -423,7 +449,12 @@ def test_a_dict_of_loaders_to_validate_on_is_several() -> None:
 def trained(world_size: int) -> tuple[float, list[Any]]:
     """Global batches of four combined ones at any world size: the same weights."""
     module = Both()
-    fit(module, {"a": small(shuffle=True), "b": large(shuffle=True)}, accumulate_grad_batches=4 // world_size, max_epochs=2)
+    fit(
+        module,
+        {"a": small(shuffle=True), "b": large(shuffle=True)},
+        accumulate_grad_batches=4 // world_size,
+        max_epochs=2,
+    )
     return module.w.item(), module.seen
 
 

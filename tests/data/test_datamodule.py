@@ -124,7 +124,10 @@ def test_hyperparameters() -> None:
 
 
 def test_a_dataset_without_a_loader(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"TensorDataset is a dataset of samples: give DataLoader\(dataset, batch_size=32, shuffle=True\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"TensorDataset is a dataset of samples: give DataLoader\(dataset, batch_size=32, shuffle=True\)",
+    ):
         fit(tmp_path).run(Weight(), TensorDataset(torch.ones(3, 1)))
 
 

@@ -184,7 +184,9 @@ def test_a_batch_sampler_that_the_user_made_of_torchs_class() -> None:
     loader = DataLoader(Numbers(7), batch_sampler=BatchSampler(RandomSampler(Numbers(7)), 3, drop_last=False))
     assert [len(batch) for batch in read(feed(loader))] == [3, 3, 1]
     assert read(feed(loader, seed=1)) != read(feed(loader, seed=2))
-    shared = DataLoader(Numbers(4), batch_sampler=BatchSampler(DistributedSampler(Numbers(4), 2, 0, shuffle=False), 1, drop_last=False))
+    shared = DataLoader(
+        Numbers(4), batch_sampler=BatchSampler(DistributedSampler(Numbers(4), 2, 0, shuffle=False), 1, drop_last=False)
+    )
     assert everywhere(shared, 2) == [0, 1, 2, 3]
 
 
@@ -226,7 +228,9 @@ def test_a_samplers_own_generator_follows_the_epoch(kind: str, inside: bool) -> 
 
     def source(own: Any = None) -> Any:
         sampler = WithOwn(generators()[kind] if own is None else own)
-        options: Any = {"batch_sampler": Wrapped(sampler, 20, False)} if inside else {"sampler": sampler, "batch_size": 20}
+        options: Any = (
+            {"batch_sampler": Wrapped(sampler, 20, False)} if inside else {"sampler": sampler, "batch_size": 20}
+        )
         return feed(DataLoader(Numbers(20), **options))
 
     first = source()

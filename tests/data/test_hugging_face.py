@@ -124,7 +124,10 @@ def test_without_a_seed_the_order_is_another_and_that_is_said() -> None:
     next(batches)
     other = prepared(DataLoader(shuffled(None), batch_size=2))
     other.load_state_dict(first.state_dict())
-    with pytest.warns(UserWarning, match="shuffled in another order than before the resume"), pytest.warns(UserWarning, match="1 batches are read"):
+    with (
+        pytest.warns(UserWarning, match="shuffled in another order than before the resume"),
+        pytest.warns(UserWarning, match="1 batches are read"),
+    ):
         read(other)
 
 

@@ -36,7 +36,9 @@ class Reads(TrainModule):
 
 def run(root: Path, loader: Any, val: Any = None, **settings: Any) -> Reads:
     module = Reads()
-    Fit(accelerator="cpu", devices=1, root_dir=root, max_epochs=2, num_sanity_val_steps=0, **settings).run(module, loader, val)
+    Fit(accelerator="cpu", devices=1, root_dir=root, max_epochs=2, num_sanity_val_steps=0, **settings).run(
+        module, loader, val
+    )
     return module
 
 
@@ -72,7 +74,9 @@ def test_batches_of_a_class_of_ones_own_are_refused(tmp_path: Path) -> None:
         pass
 
     loader = DataLoader(DATA, batch_sampler=Own(RandomSampler(DATA), 2, False))
-    with pytest.raises(ValueError, match="overfit_batches needs the same batches in every epoch, and Own makes those of DataLoader"):
+    with pytest.raises(
+        ValueError, match="overfit_batches needs the same batches in every epoch, and Own makes those of DataLoader"
+    ):
         run(tmp_path, loader, overfit_batches=1)
 
 

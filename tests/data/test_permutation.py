@@ -93,7 +93,9 @@ def test_places_and_neighbours_of_a_large_one_are_even() -> None:
     for seed, start in ((1, 0), (2, 2**23), (3, size - 2**16)):
         values = Permutation(size, seed, 0).at(torch.arange(start, start + 2**16))
         for numbers in (values, (values[1:] - values[:-1]) % size, (values[1::2] ^ values[::2]) % 2**24):
-            counts = torch.bincount(numbers * 256 // size if int(numbers.max()) < size else numbers, minlength=256)[:256].double()
+            counts = torch.bincount(numbers * 256 // size if int(numbers.max()) < size else numbers, minlength=256)[
+                :256
+            ].double()
             expected = len(numbers) / 256
             assert 150 < ((counts - expected) ** 2 / expected).sum() < 360
 
@@ -133,7 +135,9 @@ class Huge(Dataset[int]):
 
 
 def prepared(size: int, seed: int = 7, **options: Any) -> Any:
-    return Engine(accelerator="cpu", seed=seed).prepare_data_loader(DataLoader(Huge(size), **{"batch_size": 4, "shuffle": True, **options}))
+    return Engine(accelerator="cpu", seed=seed).prepare_data_loader(
+        DataLoader(Huge(size), **{"batch_size": 4, "shuffle": True, **options})
+    )
 
 
 def test_ten_billion_samples_cost_nothing() -> None:

@@ -31,7 +31,9 @@ def test_each_pass_is_an_epoch() -> None:
     first, second = read(loader), read(loader)
     assert loader.epoch == 1
     assert first != second
-    assert sorted(i for batch in first for i in batch) == sorted(i for batch in second for i in batch) == list(range(10))
+    assert (
+        sorted(i for batch in first for i in batch) == sorted(i for batch in second for i in batch) == list(range(10))
+    )
     loader.set_epoch(0)
     assert read(loader) == first
     assert read(loader) == second
@@ -120,7 +122,10 @@ def test_the_users_attributes_are_there() -> None:
 def test_a_one_shot_generator_is_an_error_from_the_second_epoch_on() -> None:
     _, loader = prepared(torch.ones(1) for _ in range(3))
     assert len(read(loader)) == 3
-    with pytest.raises(ValueError, match=r"generator yielded no batch in epoch 1: it is empty, or a generator, which can be read only once"):
+    with pytest.raises(
+        ValueError,
+        match=r"generator yielded no batch in epoch 1: it is empty, or a generator, which can be read only once",
+    ):
         read(loader)
 
 

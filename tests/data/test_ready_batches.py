@@ -16,7 +16,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 from engine import CombinedLoader, Engine, Fit, TrainModule
 
 SIZES = (5, 1, 3, 2, 4)
-X = torch.tensor([0.5, -1.0, 2.0, 0.25, 1.5, -0.75, 3.0, 1.0, -2.0, 0.125, 0.375, 2.5, -0.5, 1.25, 0.75], dtype=torch.float64)
+X = torch.tensor(
+    [0.5, -1.0, 2.0, 0.25, 1.5, -0.75, 3.0, 1.0, -2.0, 0.125, 0.375, 2.5, -0.5, 1.25, 0.75], dtype=torch.float64
+)
 LR = 0.125
 
 
@@ -77,13 +79,34 @@ def expected(batches: int, sizes: tuple[int, ...] = SIZES) -> float:
 
 def found(window: int, world: int = 1) -> dict[str, float]:
     module = Mean()
-    fit = Fit(accelerator="cpu", max_epochs=1, accumulate_grad_batches=window, num_sanity_val_steps=0, seed=1, log_every_n_steps=0)
+    fit = Fit(
+        accelerator="cpu",
+        max_epochs=1,
+        accumulate_grad_batches=window,
+        num_sanity_val_steps=0,
+        seed=1,
+        log_every_n_steps=0,
+    )
     result = fit.run(module, loader(num_workers=1 if world > 1 else 0), loader())
     bulk = Mean()
     fit.run(bulk, loader(Bulk(), sampler=BatchSampler(SequentialSampler(X), 4, drop_last=False)))
     pair = Mean()
-    fit.run(pair, CombinedLoader({"a": loader(), "b": DataLoader(TensorDataset(X[:5]), batch_size=1, collate_fn=lambda rows: rows[0][0].reshape(1))}))
-    return {"w": module.w.item(), "mean": result.metrics["mean"], "bulk": bulk.w.item(), "pair": pair.w.item(), "loss": result.metrics["loss_epoch"]}
+    fit.run(
+        pair,
+        CombinedLoader(
+            {
+                "a": loader(),
+                "b": DataLoader(TensorDataset(X[:5]), batch_size=1, collate_fn=lambda rows: rows[0][0].reshape(1)),
+            }
+        ),
+    )
+    return {
+        "w": module.w.item(),
+        "mean": result.metrics["mean"],
+        "bulk": bulk.w.item(),
+        "pair": pair.w.item(),
+        "loss": result.metrics["loss_epoch"],
+    }
 
 
 def two_windows() -> Any:
@@ -96,7 +119,11 @@ def in_order() -> Any:
     for samples in (1, 7, 19, 24):
         for window in (1, 3, 4):
             engine = Engine(accelerator="cpu", accumulate_grad_batches=window)
-            for data in (DataLoader(torch.arange(samples), batch_size=2), list(torch.arange(samples).split(2)), Numbers(samples)):  # type: ignore[arg-type]
+            for data in (
+                DataLoader(torch.arange(samples), batch_size=2),
+                list(torch.arange(samples).split(2)),
+                Numbers(samples),
+            ):  # type: ignore[arg-type]
                 own: list[int] = []
                 for batch in engine.prepare_data_loader(data):
                     own += engine.gather_for_metrics(batch).tolist()

@@ -59,7 +59,9 @@ def test_a_rank_without_samples_repeats_some() -> None:
 @pytest.mark.parametrize("window", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @pytest.mark.parametrize(("units", "batch"), [(1, 4), (7, 1), (19, 4), (24, 4), (29, 3)])
-def test_every_sample_once_with_its_weight(units: int, batch: int, world_size: int, window: int, drop_last: bool, limit: int | None) -> None:
+def test_every_sample_once_with_its_weight(
+    units: int, batch: int, world_size: int, window: int, drop_last: bool, limit: int | None
+) -> None:
     deals = [Deal(units, batch, window, world_size, rank, drop_last, limit) for rank in range(world_size)]
     used = units // (batch * world_size) * batch * world_size if drop_last else units
     used = used if limit is None else min(used, limit * batch * world_size)
@@ -79,7 +81,9 @@ def test_every_sample_once_with_its_weight(units: int, batch: int, world_size: i
                     for position in part:
                         assert position not in weights
                         # (mean over the part) / divisor, averaged over the ranks
-                        weights[position] = 1 / (Fraction(len(part)) * Fraction(share.divisor).limit_denominator(10**6) * world_size)
+                        weights[position] = 1 / (
+                            Fraction(len(part)) * Fraction(share.divisor).limit_denominator(10**6) * world_size
+                        )
             assert [share.last for share in shares(sizes, rank)] == [False] * (len(parts) - 1) + [True]
         assert sorted(weights) == list(range(count, count + total))
         assert set(weights.values()) == {Fraction(1, total)}

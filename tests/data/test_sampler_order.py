@@ -128,7 +128,9 @@ class Halves(DistributedSampler[int]):
 
 
 def test_a_part_for_other_processes_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"Halves yields shard 1 of 3, but this is rank 0 of 1 that see different data"):
+    with pytest.raises(
+        ValueError, match=r"Halves yields shard 1 of 3, but this is rank 0 of 1 that see different data"
+    ):
         loaded(Halves(Numbers(), 3, 1))
     with pytest.raises(ValueError, match=r"DistributedSampler yields shard 0 of 2"):
         loaded(DistributedSampler(Numbers(), 2, 0))
@@ -146,7 +148,10 @@ class Endless(Sampler[int]):
 def test_a_sampler_without_an_end_needs_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.data.sampler_order._ENDLESS", 1000)
     loader = loaded(Endless())
-    with pytest.raises(ValueError, match=r"Endless has no length, and yielded more than 1000 indices for 20 samples.*limit_train_batches"):
+    with pytest.raises(
+        ValueError,
+        match=r"Endless has no length, and yielded more than 1000 indices for 20 samples.*limit_train_batches",
+    ):
         read(loader)
     loader = loaded(Endless())
     loader.limit = 7
@@ -294,7 +299,9 @@ def test_a_run_is_resumed_with_a_sampler_that_counts(tmp_path: Any) -> None:
 
     def run(steps: int, resume: Any = None) -> list[int]:
         module, sampler = Seen(), Turning()
-        fit = Fit(accelerator="cpu", max_steps=steps, max_epochs=9, root_dir=tmp_path, callbacks=[saver], log_every_n_steps=0)
+        fit = Fit(
+            accelerator="cpu", max_steps=steps, max_epochs=9, root_dir=tmp_path, callbacks=[saver], log_every_n_steps=0
+        )
         fit.run(module, DataLoader(Numbers(6), batch_size=2, sampler=sampler), resume=resume)
         return module.seen
 
@@ -365,7 +372,9 @@ def two_own_random_state() -> Any:
 
 
 def two_generators_of_ranks() -> Any:
-    return passes(prepared(DataLoader(Numbers(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(rank()))), 2)
+    return passes(
+        prepared(DataLoader(Numbers(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(rank()))), 2
+    )
 
 
 def two_weighted() -> Any:
@@ -417,7 +426,10 @@ def two() -> dict[str, list[Any]]:
 
 
 def test_a_distributed_sampler_of_the_users_is_read_on_each_rank(two: Any) -> None:
-    assert two["sharded"] == [[[list(range(10)), list(range(2, 10))], 5, 4], [[list(range(10, 20)), list(range(12, 20))], 5, 4]]
+    assert two["sharded"] == [
+        [[list(range(10)), list(range(2, 10))], 5, 4],
+        [[list(range(10, 20)), list(range(12, 20))], 5, 4],
+    ]
     assert two["wrapped"] == [[list(range(10))], [list(range(10, 20))]]
 
 
@@ -428,7 +440,9 @@ def test_a_misfit_is_reported_by_all_ranks(two: Any) -> None:
 
 def test_parts_that_nothing_speaks_of_are_an_error(two: Any) -> None:
     assert len(set(two["unknown_parts"])) == 1
-    assert two["unknown_parts"][0].startswith("Parts yields different samples on each rank, without declaring that it divides the data")
+    assert two["unknown_parts"][0].startswith(
+        "Parts yields different samples on each rank, without declaring that it divides the data"
+    )
 
 
 def test_random_states_of_ranks_give_one_order(two: Any) -> None:

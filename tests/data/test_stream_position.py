@@ -147,8 +147,12 @@ LOADERS = {
     "dataset": lambda workers, **options: DataLoader(Mutating(), batch_size=3, num_workers=workers, **options),
     "iterator": lambda workers, **options: DataLoader(ByIterator(), batch_size=3, num_workers=workers, **options),
     "torchdata": lambda workers, **options: torchdatas(Stateful(), batch_size=3, num_workers=workers, **options),
-    "torchdata, nothing stateful": lambda workers, **options: torchdatas(Numbers(), batch_size=3, num_workers=workers, **options),
-    "without batches": lambda workers, **options: DataLoader(Stateful(9), batch_size=None, num_workers=workers, **options),
+    "torchdata, nothing stateful": lambda workers, **options: torchdatas(
+        Numbers(), batch_size=3, num_workers=workers, **options
+    ),
+    "without batches": lambda workers, **options: DataLoader(
+        Stateful(9), batch_size=None, num_workers=workers, **options
+    ),
     "uneven workers": lambda workers, **options: DataLoader(Uneven(), batch_size=3, num_workers=2, **options),
 }
 
@@ -608,7 +612,9 @@ def two_goes_on() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def two() -> dict[str, Any]:
     alone = Engine(accelerator="cpu", seed=3)
-    states = {name: given(alone, alone.prepare(data), 3)[1] for name, data in loaders(0).items() if name != "presharded"}
+    states = {
+        name: given(alone, alone.prepare(data), 3)[1] for name, data in loaders(0).items() if name != "presharded"
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STATES", json.dumps(states))
         return on_ranks(__file__, 2, "two_")

@@ -115,7 +115,10 @@ def test_min_and_max(results):
 
 
 def test_unknown_reduction(results):
-    assert both(results, "maxx") == "ValueError: unknown reduction 'maxx'; did you mean 'max'?. Possible: sum, mean, min, max"
+    assert (
+        both(results, "maxx")
+        == "ValueError: unknown reduction 'maxx'; did you mean 'max'?. Possible: sum, mean, min, max"
+    )
 
 
 def test_reductions_leave_their_input(results):
@@ -153,7 +156,16 @@ def test_gather_of_dtypes_that_gloo_does_not_know(results):
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("other dims", ["ValueError", "tensor 1", "numbers of dims", "rank 0 gave torch.float32 [2]", "rank 1 gave torch.float32 [2, 2]"]),
+        (
+            "other dims",
+            [
+                "ValueError",
+                "tensor 1",
+                "numbers of dims",
+                "rank 0 gave torch.float32 [2]",
+                "rank 1 gave torch.float32 [2, 2]",
+            ],
+        ),
         ("scalar and vector", ["ValueError", "numbers of dims", "[]", "[3]"]),
         ("other dtypes", ["ValueError", "dtypes", "rank 0 gave torch.float32", "rank 1 gave torch.int64"]),
         ("other widths", ["ValueError", "[2, 3]", "[2, 4]", "pad_across_processes"]),

@@ -19,7 +19,11 @@ from engine.distributed.command_line import without_tool
         ("/bin/coverage run -m package.train", "/w/package/train.py", "-m package.train"),
         ("-m trace --count --module train", "/w/train.py", "-m train"),
         ("/code/debugpy/launcher/../../debugpy --connect 1 --configure-qt none train.py a", "train.py a", "train.py a"),
-        ("profile.py --lr 1", "profile.py", "profile.py --lr 1"),  # a script of that name, which has changed its arguments
+        (
+            "profile.py --lr 1",
+            "profile.py",
+            "profile.py --lr 1",
+        ),  # a script of that name, which has changed its arguments
         ("/bin/mytool train.py", "train.py", "/bin/mytool train.py"),  # whatever it does is done by all ranks
         ("-m pdb train.py --lr 1", "train.py", None),
         ("-m pdb train.py --lr 1", "other.py --lr 1", None),

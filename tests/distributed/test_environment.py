@@ -29,7 +29,14 @@ OPEN_MPI = {
     "PMIX_RANK": "1",
 }
 # Hydra 4.0.2
-MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "HYDI_CONTROL_FD": "7"}
+MPICH = {
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+    "PMI_FD": "8",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+    "HYDI_CONTROL_FD": "7",
+}
 MVAPICH = {
     "MV2_COMM_WORLD_RANK": "1",
     "MV2_COMM_WORLD_SIZE": "2",
@@ -64,9 +71,21 @@ BATCH = {
     "SLURM_NNODES": "2",
     "SLURM_TASKS_PER_NODE": "2,1",
 }
-PET = {"PET_NNODES": "3", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29400"}
+PET = {
+    "PET_NNODES": "3",
+    "PET_NPROC_PER_NODE": "1",
+    "PET_NODE_RANK": "2",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
+}
 # A worker of a PyTorchJob without elastic policy.
-POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+POD = {
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "RANK": "1",
+    "WORLD_SIZE": "3",
+    "MASTER_ADDR": "job-master-0",
+    "MASTER_PORT": "23456",
+}
 
 
 def without(variables: dict[str, str], *names: str) -> dict[str, str]:
@@ -77,7 +96,10 @@ def test_without_variables_the_process_is_alone():
     assert detect({}) == Environment("single", 0, 1, 0, 1, 1, None, None)
 
 
-@pytest.mark.parametrize("leftover", [{"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, {"RANK": "", "WORLD_SIZE": ""}, {"PET_NPROC_PER_NODE": "4"}])
+@pytest.mark.parametrize(
+    "leftover",
+    [{"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, {"RANK": "", "WORLD_SIZE": ""}, {"PET_NPROC_PER_NODE": "4"}],
+)
 def test_leftovers_that_name_no_rank_are_no_job(leftover):
     assert detect(leftover).name == "single"
 
@@ -111,7 +133,9 @@ def test_relaunched_rank_knows_its_parent():
 
 def test_deepspeeds_launcher_has_another_name_for_the_local_size():
     more = {"LOCAL_SIZE": "2", "CROSS_RANK": "1", "CROSS_SIZE": "2"}
-    assert detect(without(FULL, "LOCAL_WORLD_SIZE") | more) == Environment("deepspeed", 3, 4, 1, 2, 2, "10.0.0.1", 29500)
+    assert detect(without(FULL, "LOCAL_WORLD_SIZE") | more) == Environment(
+        "deepspeed", 3, 4, 1, 2, 2, "10.0.0.1", 29500
+    )
 
 
 def test_ray_train():
@@ -154,7 +178,9 @@ def test_set_by_hand_on_one_machine():
 
 
 def test_set_by_hand_for_several_machines_needs_the_local_ones():
-    with pytest.raises(RuntimeError, match=r"LOCAL_RANK, LOCAL_WORLD_SIZE are not set.*unknown which.*MASTER_ADDR='10.0.0.1'"):
+    with pytest.raises(
+        RuntimeError, match=r"LOCAL_RANK, LOCAL_WORLD_SIZE are not set.*unknown which.*MASTER_ADDR='10.0.0.1'"
+    ):
         detect(without(FULL, "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
 
 
@@ -180,7 +206,9 @@ TWO_MACHINES = {"OMPI_COMM_WORLD_SIZE": "5", "OMPI_MCA_orte_num_nodes": "3"}
 
 
 def test_mpi_on_several_machines_needs_an_address():
-    with pytest.raises(RuntimeError, match=r"2 of 5 processes are here\), and MASTER_ADDR is not set.*mpirun -x MASTER_ADDR=HOST"):
+    with pytest.raises(
+        RuntimeError, match=r"2 of 5 processes are here\), and MASTER_ADDR is not set.*mpirun -x MASTER_ADDR=HOST"
+    ):
         detect(OPEN_MPI | TWO_MACHINES)
     found = detect(OPEN_MPI | TWO_MACHINES | {"MASTER_ADDR": "a"})
     assert (found.master_addr, found.num_nodes, found.local_world_size) == ("a", 3, 2)
@@ -189,7 +217,9 @@ def test_mpi_on_several_machines_needs_an_address():
     assert detect(MPICH | {"PMI_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "5"}).num_nodes == 2
 
 
-@pytest.mark.parametrize("missing", ["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"])
+@pytest.mark.parametrize(
+    "missing", ["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"]
+)
 def test_half_of_mpis_variables_is_an_error(missing):
     with pytest.raises(RuntimeError, match=f"{missing} is not set. Read: OMPI_COMM_WORLD_RANK='1'"):
         detect(without(OPEN_MPI, missing))
@@ -226,7 +256,13 @@ def test_slurm_with_an_address_of_the_users_own():
 
 
 def test_slurms_step_on_one_node_needs_no_names():
-    one = {"SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_LOCALID": "2", "SLURM_GTIDS": "0,1,2", "SLURM_STEP_TASKS_PER_NODE": "3"}
+    one = {
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_LOCALID": "2",
+        "SLURM_GTIDS": "0,1,2",
+        "SLURM_STEP_TASKS_PER_NODE": "3",
+    }
     found = detect(SLURM | one)
     assert (found.local_rank, found.local_world_size, found.master_addr) == (2, 3, "127.0.0.1")
 
@@ -238,7 +274,12 @@ def test_slurms_step_on_one_node_needs_no_names():
         BATCH,
         SLURM | {"SLURM_STEP_ID": "4294967290"},  # LaunchParameters=use_interactive_step
         SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
-        SLURM | {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_GTIDS": "0"},  # a batch script that was submitted from within a step
+        SLURM
+        | {
+            "SLURM_PROCID": "0",
+            "SLURM_NODEID": "0",
+            "SLURM_GTIDS": "0",
+        },  # a batch script that was submitted from within a step
     ],
 )
 def test_under_slurm_but_not_a_task(variables):
@@ -256,7 +297,9 @@ def test_a_shell_of_srun_pty_is_told_by_its_terminal():
     )
     environ = clean_environment(**SLURM, SLURM_PTY_PORT="35227")
     for where, expected in (("shell", 20), ("step", 10)):  # a step that is started from such a shell has no terminal
-        done = subprocess.run([sys.executable, "-c", code, where], env=environ, start_new_session=True, timeout=300, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", code, where], env=environ, start_new_session=True, timeout=300, check=False
+        )
         assert done.returncode == expected
 
 
@@ -291,17 +334,27 @@ def test_half_set_by_hand_in_a_batch_script_is_told_of_srun():
 def test_a_pod_of_the_trainer_is_a_rank():
     assert detect(PET) == Environment("kubernetes", 2, 3, 0, 1, 3, "job-node-0-0.job", 29400)
     # PyTorchJob sets both, with one meaning.
-    by_operator = PET | {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "29400", "PET_NPROC_PER_NODE": "auto"}
+    by_operator = PET | {
+        "RANK": "2",
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29400",
+        "PET_NPROC_PER_NODE": "auto",
+    }
     assert detect(by_operator) == detect(PET)
 
 
 def test_a_pod_of_the_operator_is_a_rank():
     assert detect(POD) == Environment("kubernetes", 1, 3, 0, 1, 3, "job-master-0", 23456)
-    assert detect(POD | {"RANK": "0", "MASTER_ADDR": "localhost"}) == Environment("kubernetes", 0, 3, 0, 1, 3, "localhost", 23456)
+    assert detect(POD | {"RANK": "0", "MASTER_ADDR": "localhost"}) == Environment(
+        "kubernetes", 0, 3, 0, 1, 3, "localhost", 23456
+    )
 
 
 def test_two_processes_that_are_tried_in_one_pod():
-    assert detect(POD | {"MASTER_ADDR": "localhost"}) == Environment("manual", 1, 3, 1, 3, 1, "localhost", 23456, binds_devices=True)
+    assert detect(POD | {"MASTER_ADDR": "localhost"}) == Environment(
+        "manual", 1, 3, 1, 3, 1, "localhost", 23456, binds_devices=True
+    )
 
 
 @pytest.mark.parametrize("processes", ["1", "auto"])
@@ -314,7 +367,10 @@ def test_the_only_pod_starts_its_processes_itself(processes):
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"PET_NPROC_PER_NODE": "4"}, r"several processes \(PET_NPROC_PER_NODE=4\), but nothing has started them.*torchrun script.py"),
+        (
+            {"PET_NPROC_PER_NODE": "4"},
+            r"several processes \(PET_NPROC_PER_NODE=4\), but nothing has started them.*torchrun script.py",
+        ),
         ({"PET_NPROC_PER_NODE": "auto"}, "PET_NPROC_PER_NODE=auto"),
         ({"PET_NPROC_PER_NODE": "4", "PET_NNODES": "1"}, "nothing has started them"),
         ({"PET_NNODES": "1:4"}, r"may change \(1:4\), which needs a launcher in each pod"),
@@ -364,17 +420,28 @@ def test_the_winner_is_told():
         "torchrun's variables win over OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_SIZE, "
         "OMPI_MCA_orte_num_nodes, PMIX_NAMESPACE"
     ]
-    assert hints({"MASTER_ADDR": "a"}, detect({"MASTER_ADDR": "a"})) == ["MASTER_ADDR or MASTER_PORT is set, but no rank: they are not used"]
+    assert hints({"MASTER_ADDR": "a"}, detect({"MASTER_ADDR": "a"})) == [
+        "MASTER_ADDR or MASTER_PORT is set, but no rank: they are not used"
+    ]
     assert hints(FULL, detect(FULL)) == hints({}, detect({})) == []
 
 
 @pytest.mark.parametrize(
     ("variables", "reason"),
     [
-        (OPEN_MPI | {"RANK": "0"}, r"openmpi has started this process as rank 1 of 2 .*but RANK is '0'.*OMPI_COMM_WORLD_RANK='1'.*RANK='0'"),
+        (
+            OPEN_MPI | {"RANK": "0"},
+            r"openmpi has started this process as rank 1 of 2 .*but RANK is '0'.*OMPI_COMM_WORLD_RANK='1'.*RANK='0'",
+        ),
         (OPEN_MPI | {"WORLD_SIZE": "4"}, "WORLD_SIZE is '4'"),
-        (SLURM | {"LOCAL_RANK": "1"}, "slurm has started this process as rank 2 of 3.*LOCAL_RANK is '1'.*Unset LOCAL_RANK"),
-        (FULL | OPEN_MPI | {"WORLD_SIZE": "2", "RANK": "0"}, "openmpi has started this process as rank 1 of 2.*RANK is 0 and WORLD_SIZE is 2"),
+        (
+            SLURM | {"LOCAL_RANK": "1"},
+            "slurm has started this process as rank 2 of 3.*LOCAL_RANK is '1'.*Unset LOCAL_RANK",
+        ),
+        (
+            FULL | OPEN_MPI | {"WORLD_SIZE": "2", "RANK": "0"},
+            "openmpi has started this process as rank 1 of 2.*RANK is 0 and WORLD_SIZE is 2",
+        ),
         (FULL | SLURM | {"WORLD_SIZE": "2", "RANK": "1"}, "slurm has started this process as rank 2 of 3"),
     ],
 )

@@ -48,7 +48,9 @@ def test_the_record_has_torch_elastics_form(tmp_path):
     assert failures.read(path)[2] is True
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[]", '"x"', '{"message": {}}', '{"message": {"extraInfo": 1}}', "\x00"])
+@pytest.mark.parametrize(
+    "content", [None, "", "{", "[]", '"x"', '{"message": {}}', '{"message": {"extraInfo": 1}}', "\x00"]
+)
 def test_damaged_records_are_as_good_as_none(tmp_path, content):
     path = tmp_path / "error.json"
     if content is not None:

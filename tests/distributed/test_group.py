@@ -85,7 +85,11 @@ def test_without_an_agent_rank_0_serves_the_store():
         port = probe.getsockname()[1]
     script = HEAD + "assert c.gather_object(join(env, CPU, timeout=SOON), env.rank) == [0, 1]"
     processes = [
-        subprocess.Popen([sys.executable, "-c", script], env=clean_environment(**rank_variables(rank, 2, port)), stderr=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env=clean_environment(**rank_variables(rank, 2, port)),
+            stderr=subprocess.PIPE,
+        )
         for rank in (1, 0)
     ]
     errors = [process.communicate(timeout=300)[1] for process in processes]
@@ -98,7 +102,9 @@ def test_a_port_in_use_is_named():
         holder.listen()
         port = holder.getsockname()[1]
         environment = Environment("torchrun", 0, 2, 0, 2, 1, "127.0.0.1", port)
-        with pytest.raises(RuntimeError, match=rf"could not serve the job's store at 127.0.0.1:{port}.*choose another MASTER_PORT"):
+        with pytest.raises(
+            RuntimeError, match=rf"could not serve the job's store at 127.0.0.1:{port}.*choose another MASTER_PORT"
+        ):
             join(environment, torch.device("cpu"), timeout=timedelta(seconds=2))
 
 
@@ -216,5 +222,7 @@ def test_exits_never_abort():
 
 
 def test_an_environment_without_an_address_is_an_error():
-    with pytest.raises(RuntimeError, match=r"rank 1 of 2 does not know the address of the others: .*no master_addr or no master_port"):
+    with pytest.raises(
+        RuntimeError, match=r"rank 1 of 2 does not know the address of the others: .*no master_addr or no master_port"
+    ):
         join(Environment("mine", 1, 2, 1, 2), torch.device("cpu"), timeout=timedelta(seconds=1))

@@ -23,7 +23,9 @@ def client(server: dist.TCPStore) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
 
 
-def come(pool: ThreadPoolExecutor, server: dist.TCPStore, rank: int, world_size: int, timeout: timedelta = TIMEOUT) -> Future[dist.Store]:
+def come(
+    pool: ThreadPoolExecutor, server: dist.TCPStore, rank: int, world_size: int, timeout: timedelta = TIMEOUT
+) -> Future[dist.Store]:
     return pool.submit(meet, client(server), rank, world_size, "here", timeout=timeout)
 
 
@@ -50,7 +52,11 @@ def test_a_rank_that_died_while_it_waited_is_not_counted(server: dist.TCPStore) 
         time.sleep(0.3)
         assert not first.done()  # two tickets are answered, the first of them to nobody
         third = come(pool, server, 1, 3)
-        assert [each.result(30).add("joined", 0) for each in (first, second, third)] == [2, 2, 2]  # all but rank 0, in one part
+        assert [each.result(30).add("joined", 0) for each in (first, second, third)] == [
+            2,
+            2,
+            2,
+        ]  # all but rank 0, in one part
 
 
 def test_rank_0_tells_how_many_came(server: dist.TCPStore) -> None:

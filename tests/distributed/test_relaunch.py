@@ -112,7 +112,9 @@ def until(condition, limit_s: float) -> bool:
 def run(tmp_path):
     def run(case, **options):
         ran = run_script(SCRIPT, case, tmp_path, check=False, env={"TMPDIR": str(tmp_path)}, **options)
-        assert not any(alive((tmp_path / f"pid{rank}").read_text()) for rank in (1, 2) if (tmp_path / f"pid{rank}").exists())
+        assert not any(
+            alive((tmp_path / f"pid{rank}").read_text()) for rank in (1, 2) if (tmp_path / f"pid{rank}").exists()
+        )
         assert not list(tmp_path.glob("fit-ranks-*"))
         return ran
 
@@ -135,18 +137,35 @@ def test_the_other_ranks_repeat_the_command_line(run, tmp_path):
 @pytest.mark.parametrize(
     ("case", "said", "limit_s"),
     [
-        ("before", "RankError: rank 1 failed with exit code 1. Its traceback:\n\nTraceback|ValueError: before the run", 20),
-        ("raise", "RankError: rank 1 failed with exit code 1. Its traceback:\n\nTraceback|ValueError: boom on rank 1", 20),
+        (
+            "before",
+            "RankError: rank 1 failed with exit code 1. Its traceback:\n\nTraceback|ValueError: before the run",
+            20,
+        ),
+        (
+            "raise",
+            "RankError: rank 1 failed with exit code 1. Its traceback:\n\nTraceback|ValueError: boom on rank 1",
+            20,
+        ),
         ("kill", "RankError: rank 2 was killed by SIGKILL (the system may have run out of memory)", 20),
         ("early", "RankError: rank 2 ended early (exit code 0) while rank 0 still trains", 20),
-        ("python", "RankError: rank 2 failed with exit code 1. Its traceback:\n\nTraceback|ValueError: boom on rank 2", 20),
+        (
+            "python",
+            "RankError: rank 2 failed with exit code 1. Its traceback:\n\nTraceback|ValueError: boom on rank 2",
+            20,
+        ),
         pytest.param(
             "native",
             "RankError: rank 2 failed with exit code 1. Its traceback:\n\nTraceback|rank 0 did not react within 5 s",
             25,
             marks=pytest.mark.slow,
         ),
-        pytest.param("stubborn", "RankError: rank 2 failed with exit code 1. Its traceback:\n\nTraceback", 25, marks=pytest.mark.slow),
+        pytest.param(
+            "stubborn",
+            "RankError: rank 2 failed with exit code 1. Its traceback:\n\nTraceback",
+            25,
+            marks=pytest.mark.slow,
+        ),
         pytest.param("gone", "RankError: rank 1 ended early (exit code 0)", 25, marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, str) and value.isalpha() else "",
@@ -196,7 +215,9 @@ def launched(tmp_path):
         script = tmp_path / "script.py"
         script.write_text(SCRIPT)
         command = [sys.executable, str(script), case, str(tmp_path)]
-        process = subprocess.Popen(command, env=clean_environment(), start_new_session=True, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, env=clean_environment(), start_new_session=True, stderr=subprocess.PIPE, text=True
+        )
         processes.append(process)
         assert until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(3)), PATIENCE_S)
         return process
@@ -246,15 +267,21 @@ else:
 
 
 @pytest.mark.parametrize(
-    "how", [["-c", WHERE, "x", "a b"], ["sub/../script.py", "x", "a b"], ["-m", "script", "x", "a b"]], ids=["-c", "script", "-m"]
+    "how",
+    [["-c", WHERE, "x", "a b"], ["sub/../script.py", "x", "a b"], ["-m", "script", "x", "a b"]],
+    ids=["-c", "script", "-m"],
 )
 def test_scripts_modules_and_commands_are_repeated(tmp_path, how):
     (tmp_path / "sub").mkdir()
     (tmp_path / "script.py").write_text(WHERE if how[0] != "-m" else WHERE.replace("os.chdir", "str"))
     if how[0] == "-c":
         how = ["-c", WHERE.replace("os.chdir", "str"), *how[2:]]
-    ran = subprocess.run([sys.executable, *how], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=300)
-    words = [line for line in ran.stderr.splitlines() if not line.startswith("rank 0 is done and waits")]  # on a slow machine
+    ran = subprocess.run(
+        [sys.executable, *how], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=300
+    )
+    words = [
+        line for line in ran.stderr.splitlines() if not line.startswith("rank 0 is done and waits")
+    ]  # on a slow machine
     assert (ran.returncode, words) == (0, [])
     where, _, arguments = ran.stdout.partition(" ")
     assert where == str(tmp_path)
@@ -273,7 +300,9 @@ def test_scripts_modules_and_commands_are_repeated(tmp_path, how):
     ids=["-", "stdin", "-i", "jupyter", "worker"],
 )
 def test_what_cannot_be_repeated_is_refused(command, given, reason):
-    ran = subprocess.run([sys.executable, *command], input=given, env=clean_environment(), capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(
+        [sys.executable, *command], input=given, env=clean_environment(), capture_output=True, text=True, timeout=300
+    )
     assert reason in ran.stderr
     assert "torchrun --nproc-per-node 2 script.py" in ran.stderr
 
@@ -289,7 +318,9 @@ def test_one_rank_needs_no_others():
 
 
 def test_another_number_of_ranks_is_refused():
-    ran = run_script(WHERE.replace('os.chdir("/")', "") + "\nif relaunch.current():\n    relaunch.start(3)\n", check=False)
+    ran = run_script(
+        WHERE.replace('os.chdir("/")', "") + "\nif relaunch.current():\n    relaunch.start(3)\n", check=False
+    )
     assert ran.returncode == 1
     assert "3 ranks were requested, but this process has started 2" in ran.stderr
 

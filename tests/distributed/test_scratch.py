@@ -12,7 +12,9 @@ from engine.distributed import scratch
 KILLED = "import os, signal; from engine.distributed import scratch; print(scratch.make('fit-x-'), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next_and_what_is_in_use_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_killed_process_left_is_removed_by_the_next_and_what_is_in_use_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     ran = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, check=False, timeout=300)

@@ -30,7 +30,13 @@ class Net(TrainModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         error = (self.net(batch) - 1).square()
-        return Loss(error[:3].sum(), 3) if self.tokens and self.global_rank else error.mean() if not self.tokens else Loss(error.sum(), len(batch))
+        return (
+            Loss(error[:3].sum(), 3)
+            if self.tokens and self.global_rank
+            else error.mean()
+            if not self.tokens
+            else Loss(error.sum(), len(batch))
+        )
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9 if self.momentum else 0.0)

@@ -16,7 +16,12 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 def run(folder, *command, timeout=300):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
     done = subprocess.run(
-        [sys.executable, *map(str, command)], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout
+        [sys.executable, *map(str, command)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -57,7 +62,9 @@ STRATEGIES = {
 def test_gpt_under_every_strategy_by_its_argument_alone(tmp_path, strategy):
     if strategy.startswith("deepspeed"):
         pytest.importorskip("deepspeed")
-    text = run(tmp_path, EXAMPLES / "gpt.py", "--max-steps", 12, "--strategy", strategy, "--devices", STRATEGIES[strategy])
+    text = run(
+        tmp_path, EXAMPLES / "gpt.py", "--max-steps", 12, "--strategy", strategy, "--devices", STRATEGIES[strategy]
+    )
     # 12 steps of a right training come to about 5.6 bits from 8; the same seed, another global batch.
     assert 5 < float(re.search(r"([\d.]+) bits per byte", text)[1]) < 5.9
 
@@ -84,7 +91,9 @@ def test_digits_resumes(tmp_path):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_raw_loop(tmp_path, processes):
     pytest.importorskip("sklearn")
-    launcher = () if processes == 1 else ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")
+    launcher = (
+        () if processes == 1 else ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")
+    )
     found = accuracy(run(tmp_path, *launcher, EXAMPLES / "raw_loop.py"))
     assert len(found) == processes
     assert min(found) >= 95

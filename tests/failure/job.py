@@ -24,7 +24,10 @@ class Numbered(Dataset[Any]):
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(5)
-        self.x, self.y = torch.randn(SAMPLES, 8, generator=generator), torch.randint(0, 3, (SAMPLES,), generator=generator)
+        self.x, self.y = (
+            torch.randn(SAMPLES, 8, generator=generator),
+            torch.randint(0, 3, (SAMPLES,), generator=generator),
+        )
 
     def __len__(self) -> int:
         return SAMPLES
@@ -37,7 +40,9 @@ class Net(TrainModule):
     def __init__(self, dropout: float = 0.3) -> None:
         super().__init__()
         torch.manual_seed(11)
-        self.blocks_ = nn.ModuleList([nn.Sequential(nn.Linear(8, 12), nn.ReLU()), nn.Sequential(nn.Linear(12, 8), nn.ReLU())])
+        self.blocks_ = nn.ModuleList(
+            [nn.Sequential(nn.Linear(8, 12), nn.ReLU()), nn.Sequential(nn.Linear(12, 8), nn.ReLU())]
+        )
         self.drop, self.head = nn.Dropout(dropout), nn.Linear(8, 3)
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(3, average="micro")
 
@@ -102,15 +107,34 @@ class Die(Callback):
 
 
 def train(
-    root: Path, diary: Path, *, resume: Any = "auto", dropout: float = 0.3, workers: int = 2, batch_size: int = 4, die_at: int = -1, **settings: Any
+    root: Path,
+    diary: Path,
+    *,
+    resume: Any = "auto",
+    dropout: float = 0.3,
+    workers: int = 2,
+    batch_size: int = 4,
+    die_at: int = -1,
+    **settings: Any,
 ) -> dict[str, float]:
     """Run it to its end; the last values of all metrics."""
     callbacks = [Diary(diary), ModelCheckpoint(every=1, save_top_k=3), Die(die_at)]
-    given: dict[str, Any] = {"max_epochs": 4, "log_every_n_steps": 1, "seed": 3, "accelerator": "cpu", "root_dir": root, "callbacks": callbacks}
+    given: dict[str, Any] = {
+        "max_epochs": 4,
+        "log_every_n_steps": 1,
+        "seed": 3,
+        "accelerator": "cpu",
+        "root_dir": root,
+        "callbacks": callbacks,
+    }
     if "global_batch_size" not in settings:
         given["accumulate_grad_batches"] = 3
-    loader = DataLoader(Numbered(), batch_size=batch_size, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
-    return Fit(**given | settings).run(Net(dropout), loader, DataLoader(Numbered(), batch_size=16), resume=resume).metrics
+    loader = DataLoader(
+        Numbered(), batch_size=batch_size, shuffle=True, num_workers=workers, persistent_workers=workers > 0
+    )
+    return (
+        Fit(**given | settings).run(Net(dropout), loader, DataLoader(Numbered(), batch_size=16), resume=resume).metrics
+    )
 
 
 def read_diary(path: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,9 @@ from campaign.setups import SETUPS, TREE
 
 @pytest.mark.slow
 def test_kills_lose_nothing() -> None:
-    with tempfile.TemporaryDirectory(prefix="kills-") as place:  # sockets lie in it, whose paths may have 107 characters
+    with tempfile.TemporaryDirectory(
+        prefix="kills-"
+    ) as place:  # sockets lie in it, whose paths may have 107 characters
         rows = Campaign(list(SETUPS.values()), Path(place), TREE, 0, print).run(len(SETUPS), at_once=3)
     assert [text for row in rows for text in row.found.texts] == []
     assert all(row.kills.total() >= 1 for row in rows)

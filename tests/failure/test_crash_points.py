@@ -51,7 +51,10 @@ def test_training_goes_on_after_failed_saves(
     with caplog.at_level(logging.ERROR, "engine"):
         result = fit(tmp_path, Fails(monkeypatch, 6, 8), checkpoint).run(Net(), DATA)
     # Steps 6 and 7 are lost; what they would have replaced stayed until 8 and 9 were complete.
-    assert [record.message.split(" was")[0] for record in caplog.records] == ["checkpoint step=00000006", "checkpoint step=00000007"]
+    assert [record.message.split(" was")[0] for record in caplog.records] == [
+        "checkpoint step=00000006",
+        "checkpoint step=00000007",
+    ]
     assert "No space left on device" in caplog.records[0].message
     assert (result.step, names(tmp_path)) == (12, ["step=00000011", "step=00000012"])
     assert checkpoint.scores == {11: None, 12: None}
@@ -60,7 +63,9 @@ def test_training_goes_on_after_failed_saves(
 
 def test_what_a_lost_one_would_have_replaced_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = ModelCheckpoint(every=1, save_top_k=2)
-    with pytest.raises(RuntimeError, match=r"step=00000005 was not written: OSError: .*No space.* \(3 failure\(s\) in a row\)"):
+    with pytest.raises(
+        RuntimeError, match=r"step=00000005 was not written: OSError: .*No space.* \(3 failure\(s\) in a row\)"
+    ):
         fit(tmp_path, Fails(monkeypatch, 3, 99), checkpoint).run(Net(), DATA)
     monkeypatch.undo()
     assert names(tmp_path) == ["step=00000001", "step=00000002"]
@@ -79,7 +84,12 @@ def small_disk(size: str) -> Iterator[Path]:
     place = Path("/dev/shm") / f"small-{os.getpid()}"
     place.mkdir()
     try:
-        made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], capture_output=True, text=True, check=False)
+        made = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if made.returncode:
             pytest.skip(f"no tmpfs can be mounted here: {made.stderr.strip()}")
         yield place

@@ -59,7 +59,9 @@ def test_a_sleeping_rank_is_named_with_its_line(tmp_path: Path) -> None:
     ran = run("sleep", tmp_path)
     for rank in ran:
         assert rank.returncode == 1
-        assert rank.seconds < 120  # of which the limit is 2, the start some, and the end at most 10; without one it would last forever
+        assert (
+            rank.seconds < 120
+        )  # of which the limit is 2, the start some, and the end at most 10; without one it would last forever
         assert "no batch was finished for 2" in rank.stderr
         assert "lags: rank 1 (host " in rank.stderr
         assert "in training_step: time.sleep(600)  # the line that hangs" in rank.stderr
@@ -82,7 +84,9 @@ def test_a_rank_that_runs_in_circles_gets_the_error_at_its_line(tmp_path: Path) 
     ("mode", "rows"),
     [
         ("shapes", ["0     allreduce   [3]    float", "1     allreduce   [4]    float"]),
-        pytest.param("dtypes", ["0     allreduce   [2]    float", "1     allreduce   [2]    double"], marks=pytest.mark.slow),
+        pytest.param(
+            "dtypes", ["0     allreduce   [2]    float", "1     allreduce   [2]    double"], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_debug_names_what_each_rank_gave(tmp_path: Path, mode: str, rows: list[str]) -> None:

@@ -96,7 +96,9 @@ def test_eight_kills_change_nothing(tmp_path: Path) -> None:
     last = max(os.listdir(tmp_path / "whole" / "checkpoints"))
     for folder in ("model", "optim"):
         for file in sorted((tmp_path / "whole" / "checkpoints" / last / folder).iterdir()):
-            assert file.read_bytes() == (tmp_path / "killed" / "checkpoints" / last / folder / file.name).read_bytes(), file.name
+            assert (
+                file.read_bytes() == (tmp_path / "killed" / "checkpoints" / last / folder / file.name).read_bytes()
+            ), file.name
     states = [read(tmp_path / name / "checkpoints" / last).shared for name in ("whole", "killed")]
     assert states[0]["state"] == states[1]["state"]
     assert states[0]["metrics"] == states[1]["metrics"]

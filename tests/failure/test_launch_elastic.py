@@ -42,7 +42,9 @@ if rank == 0:
 """
 
 
-def arguments(place: Path, root: Path, settings: dict[str, object], numbers: dict[int, int], pause: float = 0.0) -> list[object]:
+def arguments(
+    place: Path, root: Path, settings: dict[str, object], numbers: dict[int, int], pause: float = 0.0
+) -> list[object]:
     script = place / "train.py"
     script.write_text(SCRIPT)
     root.mkdir(exist_ok=True)

@@ -63,7 +63,9 @@ class Changes(Callback):
 def test_weights_are_those_of_the_moment(tmp_path: Path, event: str, every: Any, monitor: str | None) -> None:
     for name, asynchronous in (("one", True), ("two", False)):
         checkpoint = ModelCheckpoint(every=every, monitor=monitor, save_top_k=-1, asynchronous=asynchronous)
-        fit(tmp_path / name, Changes(event), checkpoint, max_epochs=2, num_sanity_val_steps=0).run(Teacher(), DATA[:2], DATA[:1])
+        fit(tmp_path / name, Changes(event), checkpoint, max_epochs=2, num_sanity_val_steps=0).run(
+            Teacher(), DATA[:2], DATA[:1]
+        )
     names = sorted(path.name for path in (tmp_path / "one" / "checkpoints").iterdir())
     assert len(names) == 2
     for name in names:
@@ -96,7 +98,9 @@ class FailsAfter(Callback):
             raise RuntimeError("late")
 
 
-@pytest.mark.parametrize(("module", "callback", "error"), [(Fragile(), Callback(), "out of memory"), (Net(), FailsAfter(), "late")])
+@pytest.mark.parametrize(
+    ("module", "callback", "error"), [(Fragile(), Callback(), "out of memory"), (Net(), FailsAfter(), "late")]
+)
 def test_half_a_step_is_not_saved(tmp_path: Path, module: Net, callback: Callback, error: str) -> None:
     with pytest.raises(RuntimeError, match=error):
         fit(tmp_path, callback, ModelCheckpoint(every="2 steps")).run(module, DATA)

@@ -78,8 +78,20 @@ def test_no_pickle_is_read(tmp_path: Path, strategy: str, ranks: int) -> None:
 
 
 SUITES = (
-    *("checkpoint/test_store.py", "checkpoint/test_tensors.py", "checkpoint/test_plan.py", "checkpoint/test_state.py", "checkpoint/test_places.py"),
-    *("test_saving.py", "test_checkpoints.py", "test_states.py", "test_metric_states.py", "test_load_from_checkpoint.py"),
+    *(
+        "checkpoint/test_store.py",
+        "checkpoint/test_tensors.py",
+        "checkpoint/test_plan.py",
+        "checkpoint/test_state.py",
+        "checkpoint/test_places.py",
+    ),
+    *(
+        "test_saving.py",
+        "test_checkpoints.py",
+        "test_states.py",
+        "test_metric_states.py",
+        "test_load_from_checkpoint.py",
+    ),
     *("callbacks/test_model_checkpoint.py", "failure/test_crash_points.py", "failure/test_moments.py"),
 )
 
@@ -89,7 +101,9 @@ def test_the_suites_of_checkpoints_read_none() -> None:
     tests = Path(__file__).parents[1]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no_pickle", *(str(tests / name) for name in SUITES)]
     environment = clean_environment(PYTHONPATH=f"{tests}{os.pathsep}{tests.parent}")
-    done = subprocess.run(command, env=environment, cwd=tests.parent, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(
+        command, env=environment, cwd=tests.parent, capture_output=True, text=True, timeout=400, check=False
+    )
     assert done.returncode == 0, done.stdout[-5000:]
 
 
@@ -132,8 +146,22 @@ LINKED = {"aliases": {"head.weight": "not there"}, "extra": {}}
         (WEIGHTS, safetensors(HUGE, b"\0" * 16)),
         (WEIGHTS, safetensors({"w": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, b"\0" * 4)),
         (WEIGHTS, safetensors({"w": {"dtype": "F32", "shape": [4], "data_offsets": [8, 4]}}, b"\0" * 4)),
-        (WEIGHTS, safetensors({"__metadata__": SHARDED, "w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"\0" * 4)),
-        (WEIGHTS, safetensors({"__metadata__": {"DCP_SHARDING_INFO": "[]"}, "w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"\0" * 4)),
+        (
+            WEIGHTS,
+            safetensors(
+                {"__metadata__": SHARDED, "w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"\0" * 4
+            ),
+        ),
+        (
+            WEIGHTS,
+            safetensors(
+                {
+                    "__metadata__": {"DCP_SHARDING_INFO": "[]"},
+                    "w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+                },
+                b"\0" * 4,
+            ),
+        ),
         (WEIGHTS, safetensors(b"{" * 1000)),
         ("model/model.json", json.dumps(LINKED).encode()),
         ("model/model.json", b"[]"),
@@ -173,7 +201,10 @@ def pickle_beside(path: Path) -> None:
     (path / "model" / ".metadata").write_bytes(pickle.dumps(Evil()))
 
 
-@pytest.mark.parametrize("change", [renamed("../secret.safetensors"), renamed("model/../../secret.safetensors"), renamed("/etc/passwd"), extra_file])
+@pytest.mark.parametrize(
+    "change",
+    [renamed("../secret.safetensors"), renamed("model/../../secret.safetensors"), renamed("/etc/passwd"), extra_file],
+)
 def test_hostile_names_are_refused(tmp_path: Path, change: Callable[[Path], None]) -> None:
     path = save(tmp_path / "step=1")
     change(path)
@@ -192,6 +223,10 @@ def test_a_pickle_beside_is_not_looked_at(tmp_path: Path, monkeypatch: pytest.Mo
 def test_huge_shapes_take_no_memory(tmp_path: Path) -> None:
     """What a tensor claims to be is compared with what its file holds before memory is taken for it."""
     path = save(tmp_path / "step=1")
-    swapped(path, WEIGHTS, safetensors({"__metadata__": SHARDED, "w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"\0" * 4))
+    swapped(
+        path,
+        WEIGHTS,
+        safetensors({"__metadata__": SHARDED, "w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"\0" * 4),
+    )
     with Opened(path) as opened, pytest.raises(DamagedCheckpoint, match="parts of 'w' are missing"):
         Source(opened)

@@ -26,7 +26,9 @@ class Net(TrainModule):
         super().__init__()
         torch.manual_seed(3)
         self.embed = nn.Embedding(256, 128)
-        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(3))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(3)
+        )
         self.head = nn.Linear(128, 256)
         self.losses: list[Tensor] = []
 
@@ -50,7 +52,9 @@ def batches(count: int = 30, length: int = 65) -> list[Tensor]:
 def train(precision: Any, root: Path, data: Any = None, **settings: Any) -> Tensor:
     """The loss of each step. Shape ``[steps]``."""
     module = Net()
-    Fit(accelerator="cuda", devices=1, precision=precision, gradient_clip_val=1.0, seed=1, root_dir=root, **settings).run(module, data or batches())
+    Fit(
+        accelerator="cuda", devices=1, precision=precision, gradient_clip_val=1.0, seed=1, root_dir=root, **settings
+    ).run(module, data or batches())
     return torch.stack(module.losses).cpu()
 
 
@@ -81,7 +85,9 @@ def test_products_are_made_in_fp8() -> None:
     linear = engine.prepare(nn.Linear(64, 128))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         engine.backward(linear(torch.randn(32, 64, device="cuda", requires_grad=True)).mean())
-    assert sum(event.name == "aten::_scaled_mm" for event in profile.events()) == 3  # output, gradient of the input, gradient of the weight
+    assert (
+        sum(event.name == "aten::_scaled_mm" for event in profile.events()) == 3
+    )  # output, gradient of the input, gradient of the weight
 
 
 @pytest.mark.slow

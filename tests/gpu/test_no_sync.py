@@ -31,7 +31,10 @@ class Net(TrainModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99), "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99), "interval": "step"},
+        }
 
 
 class Watch(Callback):
@@ -61,7 +64,11 @@ class Watch(Callback):
 def batches(count: int = STEPS) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [
-        (torch.randn(32, 64, generator=generator).pin_memory(), torch.randint(10, (32,), generator=generator).pin_memory()) for _ in range(count)
+        (
+            torch.randn(32, 64, generator=generator).pin_memory(),
+            torch.randint(10, (32,), generator=generator).pin_memory(),
+        )
+        for _ in range(count)
     ]
 
 
@@ -71,7 +78,13 @@ def batches(count: int = STEPS) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def test_a_hundred_steps_with_a_log_each(precision: str, clip: float | None, weighted: bool, tmp_path: Any) -> None:
     watch = Watch()
     fit = Fit(
-        accelerator="cuda", devices=1, precision=precision, gradient_clip_val=clip, log_every_n_steps=BOUNDARY, callbacks=[watch], root_dir=tmp_path
+        accelerator="cuda",
+        devices=1,
+        precision=precision,
+        gradient_clip_val=clip,
+        log_every_n_steps=BOUNDARY,
+        callbacks=[watch],
+        root_dir=tmp_path,
     )
     result = fit.run(Net(weighted), batches())
     assert watch.boundaries >= 1

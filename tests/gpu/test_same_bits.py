@@ -58,7 +58,9 @@ def test_bare_engine_and_fit(precision: str, window: int, tmp_path: Any) -> None
             stepped.zero_grad()
 
     torch.manual_seed(2)
-    Fit(accelerator="cuda", devices=1, precision=precision, accumulate_grad_batches=window, root_dir=tmp_path).run(fitted, copy.copy(data))
+    Fit(accelerator="cuda", devices=1, precision=precision, accumulate_grad_batches=window, root_dir=tmp_path).run(
+        fitted, copy.copy(data)
+    )
     for a, b, c in zip(bare.parameters(), raw.parameters(), fitted.parameters(), strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c)

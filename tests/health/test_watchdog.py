@@ -28,7 +28,10 @@ def note(progress: float = 5, collectives: int = 10, waits: bool = True) -> Note
         ([note(), None, note()], [1]),
         ([note(), note(4), note(6, waits=False)], [1]),  # a batch behind
         ([note(), note(waits=False), note()], [1]),  # the only one that computes
-        ([note(), note(waits=False, collectives=9), note(waits=False, collectives=10)], [1]),  # both compute, one is further behind
+        (
+            [note(), note(waits=False, collectives=9), note(waits=False, collectives=10)],
+            [1],
+        ),  # both compute, one is further behind
         ([note(), note(waits=False), note(waits=False)], [1, 2]),
         ([note(), note(collectives=9)], [0, 1]),  # all wait: nobody is to blame alone
     ],

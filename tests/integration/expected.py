@@ -22,12 +22,22 @@ def reference(folder: Path, ranks: int = 2) -> dict[str, Any]:
     return dict(json.loads((folder / "reference.json").read_text()))
 
 
-def run(*command: object, environ: Mapping[str, str] | None = None, cwd: Path | None = None, timeout: float = 180) -> str:
+def run(
+    *command: object, environ: Mapping[str, str] | None = None, cwd: Path | None = None, timeout: float = 180
+) -> str:
     """The output of a command that must end well."""
     done = subprocess.run(
-        list(map(str, command)), env=clean_environment() | dict(environ or {}), cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False
+        list(map(str, command)),
+        env=clean_environment() | dict(environ or {}),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
-    assert done.returncode == 0, f"{command}: exit status {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
+    assert done.returncode == 0, (
+        f"{command}: exit status {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
+    )
     return done.stdout
 
 

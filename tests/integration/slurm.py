@@ -89,24 +89,40 @@ class Cluster:
         controller, *ports = _free_ports(1 + self.nodes)
         each = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs={SLOTS} Gres=gpu:{SLOTS}"
         nodes = [f"NodeName={name} Port={port} {each}" for name, port in zip(names, ports, strict=True)]
-        text = CONFIGURATION.format(folder=folder, host=host, controller=controller, nodes="\n".join(nodes), names=",".join(names))
+        text = CONFIGURATION.format(
+            folder=folder, host=host, controller=controller, nodes="\n".join(nodes), names=",".join(names)
+        )
         (folder / "slurm.conf").write_text(text.lstrip())
         # Any devices: SLURM counts them, and shows them to tasks as CUDA_VISIBLE_DEVICES.
         (folder / "gres.conf").write_text(f"Name=gpu File=/dev/tty[1-{SLOTS}]\n")
         try:
-            files = [f"--{name}={folder}/munge.{end}" for name, end in (("key-file", "key"), ("socket", "socket"), ("pid-file", "pid"))]
-            self._start("munged", "--foreground", "--force", *files, f"--log-file={folder}/munge.log", f"--seed-file={folder}/munge.seed")
+            files = [
+                f"--{name}={folder}/munge.{end}"
+                for name, end in (("key-file", "key"), ("socket", "socket"), ("pid-file", "pid"))
+            ]
+            self._start(
+                "munged",
+                "--foreground",
+                "--force",
+                *files,
+                f"--log-file={folder}/munge.log",
+                f"--seed-file={folder}/munge.seed",
+            )
             self._await(lambda: (folder / "munge.socket").exists(), "munged")
             self._start("slurmctld", "-D", "-i", "-f", folder / "slurm.conf")
             for name in names:
                 self._start("slurmd", "-D", "-f", folder / "slurm.conf", "-N", name)
-            self._await(lambda: self.run("sinfo", "-h", "-N", "-o", "%T").stdout.split() == ["idle"] * self.nodes, "the nodes")
+            self._await(
+                lambda: self.run("sinfo", "-h", "-N", "-o", "%T").stdout.split() == ["idle"] * self.nodes, "the nodes"
+            )
         except BaseException:
             self.__exit__(None, None, None)
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if len(self._daemons) > 1:
             self.run("scancel", "--full", "-u", "root")
         for daemon in reversed(self._daemons):
@@ -128,7 +144,12 @@ class Cluster:
     def run(self, *command: object, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """A command of SLURM, its output as text."""
         return subprocess.run(
-            [str(word) for word in command], env=self.environment, capture_output=True, text=True, timeout=timeout, check=False
+            [str(word) for word in command],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
         )
 
     def _start(self, name: str, *arguments: object) -> None:

@@ -50,11 +50,38 @@ def test_mypy_finds_the_types_of_an_editable_installation(tmp_path: Path) -> Non
     packages = Path(setuptools.__file__).parent.parent
     for found in (packages / "setuptools", *packages.glob("setuptools-*.dist-info")):
         (tools / found.name).symlink_to(found)
-    install = [str(home / "bin" / "python"), "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "-e", str(copy)]
+    install = [
+        str(home / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-e",
+        str(copy),
+    ]
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
-    subprocess.run(install, check=True, timeout=300, env={**clean, "PYTHONPATH": str(tools), "PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+    subprocess.run(
+        install, check=True, timeout=300, env={**clean, "PYTHONPATH": str(tools), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    )
     (tmp_path / "user.py").write_text(USER)
-    check = [sys.executable, "-m", "mypy", "--config-file=", f"--cache-dir={tmp_path / 'cache'}", "--python-executable", str(home / "bin" / "python")]
-    done = subprocess.run([*check, "--hide-error-context", "user.py"], cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=300)
+    check = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--config-file=",
+        f"--cache-dir={tmp_path / 'cache'}",
+        "--python-executable",
+        str(home / "bin" / "python"),
+    ]
+    done = subprocess.run(
+        [*check, "--hide-error-context", "user.py"],
+        cwd=tmp_path,
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     lines = [line for line in done.stdout.splitlines(keepends=True) if " error: " in line or "Revealed" in line]
     assert "".join(lines) == FOUND, done.stdout + done.stderr

@@ -56,7 +56,12 @@ def test_pytorchjob(tmp_path: Path) -> None:
     port = free_port()
     variables = [
         {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        | {"PET_NODE_RANK": str(rank), "PET_NNODES": str(world_size), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
+        | {
+            "PET_NODE_RANK": str(rank),
+            "PET_NNODES": str(world_size),
+            "PET_MASTER_ADDR": "127.0.0.1",
+            "PET_MASTER_PORT": port,
+        }
         | {"PET_NPROC_PER_NODE": "auto"}
         for rank in range(world_size)
     ]
@@ -70,7 +75,11 @@ def test_trainjob(tmp_path: Path) -> None:
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     trainer = job["spec"]["trainer"]
     port = free_port()
-    shared = {"PET_NNODES": trainer["numNodes"], "PET_NPROC_PER_NODE": trainer["numProcPerNode"], "PET_MASTER_ADDR": "127.0.0.1"}
+    shared = {
+        "PET_NNODES": trainer["numNodes"],
+        "PET_NPROC_PER_NODE": trainer["numProcPerNode"],
+        "PET_MASTER_ADDR": "127.0.0.1",
+    }
     variables = [
         {name: str(value) for name, value in (shared | {"PET_MASTER_PORT": port, "PET_NODE_RANK": node}).items()}
         for node in range(trainer["numNodes"])
@@ -81,8 +90,19 @@ def test_trainjob(tmp_path: Path) -> None:
 
 
 def test_several_processes_a_pod_without_a_launcher_are_an_error(tmp_path: Path) -> None:
-    variables = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": "29400"}
+    variables = {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "2",
+        "PET_NODE_RANK": "0",
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": "29400",
+    }
     command = [sys.executable, str(ROOT / "tests" / "integration" / "trained.py"), str(tmp_path), str(tmp_path / "r")]
-    done = subprocess.run(command, env=clean_environment(**variables), capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=clean_environment(**variables), capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 1
-    assert "Start the container's command with torchrun script.py (which reads these variables) or fit launch" in done.stderr
+    assert (
+        "Start the container's command with torchrun script.py (which reads these variables) or fit launch"
+        in done.stderr
+    )

@@ -48,7 +48,10 @@ def test_wrappers_between_mpirun_and_the_script(mpirun: list[str], expected: dic
 
 def test_two_jobs_at_once(mpirun: list[str], expected: dict[str, Any], tmp_path: Path) -> None:
     jobs = [
-        subprocess.Popen([*mpirun, "-n", "2", sys.executable, TRAINED, tmp_path / str(i), tmp_path / f"{i}.json"], env=clean_environment())
+        subprocess.Popen(
+            [*mpirun, "-n", "2", sys.executable, TRAINED, tmp_path / str(i), tmp_path / f"{i}.json"],
+            env=clean_environment(),
+        )
         for i in range(2)
     ]
     assert [job.wait(180) for job in jobs] == [0, 0]
@@ -63,7 +66,11 @@ def test_digits(mpirun: list[str], tmp_path: Path) -> None:
 
 def test_a_rank_that_fails_ends_the_others_with_its_traceback(mpirun: list[str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    lines = ("from engine import Engine", "engine = Engine(accelerator='cpu')", "assert engine.process_index == 0, 'on purpose'")
+    lines = (
+        "from engine import Engine",
+        "engine = Engine(accelerator='cpu')",
+        "assert engine.process_index == 0, 'on purpose'",
+    )
     script.write_text("\n".join([*lines, "engine.wait_for_everyone()", ""]))
     command = [*mpirun, "-n", "2", sys.executable, str(script)]
     done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=300, check=False)

@@ -17,7 +17,9 @@ from processes import ROOT, clean_environment
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason='Ray is not installed: pip install "fit-trainer[ray]"'),
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason='Ray is not installed: pip install "fit-trainer[ray]"'
+    ),
 ]
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_COLOR_PREFIX": "0"}
 
@@ -43,14 +45,40 @@ def test_digits_and_the_same_weights(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     text = fit("launch", "--ray", "--nproc", 2, DIGITS, "--max-epochs", 4, cwd=tmp_path, environ=QUIET, timeout=240)
     assert accuracy(text) > 90
-    fit("launch", "--ray", "--nproc", 2, "--max-restarts", 1, TRAINED, "root", "result.json", cwd=tmp_path, environ=QUIET, timeout=240)
+    fit(
+        "launch",
+        "--ray",
+        "--nproc",
+        2,
+        "--max-restarts",
+        1,
+        TRAINED,
+        "root",
+        "result.json",
+        cwd=tmp_path,
+        environ=QUIET,
+        timeout=240,
+    )
     assert json.loads((tmp_path / "result.json").read_text()) == reference(tmp_path)
 
 
 def test_a_rank_that_fails_is_started_again_and_then_told(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(FAILS)
-    command = [sys.executable, "-m", "engine.cli.main", "launch", "--ray", "--nproc", "2", "--max-restarts", "1", "script.py"]
-    done = subprocess.run(command, env=clean_environment(**QUIET), cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "engine.cli.main",
+        "launch",
+        "--ray",
+        "--nproc",
+        "2",
+        "--max-restarts",
+        "1",
+        "script.py",
+    ]
+    done = subprocess.run(
+        command, env=clean_environment(**QUIET), cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 1
     assert "in main" in done.stderr
     assert "KeyError: 'on purpose'" in done.stderr
@@ -58,7 +86,20 @@ def test_a_rank_that_fails_is_started_again_and_then_told(tmp_path: Path) -> Non
 
 
 def test_sigterm_ends_the_cluster_too(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "engine.cli.main", "launch", "--ray", "--nproc", "2", str(TRAINED), "root", "result.json", "--slow", "0.5"]
+    command = [
+        sys.executable,
+        "-m",
+        "engine.cli.main",
+        "launch",
+        "--ray",
+        "--nproc",
+        "2",
+        str(TRAINED),
+        "root",
+        "result.json",
+        "--slow",
+        "0.5",
+    ]
     job = subprocess.Popen([*command, "--steps", "200"], env=clean_environment(**QUIET), cwd=tmp_path)
     try:
         deadline = time.monotonic() + 120
@@ -89,7 +130,13 @@ def test_more_ranks_than_the_cluster_has_cores(tmp_path: Path) -> None:
         "print(done.returncode, done.stderr)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(DIGITS)], env=clean_environment(**QUIET), cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
+        [sys.executable, "-c", code, str(DIGITS)],
+        env=clean_environment(**QUIET),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
     )
     assert done.stdout.startswith("1 ")
     assert "--nproc 2: Ray's cluster has 1 core(s) for the ranks, and each needs one" in done.stdout

@@ -51,7 +51,9 @@ def places(text: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_the_weights_are_those_of_torchruns_ranks(environ: dict[str, str], expected: dict[str, Any], nodes: int, tmp_path: Path) -> None:
+def test_the_weights_are_those_of_torchruns_ranks(
+    environ: dict[str, str], expected: dict[str, Any], nodes: int, tmp_path: Path
+) -> None:
     run("srun", "-N", nodes, "-n", 2, sys.executable, TRAINED, tmp_path, tmp_path / "result.json", environ=environ)
     assert json.loads((tmp_path / "result.json").read_text()) == expected
 
@@ -83,7 +85,12 @@ def test_shells_and_batch_scripts_are_no_tasks(cluster: Cluster, environ: dict[s
     assert places((tmp_path / "within").read_text()) == [alone]
     # A shell of two tasks on a terminal, and a step that is started from it.
     inside = f"import os; os.system({f'{sys.executable} -c {PLACE!r}'!r}); os.system({f'srun --overlap -n 2 {sys.executable} -c {PLACE!r}'!r})"
-    spawn = ["script", "-qec", f'srun --overlap -n 2 --pty sh -c "{sys.executable} {tmp_path / "inside.py"}"', "/dev/null"]
+    spawn = [
+        "script",
+        "-qec",
+        f'srun --overlap -n 2 --pty sh -c "{sys.executable} {tmp_path / "inside.py"}"',
+        "/dev/null",
+    ]
     (tmp_path / "inside.py").write_text(inside + "\n")
     written = run(*spawn, environ=environ)
     for mark in ("\r", "\0", "^@"):  # a terminal may echo what ends its input
@@ -94,7 +101,12 @@ def test_shells_and_batch_scripts_are_no_tasks(cluster: Cluster, environ: dict[s
 
 
 def submitted(
-    cluster: Cluster, environ: dict[str, str], folder: Path, *arguments: object, timeout: float = 150, ranks: int | None = 2
+    cluster: Cluster,
+    environ: dict[str, str],
+    folder: Path,
+    *arguments: object,
+    timeout: float = 150,
+    ranks: int | None = 2,
 ) -> tuple[str, str]:
     """State and output of a job that ``fit launch --slurm`` has submitted, at its end."""
     count = () if ranks is None else ("--nproc", ranks)
@@ -129,12 +141,16 @@ def started(environ: dict[str, str], folder: Path) -> str:
 
 def test_digits_submitted(cluster: Cluster, environ: dict[str, str], tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    state, text = submitted(cluster, environ, tmp_path, "--job-name", "a job", "--output", "out/%j.txt", DIGITS, "--max-epochs", 4)
+    state, text = submitted(
+        cluster, environ, tmp_path, "--job-name", "a job", "--output", "out/%j.txt", DIGITS, "--max-epochs", 4
+    )
     assert state == "COMPLETED", text
     assert accuracy(text) > 90
 
 
-def test_a_rank_that_is_killed_restarts_the_ranks(cluster: Cluster, environ: dict[str, str], expected: dict[str, Any], tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_restarts_the_ranks(
+    cluster: Cluster, environ: dict[str, str], expected: dict[str, Any], tmp_path: Path
+) -> None:
     arguments = ("--max-restarts", 1, TRAINED, tmp_path / "root", tmp_path / "result.json", "--die")
     state, text = submitted(cluster, environ, tmp_path, *arguments)
     assert state == "COMPLETED", text
@@ -145,7 +161,9 @@ def test_a_rank_that_is_killed_restarts_the_ranks(cluster: Cluster, environ: dic
 
 def test_a_rank_that_fails_fails_the_job(cluster: Cluster, environ: dict[str, str], tmp_path: Path) -> None:
     began = time.monotonic()
-    state, text = submitted(cluster, environ, tmp_path, TRAINED, tmp_path / "root", tmp_path / "result.json", "--die", "--steps", 10000)
+    state, text = submitted(
+        cluster, environ, tmp_path, TRAINED, tmp_path / "root", tmp_path / "result.json", "--die", "--steps", 10000
+    )
     assert state == "FAILED", text
     assert time.monotonic() - began < 40
 
@@ -162,7 +180,18 @@ def test_the_time_limit_saves_and_requeues(cluster: Cluster, environ: dict[str, 
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["step"], result["status"], result["ranks"]) == (220, "completed", 2)
     # Undisturbed: the same bits.
-    run("srun", "-n", 2, sys.executable, TRAINED, tmp_path / "other", tmp_path / "other.json", "--steps", 220, environ=environ)
+    run(
+        "srun",
+        "-n",
+        2,
+        sys.executable,
+        TRAINED,
+        tmp_path / "other",
+        tmp_path / "other.json",
+        "--steps",
+        220,
+        environ=environ,
+    )
     assert json.loads((tmp_path / "other.json").read_text()) == result
 
 
@@ -187,7 +216,9 @@ def test_gpus_of_the_node(cluster: Cluster, environ: dict[str, str], tmp_path: P
 
 def test_a_shell_of_an_allocation_starts_ranks_itself(environ: dict[str, str], tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    text = run("salloc", "-n", 2, sys.executable, DIGITS, "--devices", 2, "--max-epochs", 2, environ=environ, cwd=tmp_path)
+    text = run(
+        "salloc", "-n", 2, sys.executable, DIGITS, "--devices", 2, "--max-epochs", 2, environ=environ, cwd=tmp_path
+    )
     assert accuracy(text) > 70
 
 

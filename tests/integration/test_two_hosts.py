@@ -55,7 +55,20 @@ def hosts() -> Iterator[list[tuple[str, str, str]]]:
         try:
             for space, _, _ in names:
                 ip("netns", "add", space)
-            ip("link", "add", names[0][1], "netns", names[0][0], "type", "veth", "peer", "name", names[1][1], "netns", names[1][0])
+            ip(
+                "link",
+                "add",
+                names[0][1],
+                "netns",
+                names[0][0],
+                "type",
+                "veth",
+                "peer",
+                "name",
+                names[1][1],
+                "netns",
+                names[1][0],
+            )
             for space, link, address in names:
                 ip("-n", space, "addr", "add", f"{address}/24", "dev", link)
                 ip("-n", space, "link", "set", link, "up")
@@ -75,7 +88,9 @@ def hosts() -> Iterator[list[tuple[str, str, str]]]:
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
 
 
-def start(place: Path, hosts: list[tuple[str, str, str]], root: Path, pause: float, number: int, head: str, **env: str) -> Launched:
+def start(
+    place: Path, hosts: list[tuple[str, str, str]], root: Path, pause: float, number: int, head: str, **env: str
+) -> Launched:
     script = place / "train.py"
     script.write_text(SCRIPT)
     root.mkdir(exist_ok=True)
@@ -99,7 +114,9 @@ def test_two_hosts_give_the_weights_of_one(tmp_path: Path, hosts: list[tuple[str
             assert second.wait(30) == 0, second.text
     one = tmp_path / "one"
     one.mkdir()
-    with Launched(tmp_path, "--nproc", 2, tmp_path / "train.py", HERE.parent / "failure", one, 0.0, name="alone") as alone_:
+    with Launched(
+        tmp_path, "--nproc", 2, tmp_path / "train.py", HERE.parent / "failure", one, 0.0, name="alone"
+    ) as alone_:
         assert alone_.wait(90) == 0, alone_.text
     last = max(os.listdir(one / "checkpoints"))
     files = sorted(path for folder in ("model", "optim") for path in (one / "checkpoints" / last / folder).iterdir())
@@ -108,7 +125,9 @@ def test_two_hosts_give_the_weights_of_one(tmp_path: Path, hosts: list[tuple[str
         assert file.read_bytes() == (two / "checkpoints" / last / file.parent.name / file.name).read_bytes(), file.name
 
 
-def test_a_cut_cable_ends_both_sides_with_the_lost_peers_name(tmp_path: Path, hosts: list[tuple[str, str, str]]) -> None:
+def test_a_cut_cable_ends_both_sides_with_the_lost_peers_name(
+    tmp_path: Path, hosts: list[tuple[str, str, str]]
+) -> None:
     limit_s, root = 6.0, tmp_path / "job"
     env = {"FIT_TIMEOUT": f"{limit_s:g} s"}
     with (
@@ -123,7 +142,11 @@ def test_a_cut_cable_ends_both_sides_with_the_lost_peers_name(tmp_path: Path, ho
         try:
             ended: dict[int, float] = {}
             while len(ended) < 2 and time.monotonic() - begun < limit_s + 15:
-                ended |= {i: time.monotonic() - begun for i, side in enumerate(sides) if i not in ended and side.process.poll() is not None}
+                ended |= {
+                    i: time.monotonic() - begun
+                    for i, side in enumerate(sides)
+                    if i not in ended and side.process.poll() is not None
+                }
                 time.sleep(0.05)
             print(f"seconds from the cut to the end of each side, with a limit of {limit_s:g} s: {ended}")
             assert len(ended) == 2, first.text + second.text

@@ -62,13 +62,21 @@ def main() -> None:
     args.root.mkdir(parents=True, exist_ok=True)
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(5))
     loader = DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=4, shuffle=True)
-    callbacks: list[Any] = [Events(args.root, args.slow, args.die), ModelCheckpoint(every="4 steps" if args.die else "1000 steps")]
+    callbacks: list[Any] = [
+        Events(args.root, args.slow, args.die),
+        ModelCheckpoint(every="4 steps" if args.die else "1000 steps"),
+    ]
     fit = Fit(max_steps=args.steps, seed=3, accelerator="cpu", root_dir=args.root, callbacks=callbacks)
     module = Net()
     result = fit.run(module, loader, resume="auto")
     if fit.is_main_process:
         weights = b"".join(p.detach().numpy().tobytes() for p in module.parameters())
-        told = {"step": result.step, "status": result.status, "weights": hashlib.sha256(weights).hexdigest(), "ranks": callbacks[0].ranks}
+        told = {
+            "step": result.step,
+            "status": result.status,
+            "weights": hashlib.sha256(weights).hexdigest(),
+            "ranks": callbacks[0].ranks,
+        }
         args.result.write_text(json.dumps(told))
 
 

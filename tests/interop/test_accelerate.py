@@ -102,7 +102,9 @@ def theirs(path: Path, **changes: Any) -> Path:
     return path
 
 
-def taken_over(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str, name: str = "theirs.yaml", **changes: Any) -> tuple[Resolved, str]:
+def taken_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str, name: str = "theirs.yaml", **changes: Any
+) -> tuple[Resolved, str]:
     """What ``fit config`` makes of such a file, read back."""
     out = tmp_path / "fit.yaml"
     source = theirs(tmp_path / name, **changes)
@@ -119,23 +121,45 @@ def taken_over(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str
         ({"distributed_type": "NO", "num_processes": 1}, Single(), {"accelerator": "auto", "devices": 1}),
         ({"distributed_type": "MULTI_CPU", "use_cpu": True}, DDP(), {"accelerator": "cpu", "devices": 4}),
         ({"mixed_precision": "bf16"}, DDP(), {"accelerator": "cuda", "devices": 4, "precision": "bf16-mixed"}),
-        ({"gpu_ids": "0,2,3,5", "mixed_precision": "fp16", "debug": True}, DDP(), {"devices": (0, 2, 3, 5), "precision": "16-mixed", "debug": True}),
+        (
+            {"gpu_ids": "0,2,3,5", "mixed_precision": "fp16", "debug": True},
+            DDP(),
+            {"devices": (0, 2, 3, 5), "precision": "16-mixed", "debug": True},
+        ),
         (
             {"distributed_type": "FSDP", "fsdp_config": FSDP1},
             FSDP(blocks=["GPT2Block", "Other"], cpu_offload=True),
             {"activation_checkpointing": "full"},
         ),
         (
-            {"distributed_type": "FSDP", "fsdp_config": FSDP1 | {"fsdp_reshard_after_forward": "HYBRID_SHARD_ZERO2"}, "num_machines": 2,
-             "main_process_ip": "10.0.0.1", "main_process_port": 29501},
+            {
+                "distributed_type": "FSDP",
+                "fsdp_config": FSDP1 | {"fsdp_reshard_after_forward": "HYBRID_SHARD_ZERO2"},
+                "num_machines": 2,
+                "main_process_ip": "10.0.0.1",
+                "main_process_port": 29501,
+            },
             FSDP(blocks=["GPT2Block", "Other"], cpu_offload=True, reshard_after_forward=False, dp_replicate=2),
             {"devices": "auto"},
         ),
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"}}, DDP(), {}),
-        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": 2}}, FSDP(reshard_after_forward=False), {}),
-        ({"distributed_type": "FSDP", "fsdp_config": FSDP2}, FSDP(reshard_after_forward=False, min_size=2000000), {"activation_checkpointing": None}),
         (
-            {"distributed_type": "FSDP", "fsdp_config": FSDP2 | {"fsdp_auto_wrap_policy": "NO_WRAP"}, "parallelism_config": AXES, "num_processes": 8},
+            {"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": 2}},
+            FSDP(reshard_after_forward=False),
+            {},
+        ),
+        (
+            {"distributed_type": "FSDP", "fsdp_config": FSDP2},
+            FSDP(reshard_after_forward=False, min_size=2000000),
+            {"activation_checkpointing": None},
+        ),
+        (
+            {
+                "distributed_type": "FSDP",
+                "fsdp_config": FSDP2 | {"fsdp_auto_wrap_policy": "NO_WRAP"},
+                "parallelism_config": AXES,
+                "num_processes": 8,
+            },
             MeshParallel(reshard_after_forward=False, dp_replicate=2, dp_shard=2, tp=2),
             {"devices": 8},
         ),
@@ -155,7 +179,13 @@ def taken_over(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str
             {"activation_checkpointing": "selective", "gradient_clip_val": 2.0},
         ),
         (
-            {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "max-autotune", "dynamo_use_regional_compilation": True}},
+            {
+                "dynamo_config": {
+                    "dynamo_backend": "INDUCTOR",
+                    "dynamo_mode": "max-autotune",
+                    "dynamo_use_regional_compilation": True,
+                }
+            },
             DDP(),
             {"compile": {"backend": "inductor", "dynamic": False, "mode": "max-autotune", "blocks": True}},
         ),
@@ -186,7 +216,9 @@ def test_fp8(tmp_path: Path, capsys: pytest.CaptureFixture[str], fp8: dict[str, 
 
 
 def test_a_file_of_deepspeed_says_its_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "gradient_clipping": 0.25}))
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "gradient_clipping": 0.25})
+    )
     config = {"deepspeed_config_file": str(tmp_path / "ds.json"), "zero3_init_flag": False}
     found, _ = taken_over(tmp_path, capsys, distributed_type="DEEPSPEED", deepspeed_config=config, mixed_precision=None)
     got = strategies.get(found.settings.strategy)
@@ -196,7 +228,14 @@ def test_a_file_of_deepspeed_says_its_precision(tmp_path: Path, capsys: pytest.C
 
 def test_machines_are_the_launchers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found, text = taken_over(
-        tmp_path, capsys, num_machines=2, num_processes=16, machine_rank=1, main_process_ip="10.0.0.1", main_process_port=29501, rdzv_backend="c10d"
+        tmp_path,
+        capsys,
+        num_machines=2,
+        num_processes=16,
+        machine_rank=1,
+        main_process_ip="10.0.0.1",
+        main_process_port=29501,
+        rdzv_backend="c10d",
     )
     assert "fit launch --nproc 8 --nnodes 2 --rdzv 10.0.0.1:29501 script.py" in text
     assert "machine_rank: 1: is found at the rendezvous" in text
@@ -204,7 +243,9 @@ def test_machines_are_the_launchers(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_what_has_no_meaning_is_told_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, text = taken_over(tmp_path, capsys, name="theirs.json", distributed_type="FSDP", fsdp_config=FSDP1, mixed_precision="bf16")
+    _, text = taken_over(
+        tmp_path, capsys, name="theirs.json", distributed_type="FSDP", fsdp_config=FSDP1, mixed_precision="bf16"
+    )
     assert "Accelerate reduces FSDP's gradients in bfloat16; here fp32 is used" in text
     assert "#     fsdp_config.fsdp_backward_prefetch: BACKWARD_PRE: FSDP 2 fetches ahead by itself" in text
     assert "#     fsdp_config.fsdp_use_orig_params: True: FSDP 2 always keeps" in text
@@ -214,21 +255,49 @@ def test_what_has_no_meaning_is_told_with_the_reason(tmp_path: Path, capsys: pyt
     ("changes", "message"),
     [
         ({"distributed_type": "MULTI_XPU"}, r"theirs.yaml:\d+: distributed_type: MULTI_XPU: has no counterpart"),
-        ({"distributed_type": "FSDP", "fsdp_config": FSDP2 | {"fsdp_activation_checkpointing_offload": True}}, "no offload of activations"),
-        ({"distributed_type": "FSDP", "fsdp_config": FSDP2 | {"fsdp_ignored_modules": "head.*"}}, "name their parameters in strategy.ignore"),
+        (
+            {"distributed_type": "FSDP", "fsdp_config": FSDP2 | {"fsdp_activation_checkpointing_offload": True}},
+            "no offload of activations",
+        ),
+        (
+            {"distributed_type": "FSDP", "fsdp_config": FSDP2 | {"fsdp_ignored_modules": "head.*"}},
+            "name their parameters in strategy.ignore",
+        ),
         (
             {"distributed_type": "FSDP", "fsdp_config": FSDP1 | {"fsdp_sharding_strategy": "NO_SHARD"}},
             "contradicts fsdp_sharding_strategy: NO_SHARD",
         ),
-        ({"distributed_type": "FSDP", "fsdp_config": FSDP2 | {"fsdp_ofload_params": True}}, r"theirs.yaml:\d+: 'fsdp_config.fsdp_ofload_"),
         (
-            {"distributed_type": "FSDP", "fsdp_config": FSDP2, "parallelism_config": AXES | {"parallelism_config_cp_size": 2}},
+            {"distributed_type": "FSDP", "fsdp_config": FSDP2 | {"fsdp_ofload_params": True}},
+            r"theirs.yaml:\d+: 'fsdp_config.fsdp_ofload_",
+        ),
+        (
+            {
+                "distributed_type": "FSDP",
+                "fsdp_config": FSDP2,
+                "parallelism_config": AXES | {"parallelism_config_cp_size": 2},
+            },
             "context parallel is not supported",
         ),
-        ({"distributed_type": "DEEPSPEED", "deepspeed_config": ZERO2 | {"deepspeed_moe_layer_cls_names": "Moe"}}, "mixtures of experts"),
-        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "nowhere.json"}}, "the file does not exist"),
-        ({"distributed_type": "MEGATRON_LM", "megatron_lm_config": MEGATRON | {"megatron_lm_attention_dropout": 0.1}}, "belongs to the model"),
-        ({"mixed_precision": "fp8", "fp8_config": {"backend": "MSAMP", "optimization_level": "O2"}}, "has no counterpart"),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": ZERO2 | {"deepspeed_moe_layer_cls_names": "Moe"}},
+            "mixtures of experts",
+        ),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "nowhere.json"}},
+            "the file does not exist",
+        ),
+        (
+            {
+                "distributed_type": "MEGATRON_LM",
+                "megatron_lm_config": MEGATRON | {"megatron_lm_attention_dropout": 0.1},
+            },
+            "belongs to the model",
+        ),
+        (
+            {"mixed_precision": "fp8", "fp8_config": {"backend": "MSAMP", "optimization_level": "O2"}},
+            "has no counterpart",
+        ),
         ({"mixed_precision": "fp8", "fp8_config": {"backend": "TE", "margin": 3}}, "a setting of Transformer Engine"),
         ({"gpu_ids": "0,1"}, "names 2 devices for 4 processes"),
         ({"tpu_name": "pod"}, "is for TPUs"),
@@ -276,8 +345,12 @@ def test_accelerates_own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert Path(config_args.default_config_file).name == "default_config.yaml"
 
 
-@pytest.mark.parametrize("text", ["a: 1", "- 1", "", "distributed_type: !!python/object/apply:os.system ['touch pwned']"])
-def test_another_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["a: 1", "- 1", "", "distributed_type: !!python/object/apply:os.system ['touch pwned']"]
+)
+def test_another_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("theirs.yaml").write_text(text)
     assert main(["config", "--from-accelerate", "theirs.yaml"]) == 2

@@ -70,7 +70,11 @@ def lightning() -> dict[str, list[str]]:
 
 
 def test_every_name_of_lightnings_classes_is_ours_or_has_an_answer(lightning: dict[str, list[str]]) -> None:
-    answers_of = (("module", TrainModule, {**MODULE, **REPLACED}), ("data", DataModule, DATA), ("callback", Callback, {}))
+    answers_of = (
+        ("module", TrainModule, {**MODULE, **REPLACED}),
+        ("data", DataModule, DATA),
+        ("callback", Callback, {}),
+    )
     for kind, ours, answers in answers_of:
         assert [name for name in lightning[kind] if not hasattr(ours, name) and name not in answers] == []
         assert [name for name in answers if hasattr(ours, name)] == []
@@ -101,14 +105,27 @@ class Saves(Callback):
 
 def test_every_hook_is_called(lightning: dict[str, list[str]], tmp_path: Path) -> None:
     of_step = ("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step")
-    of_run = ("configure_callbacks", "configure_optimizers", "training_step", "validation_step", "test_step", "predict_step")
+    of_run = (
+        "configure_callbacks",
+        "configure_optimizers",
+        "training_step",
+        "validation_step",
+        "test_step",
+        "predict_step",
+    )
     expected = {*lightning["hooks"], *of_step, *of_run} - {"configure_sharded_model"}
     module, seen = Weight(), set()
     module.configure_optimizers = lambda: scheduled(module)  # type: ignore[method-assign]
     for name in expected:
         found = getattr(module, name)
         loader = ones(1) if name.endswith("_dataloader") else None
-        setattr(module, name, lambda *args, found=found, name=name, loader=loader, **kw: (seen.add(name), loader or found(*args, **kw))[1])
+        setattr(
+            module,
+            name,
+            lambda *args, found=found, name=name, loader=loader, **kw: (seen.add(name), loader or found(*args, **kw))[
+                1
+            ],
+        )
     trainer = fit(tmp_path, callbacks=Saves())
     trainer.run(module)
     trainer.run(module, resume="last")
@@ -130,9 +147,13 @@ def test_a_hook_that_is_never_called_is_refused(tmp_path: Path) -> None:
     class OldCallback(Callback):
         def on_batch_end(self, *args: Any) -> None: ...
 
-    with pytest.raises(TypeError, match="Old defines training_epoch_end, which is not called: define on_train_epoch_end"):
+    with pytest.raises(
+        TypeError, match="Old defines training_epoch_end, which is not called: define on_train_epoch_end"
+    ):
         fit(tmp_path).run(Old(), ones(1))
-    with pytest.raises(TypeError, match="OldCallback defines on_batch_end, which is not called: define on_train_batch_end"):
+    with pytest.raises(
+        TypeError, match="OldCallback defines on_batch_end, which is not called: define on_train_batch_end"
+    ):
         fit(tmp_path, callbacks=OldCallback()).run(Weight(), ones(1))
 
 
@@ -213,7 +234,9 @@ def test_a_data_modules_hooks_win(tmp_path: Path) -> None:
             raise AssertionError
 
     module, data = Own(), Data()
-    with pytest.warns(UserWarning, match="both Own and Data define on_after_batch_transfer: the data module's is called"):
+    with pytest.warns(
+        UserWarning, match="both Own and Data define on_after_batch_transfer: the data module's is called"
+    ):
         fit(tmp_path).run(module, datamodule=data)
     assert module.w.item() == -8.0
     error = OSError()

@@ -174,7 +174,11 @@ def test_ctrl_c_reaches_the_ranks_once(tmp_path: Path) -> None:
         )
     )
     process = subprocess.Popen(
-        [sys.executable, str(script)], env=clean_environment(), cwd=tmp_path, stdout=subprocess.PIPE, start_new_session=True
+        [sys.executable, str(script)],
+        env=clean_environment(),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     )
     while len(list(tmp_path.glob("begun.*"))) < 2:
         assert process.poll() is None
@@ -209,7 +213,9 @@ def test_in_a_jupyter_kernel() -> None:
     errors: list[tuple[str, str]] = []
     try:
         for cell in CELLS:
-            content = client.execute_interactive(cell, timeout=60, output_hook=lambda message: outputs.append(message))["content"]
+            content = client.execute_interactive(cell, timeout=60, output_hook=lambda message: outputs.append(message))[
+                "content"
+            ]
             errors += [(content["ename"], content["evalue"])] if content["status"] == "error" else []
         text = "".join(each["content"]["text"] for each in outputs if each["msg_type"] == "stream")
         assert "values [[1.0, 2.0], [1.0, 2.0]]" in text

@@ -29,14 +29,46 @@ def test_defaults() -> None:
 
 
 def test_torchruns_variables_are_defaults() -> None:
-    static = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "head", "PET_MASTER_PORT": "23456"}
+    static = {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "4",
+        "PET_NODE_RANK": "1",
+        "PET_MASTER_ADDR": "head",
+        "PET_MASTER_PORT": "23456",
+    }
     found = job(environ=static)
-    assert (found.nproc, found.min_nodes, found.max_nodes, found.node_rank, found.endpoint) == (4, 2, 2, 1, ("head", 23456))
-    elastic = {"PET_NNODES": "1:4", "PET_NPROC_PER_NODE": "1", "PET_RDZV_ENDPOINT": "head:1", "PET_RDZV_ID": "a", "PET_MAX_RESTARTS": "5"}
+    assert (found.nproc, found.min_nodes, found.max_nodes, found.node_rank, found.endpoint) == (
+        4,
+        2,
+        2,
+        1,
+        ("head", 23456),
+    )
+    elastic = {
+        "PET_NNODES": "1:4",
+        "PET_NPROC_PER_NODE": "1",
+        "PET_RDZV_ENDPOINT": "head:1",
+        "PET_RDZV_ID": "a",
+        "PET_MAX_RESTARTS": "5",
+    }
     found = job(environ=elastic | {"PET_RDZV_BACKEND": "c10d"})
-    assert (found.min_nodes, found.max_nodes, found.endpoint, found.run_id, found.max_restarts) == (1, 4, ("head", 1), "a", 5)
-    found = job("--nnodes", 3, "--nproc", 2, "--rdzv", "[::1]:7", "--rdzv-id", "b", "--max-restarts", 1, environ=elastic)
-    assert (found.nproc, found.max_nodes, found.endpoint, found.run_id, found.max_restarts) == (2, 3, ("::1", 7), "b", 1)
+    assert (found.min_nodes, found.max_nodes, found.endpoint, found.run_id, found.max_restarts) == (
+        1,
+        4,
+        ("head", 1),
+        "a",
+        5,
+    )
+    found = job(
+        "--nnodes", 3, "--nproc", 2, "--rdzv", "[::1]:7", "--rdzv-id", "b", "--max-restarts", 1, environ=elastic
+    )
+    assert (found.nproc, found.max_nodes, found.endpoint, found.run_id, found.max_restarts) == (
+        2,
+        3,
+        ("::1", 7),
+        "b",
+        1,
+    )
     assert job("--nnodes", 2, "--rdzv", "head").endpoint == ("head", 29400)
 
 
@@ -48,8 +80,16 @@ def test_torchruns_variables_are_defaults() -> None:
         (("--nnodes", "4:2"), {}, r"--nnodes '4:2': MIN:MAX with MIN > MAX; did you mean 2:4"),
         (("--nnodes", "2"), {}, r"--nnodes 2: several machines need a common address: --rdzv HOST:PORT"),
         ((), {"PET_NNODES": "2"}, r"PET_NNODES=2: several machines need a common address"),
-        (("--nnodes", "2", "--rdzv", "h:1", "--node-rank", "2"), {}, r"--node-rank 2: the machines are numbered 0 to 1 \(--nnodes 2\)"),
-        (("--nnodes", "1:2", "--rdzv", "h:1"), {"PET_NODE_RANK": "0"}, r"PET_NODE_RANK 0 with --nnodes 1:2: .* leave it out"),
+        (
+            ("--nnodes", "2", "--rdzv", "h:1", "--node-rank", "2"),
+            {},
+            r"--node-rank 2: the machines are numbered 0 to 1 \(--nnodes 2\)",
+        ),
+        (
+            ("--nnodes", "1:2", "--rdzv", "h:1"),
+            {"PET_NODE_RANK": "0"},
+            r"PET_NODE_RANK 0 with --nnodes 1:2: .* leave it out",
+        ),
         (("--nnodes", "2", "--rdzv", "h:70000"), {}, r"--rdzv 'h:70000': a port is a number from 1 to 65535"),
         (("--nnodes", "2", "--rdzv", "::1"), {}, r"--rdzv '::1': HOST:PORT is needed, or \[IPv6\]:PORT"),
         ((), {"PET_MASTER_PORT": "1"}, r"PET_MASTER_PORT='1' without PET_MASTER_ADDR"),
@@ -58,7 +98,11 @@ def test_torchruns_variables_are_defaults() -> None:
             {"PET_RDZV_ENDPOINT": "a:1", "PET_MASTER_ADDR": "b"},
             r"PET_RDZV_ENDPOINT='a:1' and PET_MASTER_ADDR='b'.* different addresses",
         ),
-        ((), {"PET_RDZV_ENDPOINT": "a:1", "PET_RDZV_BACKEND": "etcd"}, r"PET_RDZV_BACKEND='etcd': only c10d and static"),
+        (
+            (),
+            {"PET_RDZV_ENDPOINT": "a:1", "PET_RDZV_BACKEND": "etcd"},
+            r"PET_RDZV_BACKEND='etcd': only c10d and static",
+        ),
         (("--max-restarts", "x"), {}, r"--max-restarts 'x': a whole number is needed"),
         (("--grace", "0"), {}, r"--grace 0: it must be more than 0 seconds"),
         (("--show", "first"), {}, r"--show 'first': a whole number is needed"),
@@ -98,7 +142,13 @@ def test_addresses_of_this_machine() -> None:
     assert address.interface("127.0.0.1") == "lo"
     assert address.interface("192.0.2.1") is None
     assert ("lo", "127.0.0.1") in list(address.interfaces())
-    assert [address.is_loopback(each) for each in ("localhost", "127.0.1.1", "::1", "10.0.0.1", "head")] == [True, True, True, False, False]
+    assert [address.is_loopback(each) for each in ("localhost", "127.0.1.1", "::1", "10.0.0.1", "head")] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
     own = address.outward()
     assert own is None or (address.is_own(own) and not address.is_loopback(own))
 

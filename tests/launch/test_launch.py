@@ -38,7 +38,19 @@ def test_output_files_and_environment(tmp_path: Path) -> None:
     )
     env = clean_environment()
     del env["OMP_NUM_THREADS"]
-    command = [*COMMAND, "--nproc", "2", "--config", "settings.yaml", "--show", "0,1", path.name, "$$x", "--nproc", "-m"]
+    command = [
+        *COMMAND,
+        "--nproc",
+        "2",
+        "--config",
+        "settings.yaml",
+        "--show",
+        "0,1",
+        path.name,
+        "$$x",
+        "--nproc",
+        "-m",
+    ]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -66,7 +78,9 @@ def test_a_module_and_a_program(tmp_path: Path) -> None:
     with Launched(tmp_path, "-m", "package.module", "-x") as job:
         assert job.wait() == 0, job.text
     assert job.stdout == "module ['-x']\n"  # alone: no prefix
-    with Launched(tmp_path, "--nproc", 2, "--show", "1", "--no-python", "/bin/sh", "-c", "echo $RANK of $WORLD_SIZE", name="sh") as job:
+    with Launched(
+        tmp_path, "--nproc", 2, "--show", "1", "--no-python", "/bin/sh", "-c", "echo $RANK of $WORLD_SIZE", name="sh"
+    ) as job:
         assert job.wait() == 0, job.text
     assert job.stdout == "[rank 1] 1 of 2\n"
 
@@ -75,7 +89,8 @@ def test_a_rank_that_raises_at_import_while_another_hangs(tmp_path: Path) -> Non
     # Rank 0 cannot be ended by SIGTERM, as a process in the middle of a collective cannot.
     path = script(
         tmp_path,
-        PID + "if rank == 1:\n    raise ValueError('no such layer')\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(300)",
+        PID
+        + "if rank == 1:\n    raise ValueError('no such layer')\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(300)",
     )
     with Launched(tmp_path, "--nproc", 2, path) as job:
         job.until(lambda: pids(tmp_path, 2))
@@ -90,7 +105,12 @@ def test_a_rank_that_raises_at_import_while_another_hangs(tmp_path: Path) -> Non
     assert said.startswith(
         f"fit launch: rank 1 on {socket.gethostname()} (process {pids(tmp_path, 2)[1]}) failed with exit code 1; its output: "
     )
-    assert Path(said.split("its output: ")[1].split(". Its traceback")[0]).read_text().rstrip().endswith("ValueError: no such layer")
+    assert (
+        Path(said.split("its output: ")[1].split(". Its traceback")[0])
+        .read_text()
+        .rstrip()
+        .endswith("ValueError: no such layer")
+    )
 
 
 BEFORE = """
@@ -151,12 +171,20 @@ def test_signals_reach_the_ranks_which_save(tmp_path: Path, number: int, status:
             time.sleep(0.2)
             job.process.send_signal(number)
         assert job.wait() == status, job.text
-    assert sorted(job.stdout.split("\n")) == ["", "[rank 0] saved", "[rank 0] saving", "[rank 1] saved", "[rank 1] saving"]
+    assert sorted(job.stdout.split("\n")) == [
+        "",
+        "[rank 0] saved",
+        "[rank 0] saving",
+        "[rank 1] saved",
+        "[rank 1] saving",
+    ]
     assert "restart" not in job.stderr
     assert "failed" not in job.stderr
 
 
-STUBBORN = PID + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(300)"
+STUBBORN = (
+    PID + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(300)"
+)
 
 
 @pytest.mark.slow
@@ -220,7 +248,9 @@ def test_restarts_are_counted_and_each_cause_is_told(tmp_path: Path) -> None:
     )
     with Launched(tmp_path, "--nproc", 2, "--max-restarts", 2, path) as job:
         assert job.wait() == 0, job.text
-    assert job.stderr.count("RuntimeError: cause 0") == job.stderr.count("RuntimeError: cause 1") == 2  # as it happens, and as the cause
+    assert (
+        job.stderr.count("RuntimeError: cause 0") == job.stderr.count("RuntimeError: cause 1") == 2
+    )  # as it happens, and as the cause
     assert "restart 1 of 2" in job.stderr
     assert "restart 2 of 2" in job.stderr
     assert "attempt 0\nTraceback" in job.log(0)
@@ -243,7 +273,16 @@ def test_a_busy_port(tmp_path: Path, nodes: str) -> None:
 @pytest.mark.slow
 def test_an_address_that_is_not_known(tmp_path: Path) -> None:
     with Launched(
-        tmp_path, "--nnodes", 2, "--rdzv", "no-such-host.invalid:1", "--join-timeout", 1, "--nproc", 1, script(tmp_path, "")
+        tmp_path,
+        "--nnodes",
+        2,
+        "--rdzv",
+        "no-such-host.invalid:1",
+        "--join-timeout",
+        1,
+        "--nproc",
+        1,
+        script(tmp_path, ""),
     ) as job:
         assert job.wait(30) == 1, job.text
     assert "no-such-host.invalid:1 cannot be resolved yet" in job.stderr
@@ -305,21 +344,25 @@ def test_a_failure_on_one_machine_restarts_both(tmp_path: Path, fixed: bool) -> 
     one, other = machines(tmp_path, path, fixed, "--max-restarts", 1)
     with one, other:
         assert one.wait(90) == other.wait(90) == 0, one.text + other.text
-    assert sorted(one.stdout.splitlines() + other.stdout.splitlines()) == [f"[rank {rank}] [0.0, 1.0]" for rank in (0, 1)]
+    assert sorted(one.stdout.splitlines() + other.stdout.splitlines()) == [
+        f"[rank {rank}] [0.0, 1.0]" for rank in (0, 1)
+    ]
 
 
 def test_wrong_arguments_end_with_status_2(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
-    done = subprocess.run([*COMMAND, "trian.py"], env=clean_environment(), cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*COMMAND, "trian.py"], env=clean_environment(), cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert "there is no script 'trian.py'; did you mean 'train.py'?" in done.stderr
 
 
 def test_help_does_not_import_torch() -> None:
-    code = (
-        "import sys\nfrom engine.cli.launch import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    print('torch' in sys.modules)"
+    code = "import sys\nfrom engine.cli.launch import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, check=True
     )
-    done = subprocess.run([sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
 
 
@@ -344,7 +387,13 @@ def test_standard_output_that_was_closed(tmp_path: Path) -> None:
     path = script(tmp_path, "print('said')")
     line = [*COMMAND, "--log-dir", "logs", "--nproc", "2", path.name]
     done = subprocess.run(
-        ["sh", "-c", 'exec "$@" >&-', "sh", *line], env=clean_environment(), cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=300, check=False
+        ["sh", "-c", 'exec "$@" >&-', "sh", *line],
+        env=clean_environment(),
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert [path.read_text() for path in tmp_path.glob("logs/*/rank=*.log")] == ["said\n", "said\n"]

@@ -43,7 +43,9 @@ def test_the_calling_process_goes_on_with_the_trained_module(tmp_path: Path) -> 
     assert ran.value == [None, -36.0, 8, "completed", [{"test": 4.5}]]
 
 
-@pytest.mark.parametrize(("how", "told"), [("dies", "ZeroDivisionError: on purpose"), ("is-killed", "rank 1 was killed by SIGKILL")])
+@pytest.mark.parametrize(
+    ("how", "told"), [("dies", "ZeroDivisionError: on purpose"), ("is-killed", "rank 1 was killed by SIGKILL")]
+)
 def test_a_dying_rank_ends_all_and_is_named(tmp_path: Path, how: str, told: str) -> None:
     ran = run_script(SCRIPT, tmp_path, how, check=False)
     assert ran.returncode == 1
@@ -54,7 +56,12 @@ def test_a_dying_rank_ends_all_and_is_named(tmp_path: Path, how: str, told: str)
 
 def ranks_devices(root: str) -> list[str]:
     found = []
-    for settings in ({"devices": 3}, {"devices": [0, 1, 2]}, {"devices": 2, "num_nodes": 2}, {"devices": "auto", "strategy": "single"}):
+    for settings in (
+        {"devices": 3},
+        {"devices": [0, 1, 2]},
+        {"devices": 2, "num_nodes": 2},
+        {"devices": "auto", "strategy": "single"},
+    ):
         try:
             fit(root, **settings).run(Weight(), ones(2))
         except ValueError as error:
@@ -73,9 +80,15 @@ def test_requests_that_torchrun_does_not_meet_are_errors(tmp_path: Path) -> None
 
 
 def test_requests_that_one_process_does_not_meet_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"num_nodes=2: several machines need a launcher; .*torchrun --nnodes 2 --nproc-per-node 3"):
+    with pytest.raises(
+        ValueError, match=r"num_nodes=2: several machines need a launcher; .*torchrun --nnodes 2 --nproc-per-node 3"
+    ):
         fit(tmp_path, num_nodes=2, devices=3).run(Weight(), ones(1))
-    with pytest.raises(ValueError, match="strategy='single' and devices=2: one process cannot use 2 devices; use strategy='ddp'"):
+    with pytest.raises(
+        ValueError, match="strategy='single' and devices=2: one process cannot use 2 devices; use strategy='ddp'"
+    ):
         fit(tmp_path, devices=2, strategy="single").run(Weight(), ones(1))
-    with pytest.raises(RuntimeError, match=r"2 processes were requested.*it is a pytest session.*torchrun --nproc-per-node 2"):
+    with pytest.raises(
+        RuntimeError, match=r"2 processes were requested.*it is a pytest session.*torchrun --nproc-per-node 2"
+    ):
         fit(tmp_path, devices=2).run(Weight(), ones(1))

@@ -73,7 +73,9 @@ def processes(root: int) -> Iterator[int]:
 
 def listening(pid: int) -> set[tuple[str, int]]:
     """Address and port of each TCP socket on which a process listens, or UDP socket that it has bound."""
-    own = {found[1] for each in Path(f"/proc/{pid}/fd").iterdir() if (found := re.match(r"socket:\[(\d+)\]", link(each)))}
+    own = {
+        found[1] for each in Path(f"/proc/{pid}/fd").iterdir() if (found := re.match(r"socket:\[(\d+)\]", link(each)))
+    }
     found = set()
     for table, state in (("tcp", "0A"), ("tcp6", "0A"), ("udp", "07"), ("udp6", "07")):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
@@ -98,10 +100,14 @@ def attack(port: int, run_ids: set[str], evil: bytes, wait_s: float) -> bool:
     has taken them."""
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
         connection.sendall(evil)
-    child = os.fork()  # torch's client waits without a limit for an answer, which only a store gives: then this process is killed
+    child = (
+        os.fork()
+    )  # torch's client waits without a limit for an answer, which only a store gives: then this process is killed
     if child == 0:
         with contextlib.suppress(BaseException):  # gloo's: what comes there is ended with the job
-            store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+            store = dist.TCPStore(
+                "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30)
+            )
             for run_id in run_ids:
                 for value in (evil, base64.b64encode(evil)):
                     store.set(f"torch.rendezvous.{run_id}", value)
@@ -130,7 +136,9 @@ def test_one_machine_listens_on_loopback_and_unpickles_nothing(tmp_path: Path, o
         assert len(ports) >= 3  # the store, and what gloo has made for each rank
         assert {where for where, _ in found} <= LOOPBACK
         environment = dict(
-            each.split("=", 1) for each in Path(f"/proc/{pids(tmp_path, 2)[0]}/environ").read_text().split("\0") if "=" in each
+            each.split("=", 1)
+            for each in Path(f"/proc/{pids(tmp_path, 2)[0]}/environ").read_text().split("\0")
+            if "=" in each
         )
         assert len(environment["TORCHELASTIC_RUN_ID"]) == 32
         served = {port for _, port in listening(job.process.pid)}
@@ -145,7 +153,9 @@ def test_one_machine_listens_on_loopback_and_unpickles_nothing(tmp_path: Path, o
 def test_ranks_that_fit_has_started_listen_on_loopback(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    with subprocess.Popen([sys.executable, script, tmp_path, "2"], env=clean_environment(), stdout=subprocess.DEVNULL) as job:
+    with subprocess.Popen(
+        [sys.executable, script, tmp_path, "2"], env=clean_environment(), stdout=subprocess.DEVNULL
+    ) as job:
         try:
             deadline = time.monotonic() + 300
             while not pids(tmp_path, 2):
@@ -161,7 +171,9 @@ def test_ranks_that_fit_has_started_listen_on_loopback(tmp_path: Path) -> None:
             job.kill()
 
 
-@pytest.mark.parametrize(("host", "seen"), [("127.0.0.1", {"127.0.0.1"}), ("localhost", {"127.0.0.1"}), ("::1", {"::1"})])
+@pytest.mark.parametrize(
+    ("host", "seen"), [("127.0.0.1", {"127.0.0.1"}), ("localhost", {"127.0.0.1"}), ("::1", {"::1"})]
+)
 def test_a_store_listens_where_it_was_asked_to(host: str, seen: set[str]) -> None:
     if not address.is_own(host):
         pytest.skip(f"this machine has no {host}")

@@ -15,7 +15,9 @@ GONE = """Traceback (most recent call last):
 RuntimeError: [gloo/pair.cc:553] Connection closed by peer [1.2.3.4]:1"""
 
 
-def ended(place: Path, rank: int, code: int | None, moment: float, error: Exception | None = None, told: bool = False) -> Rank:
+def ended(
+    place: Path, rank: int, code: int | None, moment: float, error: Exception | None = None, told: bool = False
+) -> Rank:
     found = Rank(rank, rank, 1000 + rank, place / f"{rank}.json", code, moment, told)
     if error is not None:
         failures.record(error, found.error_file)
@@ -41,7 +43,11 @@ def test_the_cause_is_the_first_that_went_by_itself(tmp_path: Path) -> None:
 
 def test_a_rank_that_left_early_and_well_is_the_cause(tmp_path: Path) -> None:
     lost = RuntimeError("[gloo] Connection closed by peer")
-    ranks = [ended(tmp_path, 0, 1, 100.0, lost), ended(tmp_path, 1, 0, 100.2), ended(tmp_path, 2, -signal.SIGTERM, 101.0, told=True)]
+    ranks = [
+        ended(tmp_path, 0, 1, 100.0, lost),
+        ended(tmp_path, 1, 0, 100.2),
+        ended(tmp_path, 2, -signal.SIGTERM, 101.0, told=True),
+    ]
     tails = dict.fromkeys(range(3), "")
     assert cause(ranks, tails) == (ranks[1], False)
     assert "rank 1 on " in story(ranks[1], "last words", None)
@@ -50,7 +56,9 @@ def test_a_rank_that_left_early_and_well_is_the_cause(tmp_path: Path) -> None:
 
 
 def test_ranks_that_were_told_to_end_have_not_failed(tmp_path: Path) -> None:
-    assert preempted([ended(tmp_path, 0, 143, 1.0), ended(tmp_path, 1, None, 0.0), ended(tmp_path, 2, -signal.SIGTERM, 1.0)])
+    assert preempted(
+        [ended(tmp_path, 0, 143, 1.0), ended(tmp_path, 1, None, 0.0), ended(tmp_path, 2, -signal.SIGTERM, 1.0)]
+    )
     assert not preempted([ended(tmp_path, 0, 143, 1.0), ended(tmp_path, 1, 1, 1.0)])
     assert not preempted([ended(tmp_path, 0, -signal.SIGTERM, 1.0)])  # killed without having saved
 

@@ -20,7 +20,9 @@ RANK = (sys.executable, "-c", "print('a rank')", "with space", "$HOME")
 
 def launch(*arguments: object, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "engine.cli.main", "launch", *map(str, arguments)]
-    return subprocess.run(command, env=clean_environment(**environ), cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        command, env=clean_environment(**environ), cwd=cwd, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def asked(text: str) -> list[str]:
@@ -73,7 +75,9 @@ def test_what_it_does(tmp_path: Path, plan: list[str], restarts: int, status: in
     (tmp_path / "plan").write_text("".join(f"{line}\n" for line in plan))
     environ = clean_environment(SLURM_JOB_ID="12", TMPDIR=str(tmp_path), PATH=f"{tmp_path}:{os.environ['PATH']}")
     text = script(Batch(RANK, max_restarts=restarts))
-    done = subprocess.run(["bash"], input=text, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        ["bash"], input=text, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == status, done.stderr
     assert ("scontrol: requeue 12" in done.stdout) is requeued
     assert done.stdout.count("srun: ") == runs
@@ -118,10 +122,29 @@ def test_what_cannot_be_asked_for(fields: dict[str, Any], reason: str) -> None:
 def test_the_command_prints_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     (tmp_path / "fit.yaml").touch()
-    arguments = ("--slurm", "--dry-run", "--nnodes", 2, "--gpus-per-node", "a100:4", "--config", "fit.yaml", "--grace", 60, "--max-restarts", 3)
+    arguments = (
+        "--slurm",
+        "--dry-run",
+        "--nnodes",
+        2,
+        "--gpus-per-node",
+        "a100:4",
+        "--config",
+        "fit.yaml",
+        "--grace",
+        60,
+        "--max-restarts",
+        3,
+    )
     done = launch(*arguments, "train.py", "--lr", "0.1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert {"--job-name=train", "--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=a100:4", "--signal=TERM@60"} <= set(asked(done.stdout))
+    assert {
+        "--job-name=train",
+        "--nodes=2",
+        "--ntasks-per-node=4",
+        "--gpus-per-node=a100:4",
+        "--signal=TERM@60",
+    } <= set(asked(done.stdout))
     assert f"export FIT_CONFIG={tmp_path / 'fit.yaml'}\n" in done.stdout
     assert f'"$told" {sys.executable} -u train.py --lr 0.1\n' in done.stdout
     assert '"$restarts" -ge 3' in done.stdout

@@ -92,7 +92,9 @@ def test_a_state_that_does_not_fit_names_its_callback(tmp_path: Path) -> None:
 
 def test_one_key_for_two_states_is_refused_before_the_first_step(tmp_path: Path) -> None:
     module = Weight()
-    with pytest.raises(ValueError, match=r"callbacks of Counter and Counter both have the state_key 'Counter'.* override state_key"):
+    with pytest.raises(
+        ValueError, match=r"callbacks of Counter and Counter both have the state_key 'Counter'.* override state_key"
+    ):
         fit(tmp_path, callbacks=[Counter(), Counter(2)]).run(module, ones(1))
     assert not module.losses
 
@@ -151,7 +153,9 @@ def test_checkpoints_with_another_interval_keep_their_scores(tmp_path: Path, cap
     assert not [record for record in caplog.records if "which no callback has" in record.getMessage()]
 
 
-def test_checkpoints_of_versions_that_numbered_callbacks_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_of_versions_that_numbered_callbacks_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Class(Counter):
         state_key = "Counter"  # type: ignore[assignment]
 

@@ -48,7 +48,9 @@ class SAM(Optimizer):
 
 def inputs() -> tuple[Tensor, Tensor]:
     made = torch.Generator().manual_seed(3)
-    return torch.randn(SAMPLES, 3, generator=made, dtype=torch.float64), torch.randn(SAMPLES, 1, generator=made, dtype=torch.float64)
+    return torch.randn(SAMPLES, 3, generator=made, dtype=torch.float64), torch.randn(
+        SAMPLES, 1, generator=made, dtype=torch.float64
+    )
 
 
 def net() -> nn.Module:
@@ -100,7 +102,9 @@ def bare(kind: str, global_batch: int, clip: float | None) -> tuple[list[float],
     return [v for p in model.parameters() for v in p.detach().flatten().tolist()], total / SAMPLES
 
 
-CASES = [(kind, weighted, clip) for kind in ("lbfgs", "wolfe", "sam") for weighted in (False, True) for clip in (None, 0.3)]
+CASES = [
+    (kind, weighted, clip) for kind in ("lbfgs", "wolfe", "sam") for weighted in (False, True) for clip in (None, 0.3)
+]
 
 
 def trained(root: Path | str, world_size: int) -> list[Any]:
@@ -109,7 +113,12 @@ def trained(root: Path | str, world_size: int) -> list[Any]:
     for kind, weighted, clip in CASES:
         module = Module(kind, weighted)
         loader = DataLoader(TensorDataset(*inputs()), batch_size=2 if world_size == 1 else 1)
-        settings = {"accumulate_grad_batches": 3, "gradient_clip_val": clip, "max_epochs": EPOCHS, "devices": "auto" if world_size > 1 else 1}
+        settings = {
+            "accumulate_grad_batches": 3,
+            "gradient_clip_val": clip,
+            "max_epochs": EPOCHS,
+            "devices": "auto" if world_size > 1 else 1,
+        }
         result = fit(root, **settings).run(module, loader)
         weights = [v for p in module.parameters() for v in p.detach().flatten().tolist()]
         found.append([weights, result.metrics["loss"], result.step])
@@ -174,7 +183,9 @@ def test_a_step_that_does_neither(tmp_path: Path) -> None:
     class Forgets(Weight):
         def optimizer_step(self, *args: Any) -> None: ...
 
-    with pytest.raises(RuntimeError, match=r"Forgets.optimizer_step called neither optimizer_closure\(\) nor optimizer.step\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"Forgets.optimizer_step called neither optimizer_closure\(\) nor optimizer.step\(\)"
+    ):
         fit(tmp_path).run(Forgets(), ones(2))
 
 

@@ -53,7 +53,13 @@ def test_one_process_trains_under_each(tmp_path: Path) -> None:
 
 def test_two_processes_train_under_each(tmp_path: Path) -> None:
     for ran in run_ranks(TOOLS, 2, tmp_path):
-        assert ran.value == {"cProfile": [2, -2.0], "pdb": [2, -2.0], "stops": 2, "coverage": [2, -2.0], "covered": True}
+        assert ran.value == {
+            "cProfile": [2, -2.0],
+            "pdb": [2, -2.0],
+            "stops": 2,
+            "coverage": [2, -2.0],
+            "covered": True,
+        }
 
 
 BREAKPOINT = """

@@ -53,7 +53,9 @@ class Rows(Callback):
 def logged(root: Any, batches: int, module: Weight | None = None, resume: Any = None, **settings: Any) -> list[int]:
     rows = Rows()
     callbacks = [rows, *settings.pop("callbacks", [])]
-    fit(root, **{"log_every_n_steps": 5, "callbacks": callbacks, **settings}).run(module or Logs(), ones(batches), resume=resume)
+    fit(root, **{"log_every_n_steps": 5, "callbacks": callbacks, **settings}).run(
+        module or Logs(), ones(batches), resume=resume
+    )
     return rows.steps
 
 

@@ -30,7 +30,10 @@ def data() -> Tensor:
 
 
 def optimizers(generator: nn.Module, critic: nn.Module) -> list[torch.optim.Optimizer]:
-    return [torch.optim.Adam(generator.parameters(), lr=0.05), torch.optim.SGD(critic.parameters(), lr=0.1, momentum=0.9)]
+    return [
+        torch.optim.Adam(generator.parameters(), lr=0.05),
+        torch.optim.SGD(critic.parameters(), lr=0.1, momentum=0.9),
+    ]
 
 
 def losses(generator: nn.Module, critic: nn.Module, batch: Tensor) -> tuple[Any, Any]:
@@ -84,7 +87,10 @@ def bare(every: int = 1, half: bool = False, batch_size: int = 8) -> list[Tensor
     for index, batch in enumerate(data().split(batch_size)):
         with torch.autocast("cpu", dtype=torch.float16, enabled=half):
             parts = losses(generator, critic, batch)
-        for optimizer, part, own, other in ((of_critic, parts[0], critic, generator), (of_generator, parts[1], generator, critic)):
+        for optimizer, part, own, other in (
+            (of_critic, parts[0], critic, generator),
+            (of_generator, parts[1], generator, critic),
+        ):
             own.requires_grad_(True)
             other.requires_grad_(False)
             with torch.autocast("cpu", dtype=torch.float16, enabled=half):
@@ -98,7 +104,9 @@ def bare(every: int = 1, half: bool = False, batch_size: int = 8) -> list[Tensor
     return [p.detach() for p in (*generator.parameters(), *critic.parameters())]
 
 
-def train(root: Path | str, every: int = 1, precision: str = "32-true", batch_size: int = 8, **settings: Any) -> tuple[list[Tensor], int]:
+def train(
+    root: Path | str, every: int = 1, precision: str = "32-true", batch_size: int = 8, **settings: Any
+) -> tuple[list[Tensor], int]:
     module = Gan(every)
     result = fit(root, precision=precision, **settings).run(module, DataLoader(data(), batch_size=batch_size))
     return [p.detach() for p in module.parameters()], result.step
@@ -124,7 +132,9 @@ def ranks_gan(root: str) -> list[list[float]]:
 def test_a_gan_on_two_ranks_is_that_of_one(tmp_path: Path) -> None:
     first, second = on_ranks(ranks_gan, 2, tmp_path)
     assert first == second
-    for ours, (every, half, tolerance) in zip(first, ((1, False, 1e-6), (2, False, 1e-6), (1, True, 5e-3)), strict=True):
+    for ours, (every, half, tolerance) in zip(
+        first, ((1, False, 1e-6), (2, False, 1e-6), (1, True, 5e-3)), strict=True
+    ):
         theirs = torch.cat([w.flatten() for w in bare(every, half)])
         torch.testing.assert_close(torch.tensor(ours), theirs, rtol=tolerance, atol=tolerance)
 
@@ -200,7 +210,9 @@ def test_its_hooks_and_its_own_schedulers(tmp_path: Path) -> None:
     module = Hooks()
     fit(tmp_path, precision="16-mixed").run(module, ones(2))
     assert seen == ["before zero_grad", "before backward", "after backward", "before step 1.0"] * 2
-    assert module.w.item() == -1.5  # learning rates 1 and 0.5; the scheduler steps when the module says so, not at the epoch's end too
+    assert (
+        module.w.item() == -1.5
+    )  # learning rates 1 and 0.5; the scheduler steps when the module says so, not at the epoch's end too
 
 
 def test_max_steps_and_validation_count_its_steps(tmp_path: Path) -> None:

@@ -41,7 +41,9 @@ class Rate(Callback):
         run.optimizers[0].param_groups[0]["lr"] *= 1 + run.rank
 
 
-def attempt(width: int = 3, samples: int = 16, dtype: torch.dtype = torch.float32, *callbacks: Callback, out: int = 1) -> str:
+def attempt(
+    width: int = 3, samples: int = 16, dtype: torch.dtype = torch.float32, *callbacks: Callback, out: int = 1
+) -> str:
     data = TensorDataset(torch.ones(samples, width, dtype=dtype))
     fit = Fit(max_epochs=2, accelerator="cpu", check=True, callbacks=list(callbacks), log_every_n_steps=0)
     try:
@@ -91,11 +93,30 @@ def by_rank() -> dict[str, list[str]]:
     ("name", "parts"),
     [
         ("fine", ["step 4"]),
-        ("models", ["the models differ", "layer.weight: rank 0 has torch.float32, [1, 3], rank 1 has torch.float32, [2, 3]"]),
-        ("parameters", ["the parameters differ", "layer.weight: rank 0 has torch.float32, [1, 3], checksum", "rank 1 has torch.float32, [1, 3], "]),
-        ("optimizers", ["the optimizers differ", "optimizer 0, group 0: rank 0 has {'lr': 0.1", "rank 1 has {'lr': 0.2"]),
+        (
+            "models",
+            ["the models differ", "layer.weight: rank 0 has torch.float32, [1, 3], rank 1 has torch.float32, [2, 3]"],
+        ),
+        (
+            "parameters",
+            [
+                "the parameters differ",
+                "layer.weight: rank 0 has torch.float32, [1, 3], checksum",
+                "rank 1 has torch.float32, [1, 3], ",
+            ],
+        ),
+        (
+            "optimizers",
+            ["the optimizers differ", "optimizer 0, group 0: rank 0 has {'lr': 0.1", "rank 1 has {'lr': 0.2"],
+        ),
         ("samples", ["the ranks' datasets have 16, 24 samples"]),  # without a check, too
-        ("width", ["the first batches differ", "tensor 0: rank 0 has torch.float32, [batch, 3], cpu, rank 1 has torch.float32, [batch, 4], cpu"]),
+        (
+            "width",
+            [
+                "the first batches differ",
+                "tensor 0: rank 0 has torch.float32, [batch, 3], cpu, rank 1 has torch.float32, [batch, 4], cpu",
+            ],
+        ),
         ("dtype", ["the first batches differ", "tensor 0: rank 0 has torch.float32", "rank 1 has torch.float64"]),
     ],
 )

@@ -68,9 +68,13 @@ def decays(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
-def run(root: Path, strategy: str, module: Net, *callbacks: Any, data: Any = None, resume: Any = None, **settings: Any) -> list[Any]:
+def run(
+    root: Path, strategy: str, module: Net, *callbacks: Any, data: Any = None, resume: Any = None, **settings: Any
+) -> list[Any]:
     """The weights afterwards, or how it has ended."""
-    fit = Fit(accelerator="cpu", devices="auto", strategy=strategy, root_dir=root, seed=3, callbacks=callbacks, **settings)
+    fit = Fit(
+        accelerator="cpu", devices="auto", strategy=strategy, root_dir=root, seed=3, callbacks=callbacks, **settings
+    )
     try:
         fit.run(module, loader() if data is None else data, resume=resume)
     except (ValueError, RuntimeError) as error:
@@ -104,17 +108,23 @@ def everything(root: str, strategy: str) -> dict[str, Any]:
     run(base / "gradual", strategy, Net(gradual=True), Unfreeze(), keep, max_epochs=3)
     for step in (4, 6, 8):  # the end of the first epoch, inside the second, its end
         place = base / "gradual" / "checkpoints" / f"step={step:08d}"
-        found[f"groups {step}"] = run(base / f"from-{step}", strategy, Net(gradual=True), Unfreeze(), resume=place, max_epochs=3)
+        found[f"groups {step}"] = run(
+            base / f"from-{step}", strategy, Net(gradual=True), Unfreeze(), resume=place, max_epochs=3
+        )
     run(base / "run", strategy, Net(schedule=None), ModelCheckpoint(every=2, save_top_k=-1), max_steps=6)
     place = base / "run" / "checkpoints" / "step=00000006"
     found["loop from run"] = loop(place, strategy, 6, 10)
     found["run from loop"] = run(base / "b", strategy, Net(), resume=place.with_name("of-the-loop"), max_steps=12)
     found["optimizer"] = run(base / "c", strategy, Net(torch.optim.SGD), resume=place, max_steps=8)
     found["scheduler"] = run(base / "d", strategy, Net(schedule=steps), ModelCheckpoint(), max_steps=6)
-    found["scheduler"] = run(base / "e", strategy, Net(schedule=decays), resume=base / "d" / "checkpoints" / "step=00000006", max_steps=8)
+    found["scheduler"] = run(
+        base / "e", strategy, Net(schedule=decays), resume=base / "d" / "checkpoints" / "step=00000006", max_steps=8
+    )
     found["length"] = run(base / "f", strategy, Net(), data=loader(COUNT + 8), resume=place, max_steps=8)
     first = os.environ["RANK"] == "0"
-    found["one rank's optimizer"] = run(base / "g", strategy, Net() if first else Net(torch.optim.SGD), resume=place, max_steps=8)
+    found["one rank's optimizer"] = run(
+        base / "g", strategy, Net() if first else Net(torch.optim.SGD), resume=place, max_steps=8
+    )
     return found
 
 
@@ -134,7 +144,9 @@ def bare(end: int, gradual: bool = False) -> list[Any]:
 
 
 def close(found: Any, expected: Any) -> bool:
-    return all(torch.allclose(torch.tensor(a), torch.tensor(b), atol=1e-5) for a, b in zip(found, expected, strict=True))
+    return all(
+        torch.allclose(torch.tensor(a), torch.tensor(b), atol=1e-5) for a, b in zip(found, expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

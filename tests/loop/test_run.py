@@ -73,7 +73,13 @@ def test_the_newest_values_are_published(tmp_path: Path) -> None:
         *((step, {"n_step": step - 1.0, "added": 1.0}) for step in (1, 2, 4, 5)),  # the first, the multiples, the last
         (5, {"n_epoch": 2.0, "added": 1.0}),
     ]
-    assert progress == [{"n_step": 0.0}, {"n_step": 1.0}, {"n_step": 3.0}, {"n_step": 4.0}, {"n_step": 4.0, "n_epoch": 2.0}]
+    assert progress == [
+        {"n_step": 0.0},
+        {"n_step": 1.0},
+        {"n_step": 3.0},
+        {"n_step": 4.0},
+        {"n_step": 4.0, "n_epoch": 2.0},
+    ]
     assert result.metrics == {"n_step": 4.0, "n_epoch": 2.0, "n": 2.0, "added": 1.0}
 
 
@@ -88,7 +94,11 @@ def test_without_a_logger_one_line_an_interval_is_logged(tmp_path: Path, caplog:
 
     with caplog.at_level("INFO", logger="engine"):
         fit(tmp_path, log_every_n_steps=2).run(Logs(), ones(4))
-        assert [r.getMessage() for r in caplog.records] == ["epoch 0 step 1: n=0", "epoch 0 step 2: n=1", "epoch 0 step 4: n=3"]
+        assert [r.getMessage() for r in caplog.records] == [
+            "epoch 0 step 1: n=0",
+            "epoch 0 step 2: n=1",
+            "epoch 0 step 4: n=3",
+        ]
         caplog.clear()
         fit(tmp_path, log_every_n_steps=2, callbacks=Listens()).run(Logs(), ones(4))
         assert not caplog.records
@@ -129,7 +139,9 @@ def test_the_times_are_split(tmp_path: Path) -> None:
     assert 0.1 <= times.validation < 0.35
     assert times.checkpoint >= 0.4
     assert times.other >= 0.04
-    assert sum((times.data, times.compute, times.validation, times.checkpoint, times.other)) == pytest.approx(spent, abs=0.1)
+    assert sum((times.data, times.compute, times.validation, times.checkpoint, times.other)) == pytest.approx(
+        spent, abs=0.1
+    )
 
 
 def _busy(seconds: float) -> None:
@@ -150,13 +162,17 @@ def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path) -> None:
             return torch.optim.SGD(self.parameters(), 1.0)
 
     fit(tmp_path, callbacks=Calls(lambda run: run.save_checkpoint())).run(Two(), ones(1))
-    with pytest.raises(ValueError, match=r"has 2 optimizer\(s\) and 0 scheduler\(s\), configure_optimizers returned 1 and 0"):
+    with pytest.raises(
+        ValueError, match=r"has 2 optimizer\(s\) and 0 scheduler\(s\), configure_optimizers returned 1 and 0"
+    ):
         fit(tmp_path).run(One(), ones(1), resume="last")
 
 
 def test_a_step_is_saved_once(tmp_path: Path) -> None:
     paths = []
-    fit(tmp_path, callbacks=Calls(lambda run: paths.extend([run.save_checkpoint(), run.save_checkpoint()]))).run(Weight(), ones(2))
+    fit(tmp_path, callbacks=Calls(lambda run: paths.extend([run.save_checkpoint(), run.save_checkpoint()]))).run(
+        Weight(), ones(2)
+    )
     assert [p.name for p in paths] == ["step=00000001", "step=00000001", "step=00000002", "step=00000002"]
 
 

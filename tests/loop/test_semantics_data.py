@@ -15,7 +15,9 @@ from engine import Engine, Fit, Loss, TrainModule
 
 
 def fit(module: TrainModule, loader: Any, val: Any = None, **settings: Any) -> Any:
-    return Fit(**{"accelerator": "cpu", "max_epochs": 1, "num_sanity_val_steps": 0, "seed": 1, **settings}).run(module, loader, val)
+    return Fit(**{"accelerator": "cpu", "max_epochs": 1, "num_sanity_val_steps": 0, "seed": 1, **settings}).run(
+        module, loader, val
+    )
 
 
 # -- the window of 6 micro-batches by 4 -------------------------------------------------------------------------------------------
@@ -191,7 +193,9 @@ def nineteen() -> dict[str, Any]:
     found = {}
     for drop_last in (False, True):
         module = Regression()
-        result = fit(module, DataLoader(Samples(), batch_size=4, drop_last=drop_last), max_epochs=2, accumulate_grad_batches=2)
+        result = fit(
+            module, DataLoader(Samples(), batch_size=4, drop_last=drop_last), max_epochs=2, accumulate_grad_batches=2
+        )
         found["drop" if drop_last else "keep"] = {"w": module.w.tolist(), "seen": module.seen, "steps": result.step}
     module = Regression()
     fit(module, DataLoader(Samples(), batch_size=4, shuffle=True), max_epochs=2, accumulate_grad_batches=2)
@@ -213,7 +217,10 @@ def validation(samples: int = 7) -> dict[str, Any]:
     result = fit(module, DataLoader(Samples(4), batch_size=1), DataLoader(Samples(samples), batch_size=2))
     (again,) = Fit(accelerator="cpu").validate(module, DataLoader(Samples(samples), batch_size=2))
     half = len(module.validated) // 2
-    return {"error": [result.metrics.get("error"), again["error"]], "seen": [module.validated[:half], module.validated[half:]]}
+    return {
+        "error": [result.metrics.get("error"), again["error"]],
+        "seen": [module.validated[:half], module.validated[half:]],
+    }
 
 
 def validation_metric() -> float:
@@ -227,7 +234,9 @@ class Logged(Unit):
         return super().training_step(batch, batch_idx)
 
 
-UNEVEN = [torch.full((size, 1), value) for size, value in ((1, 8.0), (3, 1.0), (2, 2.0), (5, 4.0))]  # (8 + 3 + 4 + 20) / 11
+UNEVEN = [
+    torch.full((size, 1), value) for size, value in ((1, 8.0), (3, 1.0), (2, 2.0), (5, 4.0))
+]  # (8 + 3 + 4 + 20) / 11
 
 
 def logged_mean() -> float:
@@ -315,7 +324,13 @@ two_list = batches_listed
 
 @pytest.fixture(scope="module")
 def one() -> dict[str, list[Any]]:
-    functions = {"weighted": rank_weighted, "nineteen": nineteen, "validation": validation, "mean": logged_mean, "generator": generator_twice}
+    functions = {
+        "weighted": rank_weighted,
+        "nineteen": nineteen,
+        "validation": validation,
+        "mean": logged_mean,
+        "generator": generator_twice,
+    }
     functions |= {"stream": stream_shared, "list": batches_listed}
     return {name: [function()] for name, function in functions.items()}
 
@@ -360,7 +375,9 @@ def test_nineteen_samples_train_as_big_batches(world: Any, kind: str) -> None:
     assert {rank[kind]["steps"] for rank in ranks} == {steps}
 
 
-@pytest.mark.parametrize(("kind", "counts"), [("keep", (19, 19, 19)), ("drop", (16, 16, 12)), ("shuffled", (19, 19, 19))])
+@pytest.mark.parametrize(
+    ("kind", "counts"), [("keep", (19, 19, 19)), ("drop", (16, 16, 12)), ("shuffled", (19, 19, 19))]
+)
 def test_nothing_is_repeated_or_dropped(world: Any, kind: str, counts: tuple[int, ...]) -> None:
     ranks = [rank[kind]["seen"] for rank in world["nineteen"]]
     assert len({len(seen) for seen in ranks}) == 1
@@ -415,16 +432,22 @@ def test_data_that_runs_out_earlier_on_one_rank(two: Any) -> None:
 def test_a_generator_that_is_empty_in_the_second_epoch(small_world: Any) -> None:
     for steps, message in small_world["generator"]:
         assert steps == 4 // len(small_world["generator"])
-        assert "generator yielded no batch in epoch 1: it is empty, or a generator, which can be read only once" in message
+        assert (
+            "generator yielded no batch in epoch 1: it is empty, or a generator, which can be read only once" in message
+        )
 
 
-@pytest.mark.parametrize(("ranks", "expected"), [("one", [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), ("two", [0.5, 2.5, 4.5, 6.0])])
+@pytest.mark.parametrize(
+    ("ranks", "expected"), [("one", [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), ("two", [0.5, 2.5, 4.5, 6.0])]
+)
 def test_a_stream_is_divided(request: pytest.FixtureRequest, ranks: str, expected: list[float]) -> None:
     found = request.getfixturevalue(ranks)["stream"]
     assert found == [expected] * len(found)
 
 
 @pytest.mark.parametrize(("ranks", "expected"), [("one", [1.0, 2.0, 3.0, 4.0]), ("two", [1.5, 3.5])])
-def test_a_list_of_batches_is_a_sequence_of_batches(request: pytest.FixtureRequest, ranks: str, expected: list[float]) -> None:
+def test_a_list_of_batches_is_a_sequence_of_batches(
+    request: pytest.FixtureRequest, ranks: str, expected: list[float]
+) -> None:
     found = request.getfixturevalue(ranks)["list"]
     assert found == [expected] * len(found)

@@ -43,7 +43,11 @@ class Scheduled(Weight):
 
 def schedulers(root: Path | str, **settings: Any) -> list[Any]:
     found: list[Any] = []
-    for options, more in (({"interval": "step", "frequency": 3}, {}), ({"interval": "step"}, {"accumulate_grad_batches": 2}), ({"frequency": 2}, {})):
+    for options, more in (
+        ({"interval": "step", "frequency": 3}, {}),
+        ({"interval": "step"}, {"accumulate_grad_batches": 2}),
+        ({"frequency": 2}, {}),
+    ):
         module = Scheduled(**options)
         # Ten samples: micro-batches of 2 on one rank and of 1 on two, so that an epoch has 5 steps on both.
         size = 1 if settings else 2
@@ -99,7 +103,11 @@ class Plateau(Weight):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-        return {"optimizer": optimizer, "lr_scheduler": ReduceLROnPlateau(optimizer, factor=0.5, patience=0), "monitor": self.monitor}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": ReduceLROnPlateau(optimizer, factor=0.5, patience=0),
+            "monitor": self.monitor,
+        }
 
 
 def test_a_plateau_scheduler_follows_this_epochs_validation(tmp_path: Path) -> None:
@@ -254,13 +262,17 @@ class Random(TrainModule):
 
 
 @pytest.mark.parametrize(
-    ("sanity", "every"), [(2, None), (-1, "1 epochs"), (0, 1), (2, 3)], ids=["sanity", "sanity-and-epochs", "every-step", "sanity-and-steps"]
+    ("sanity", "every"),
+    [(2, None), (-1, "1 epochs"), (0, 1), (2, 3)],
+    ids=["sanity", "sanity-and-epochs", "every-step", "sanity-and-steps"],
 )
 def test_validation_and_its_sanity_check_change_no_loss_and_no_flag(tmp_path: Path, sanity: int, every: Any) -> None:
     data = DataLoader(torch.randn(20, 2, generator=torch.Generator().manual_seed(1)), batch_size=4, shuffle=True)
     plain, validated = Random(), Random()
     fit(tmp_path, seed=1, max_epochs=2, val_every=None).run(plain, data, data)
-    fit(tmp_path, seed=1, max_epochs=2, val_every=every or "1 epochs", num_sanity_val_steps=sanity).run(validated, data, data)
+    fit(tmp_path, seed=1, max_epochs=2, val_every=every or "1 epochs", num_sanity_val_steps=sanity).run(
+        validated, data, data
+    )
     assert validated.losses == plain.losses
     assert {name for name, m in validated.named_modules() if not m.training} == {"net.1", "frozen"}
 
@@ -299,7 +311,9 @@ def test_ctrl_c_ends_after_the_step_saves_closes_and_is_raised(tmp_path: Path) -
     script = tmp_path / "script.py"
     script.write_text(INTERRUPTED)
     command = [sys.executable, str(script), str(tmp_path / "root"), str(Path(__file__).parents[1])]
-    process = subprocess.Popen(command, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     for _ in range(5):
         assert process.stdout.readline() == "step\n"
@@ -309,7 +323,10 @@ def test_ctrl_c_ends_after_the_step_saves_closes_and_is_raised(tmp_path: Path) -
     assert lines[:3] == ["train end interrupted (Ctrl-C)", "exception KeyboardInterrupt", "teardown"]
     _, name, steps = lines[3].split()
     assert name == "KeyboardInterrupt"
-    assert process.returncode in (1, -signal.SIGINT)  # Python's for a KeyboardInterrupt; 1 since torch imports its compiler
+    assert process.returncode in (
+        1,
+        -signal.SIGINT,
+    )  # Python's for a KeyboardInterrupt; 1 since torch imports its compiler
     assert err.rstrip().endswith("KeyboardInterrupt")
     assert "SystemExit" not in err
     assert (tmp_path / "root" / "checkpoints" / f"step={int(steps):08d}" / "manifest.json").exists()
@@ -367,16 +384,36 @@ def raises(error: BaseException) -> Any:
     return hook
 
 
-OF_CALLBACK = [name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown", "state_dict", "load_state_dict")]
-OF_STEP = ("backward", "optimizer_step", "optimizer_zero_grad", "prepare_data", "transfer_batch_to_device", "setup", "teardown")
-OF_MODULE = [name for name in dir(TrainModule) if (name.startswith(("on_", "configure_")) and name != "configure_callbacks") or name in OF_STEP] + [
+OF_CALLBACK = [
+    name
+    for name in vars(Callback)
+    if name.startswith("on_") or name in ("setup", "teardown", "state_dict", "load_state_dict")
+]
+OF_STEP = (
+    "backward",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "prepare_data",
+    "transfer_batch_to_device",
+    "setup",
+    "teardown",
+)
+OF_MODULE = [
+    name
+    for name in dir(TrainModule)
+    if (name.startswith(("on_", "configure_")) and name != "configure_callbacks") or name in OF_STEP
+] + [
     *("training_step", "validation_step", "test_step", "predict_step"),
     *("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [*(("callback", name) for name in OF_CALLBACK if name != "on_exception"), *(("module", name) for name in OF_MODULE)]
+    ("owner", "name"),
+    [
+        *(("callback", name) for name in OF_CALLBACK if name != "on_exception"),
+        *(("module", name) for name in OF_MODULE),
+    ],
 )
 def test_an_error_in_any_hook_reaches_all_and_is_raised_unchanged(tmp_path: Path, owner: str, name: str) -> None:
     error = OSError(f"in {name}")
@@ -385,11 +422,21 @@ def test_an_error_in_any_hook_reaches_all_and_is_raised_unchanged(tmp_path: Path
     if "load_" in name:
         fit(tmp_path, callbacks=[Callback(), Saves()]).run(Logs(), ones(1))  # something to resume from
     setattr(module if owner == "module" else callback, name, raises(error))
-    trainer = fit(tmp_path, num_sanity_val_steps=1, max_epochs=2, log_every_n_steps=1, callbacks=[first, callback, CSVLogger(), Saves(), last])
+    trainer = fit(
+        tmp_path,
+        num_sanity_val_steps=1,
+        max_epochs=2,
+        log_every_n_steps=1,
+        callbacks=[first, callback, CSVLogger(), Saves(), last],
+    )
     method = next((stage for stage in ("test", "predict") if stage in name), "run")
     data = DataLoader(torch.ones(4, 1), num_workers=1, multiprocessing_context="fork")
     given = None if name in ("train_dataloader", "test_dataloader", "predict_dataloader") else data
-    more = {"val_loaders": None if name == "val_dataloader" else data, "resume": "last" if "load_" in name else None} if method == "run" else {}
+    more = (
+        {"val_loaders": None if name == "val_dataloader" else data, "resume": "last" if "load_" in name else None}
+        if method == "run"
+        else {}
+    )
     with pytest.raises(OSError) as caught:
         getattr(trainer, method)(module, given, **more)
     assert caught.value is error
@@ -429,12 +476,28 @@ def test_an_error_in_on_exception_hides_nothing(tmp_path: Path, caplog: pytest.L
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda m, i: m.log("many", torch.ones(2)), ValueError, r"log\('many'\) got a tensor of shape \(2,\): log one number"),
+        (
+            lambda m, i: m.log("many", torch.ones(2)),
+            ValueError,
+            r"log\('many'\) got a tensor of shape \(2,\): log one number",
+        ),
         (lambda m, i: m.log("nested", {"a": 1.0}), TypeError, r"log\('nested'\) got a dict: use log_dict"),
         (lambda m, i: m.log_dict({"ok": 1.0, "nested": {"a": 1.0}}), TypeError, r"the value of 'nested' is a dict"),
-        (lambda m, i: m.log("name", 1.0, prog_bar=bool(i)), ValueError, r"log\('name'\) is called with other.*prog_bar=True \(before: False\)"),
-        (lambda m, i: m.log("name", 1.0, reduce="max" if i else "min"), ValueError, r"log\('name'\).*reduce='max' \(before: 'min'\)"),
-        (lambda m, i: m.log("name", 1.0, on_epoch=bool(i)), ValueError, r"log\('name'\).*on_epoch=True \(before: False\)"),
+        (
+            lambda m, i: m.log("name", 1.0, prog_bar=bool(i)),
+            ValueError,
+            r"log\('name'\) is called with other.*prog_bar=True \(before: False\)",
+        ),
+        (
+            lambda m, i: m.log("name", 1.0, reduce="max" if i else "min"),
+            ValueError,
+            r"log\('name'\).*reduce='max' \(before: 'min'\)",
+        ),
+        (
+            lambda m, i: m.log("name", 1.0, on_epoch=bool(i)),
+            ValueError,
+            r"log\('name'\).*on_epoch=True \(before: False\)",
+        ),
     ],
 )
 def test_wrong_logging_names_the_key(tmp_path: Path, call: Any, error: type[Exception], message: str) -> None:
@@ -476,8 +539,20 @@ class Dropped(Weight):
         (Weight, [], {}, ValueError, r"training loader \(list\) is empty"),
         (Frozen, ones(2), {}, ValueError, "SGD has no parameters to train: it was given none, or only frozen ones"),
         (Dropped, ones(2), {}, ValueError, "SGD has no parameters to train"),
-        (Weight, ones(2), {"precision": "fp7"}, ValueError, r"precision='fp7' is unknown; did you mean 'fp8'\?; possible: 32-true, bf16-mixed"),
-        (Weight, ones(2), {"strategy": "fsdpp"}, ValueError, r"strategy='fsdpp' is unknown; did you mean '\w*d\w*p'\?; possible: auto, single, ddp"),
+        (
+            Weight,
+            ones(2),
+            {"precision": "fp7"},
+            ValueError,
+            r"precision='fp7' is unknown; did you mean 'fp8'\?; possible: 32-true, bf16-mixed",
+        ),
+        (
+            Weight,
+            ones(2),
+            {"strategy": "fsdpp"},
+            ValueError,
+            r"strategy='fsdpp' is unknown; did you mean '\w*d\w*p'\?; possible: auto, single, ddp",
+        ),
     ],
     ids=["loss", "int", "module", "empty", "frozen", "no-parameters", "precision", "strategy"],
 )

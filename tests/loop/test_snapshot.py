@@ -57,9 +57,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def resumed(root: Path, tmp_path: Path, module: TrainModule, wanted: Any, **settings: Any) -> tuple[Watch, Any]:
     watch = Watch()
-    result = fit(tmp_path, watch, ModelCheckpoint(dirpath=root / "checkpoints", every=None, save_last=False, save_top_k=1), **settings).run(
-        module, DATA, DATA, resume=wanted
-    )
+    result = fit(
+        tmp_path,
+        watch,
+        ModelCheckpoint(dirpath=root / "checkpoints", every=None, save_last=False, save_top_k=1),
+        **settings,
+    ).run(module, DATA, DATA, resume=wanted)
     return watch, result
 
 
@@ -97,7 +100,9 @@ def test_best_without_scores(tmp_path: Path) -> None:
 
 
 def test_a_misspelt_name(root: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"resume='lst': .* holds no complete checkpoint .*; did you mean 'last'\?"):
+    with pytest.raises(
+        FileNotFoundError, match=r"resume='lst': .* holds no complete checkpoint .*; did you mean 'last'\?"
+    ):
         start(root, Net(), "lst")
 
 
@@ -230,7 +235,9 @@ def test_evaluation_takes_the_best(root: Path, tmp_path: Path) -> None:
 
 
 def test_several_names_and_a_time(tmp_path: Path) -> None:
-    callback = ModelCheckpoint(monitor="val", filename="epoch={epoch}-val={val:.2f}", save_top_k=-1, keep_every="2 epochs")
+    callback = ModelCheckpoint(
+        monitor="val", filename="epoch={epoch}-val={val:.2f}", save_top_k=-1, keep_every="2 epochs"
+    )
     result = fit(tmp_path, callback).run(Net(), DATA, DATA)
     names = sorted(each.name for each in (tmp_path / "checkpoints").iterdir())
     assert names == ["epoch=0-val=1.00", "epoch=1-val=0.00", "epoch=2-val=1.00"]
@@ -335,6 +342,7 @@ def test_parameter_groups_that_were_added_in_training(tmp_path: Path, by_state: 
 def test_added_groups_that_are_not_added_again_are_an_error_with_the_way_out(tmp_path: Path) -> None:
     fit(tmp_path, Unfreeze(False), ModelCheckpoint()).run(Gradual(), DATA)
     with pytest.raises(
-        ValueError, match=r"2 group\(s\) of \[2, 2\], the optimizer has 1 of \[2\].*in on_load_checkpoint of the callback or module"
+        ValueError,
+        match=r"2 group\(s\) of \[2, 2\], the optimizer has 1 of \[2\].*in on_load_checkpoint of the callback or module",
     ):
         fit(tmp_path).run(Gradual(), DATA, resume="last")

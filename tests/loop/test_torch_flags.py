@@ -36,7 +36,9 @@ class Looks(Weight):
         ({"benchmark": False, "detect_anomaly": True}, (False, False, False, True)),
     ],
 )
-def test_what_holds_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool, settings: Any, inside: tuple[Any, ...]) -> None:
+def test_what_holds_in_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool, settings: Any, inside: tuple[Any, ...]
+) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", before)
     outside, module = now(), Looks()
     fit(tmp_path, **settings).run(module, ones(1))

@@ -154,7 +154,9 @@ def test_what_training_step_may_return(tmp_path: Path, make: Any, weight: float)
 def test_a_forgotten_return_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.utils.log._said", set())
     module = Returns(lambda loss, i: None)
-    with pytest.warns(UserWarning, match=r"Returns.training_step returned None for every batch so far: nothing is trained") as told:
+    with pytest.warns(
+        UserWarning, match=r"Returns.training_step returned None for every batch so far: nothing is trained"
+    ) as told:
         result = fit(tmp_path).run(module, ones(3))
     assert len(told) == 1
     assert (module.w.item(), result.step) == (0.0, 0)
@@ -163,7 +165,11 @@ def test_a_forgotten_return_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda loss, i: 1.0, TypeError, r"Returns.training_step returned float; possible: a scalar tensor, Loss\(sum, count\), a dict"),
+        (
+            lambda loss, i: 1.0,
+            TypeError,
+            r"Returns.training_step returned float; possible: a scalar tensor, Loss\(sum, count\), a dict",
+        ),
         (lambda loss, i: {"los": loss}, ValueError, "a dict without 'loss'; its keys: los"),
         (lambda loss, i: torch.stack([loss, loss]), ValueError, r"one element, got shape \(2,\)"),
         (lambda loss, i: {"loss": 3}, TypeError, "a loss must be a scalar tensor or Loss"),

@@ -120,7 +120,9 @@ def after(name: str, strategy: Any) -> dict[str, Any]:
         found["tested"] = module.seen[-1]
         ours.run(module, batches)
         again = ours.state_dict(module, everywhere=True)
-        found["again"] = max((again[key] - value).abs().max().item() for key, value in bare(tied, [*data(), *data()]).items())
+        found["again"] = max(
+            (again[key] - value).abs().max().item() for key, value in bare(tied, [*data(), *data()]).items()
+        )
     return found
 
 
@@ -147,7 +149,9 @@ def test_whole_weights_after_a_run(found: Any, name: str) -> None:
 # -- on one process ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("limit", "ends", "last"), [({"max_epochs": 2}, [0, 1], (2, 8)), ({"max_steps": 6}, [0, 1], (2, 6))])
+@pytest.mark.parametrize(
+    ("limit", "ends", "last"), [({"max_epochs": 2}, [0, 1], (2, 8)), ({"max_steps": 6}, [0, 1], (2, 6))]
+)
 def test_counters_are_lightnings(tmp_path: Path, limit: Any, ends: list[int], last: tuple[int, int]) -> None:
     class Reads(Callback):
         def on_train_end(self, run: Any, module: Any) -> None:

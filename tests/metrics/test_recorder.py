@@ -25,7 +25,9 @@ GUESSES = torch.tensor([0, 1, 2, 1, 1, 0, 0])
 
 
 def recorder(**options: Any) -> Recorder:
-    return Recorder(Group(Environment("single"), torch.device("cpu")), **{"on_step": False, "on_epoch": True, **options})
+    return Recorder(
+        Group(Environment("single"), torch.device("cpu")), **{"on_step": False, "on_epoch": True, **options}
+    )
 
 
 def test_means_are_weighted_by_the_samples() -> None:
@@ -133,8 +135,18 @@ def test_infinite_values_are_shown() -> None:
         ("x", {}, TypeError, r"log\('key'\) got str: log a number"),
         (None, {}, TypeError, r"log\('key'\) got NoneType"),
         (torch.ones(0), {}, ValueError, r"log\('key'\) got a tensor of shape \(0,\)"),
-        (1.0, {"reduce": "maen"}, ValueError, r"log\('key', reduce='maen'\) is unknown; did you mean 'mean'\?; possible: mean, sum, min, max"),
-        (torchmetrics.MetricCollection([torchmetrics.MeanMetric()]), {}, TypeError, r"log\('key'\) got a MetricCollection: use log_dict"),
+        (
+            1.0,
+            {"reduce": "maen"},
+            ValueError,
+            r"log\('key', reduce='maen'\) is unknown; did you mean 'mean'\?; possible: mean, sum, min, max",
+        ),
+        (
+            torchmetrics.MetricCollection([torchmetrics.MeanMetric()]),
+            {},
+            TypeError,
+            r"log\('key'\) got a MetricCollection: use log_dict",
+        ),
     ],
 )
 def test_errors_name_the_key(value: Any, options: Any, error: type[Exception], message: str) -> None:
@@ -167,7 +179,9 @@ class Measures(Weight):
         make = torchmetrics.classification.MulticlassAccuracy
         self.accuracy = make(3, average="micro")
         self.train_accuracy = make(3, average="micro")
-        self.several = torchmetrics.MetricCollection({"micro": make(3, average="micro"), "macro": make(3, average="macro")}, prefix="val/")
+        self.several = torchmetrics.MetricCollection(
+            {"micro": make(3, average="micro"), "macro": make(3, average="macro")}, prefix="val/"
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         targets, guesses = batch
@@ -210,7 +224,13 @@ def ranks_measure(root: str) -> list[dict[str, float]]:
 
 def expected() -> tuple[dict[str, float], dict[str, float]]:
     # Classes 0, 1, 2 are right in 2 of 3, 2 of 2, 1 of 2 samples.
-    val = {"val/acc": 5 / 7, "val/micro": 5 / 7, "val/macro": (2 / 3 + 1 + 1 / 2) / 3, "val/mean": 6 / 7, "val/count": 7.0}
+    val = {
+        "val/acc": 5 / 7,
+        "val/micro": 5 / 7,
+        "val/macro": (2 / 3 + 1 + 1 / 2) / 3,
+        "val/mean": 6 / 7,
+        "val/count": 7.0,
+    }
     return val, {"train/acc_epoch": 5 / 7, "train/mean_epoch": 6 / 7}
 
 

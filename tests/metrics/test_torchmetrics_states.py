@@ -80,7 +80,9 @@ def test_states_that_cannot_be_put_together() -> None:
     one, other = (nn.ModuleList([torchmetrics.PearsonCorrCoef()]) for _ in range(2))
     one[0].update(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, 4.0]))
     rows = [metric_states(one)] * 2
-    with pytest.raises(ValueError, match=r"PearsonCorrCoef \('0'\) had on several ranks cannot be merged: resume with as many"):
+    with pytest.raises(
+        ValueError, match=r"PearsonCorrCoef \('0'\) had on several ranks cannot be merged: resume with as many"
+    ):
         load_metric_states(other, rows)
 
 

@@ -128,7 +128,10 @@ class Correlation(Weight):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pearson, self.auroc = torchmetrics.PearsonCorrCoef(), torchmetrics.classification.BinaryAUROC(compute_on_cpu=True)
+        self.pearson, self.auroc = (
+            torchmetrics.PearsonCorrCoef(),
+            torchmetrics.classification.BinaryAUROC(compute_on_cpu=True),
+        )
         self.first, self.second = Mean(), Mean()
         self.sum = self.first + self.second
 
@@ -160,7 +163,9 @@ class Stepped(Weight):
         super().__init__()
         self.how = how
         self.mean, self.largest = Mean(), Max()
-        self.group = torchmetrics.MetricCollection({"a": torchmetrics.MeanSquaredError(), "b": torchmetrics.MeanSquaredError(squared=False)})
+        self.group = torchmetrics.MetricCollection(
+            {"a": torchmetrics.MeanSquaredError(), "b": torchmetrics.MeanSquaredError(squared=False)}
+        )
         self.ends: list[float] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
@@ -268,7 +273,9 @@ def rank_refusals() -> Any:
 
 # -- the tests ------------------------------------------------------------------------------------------------------------------------
 
-FUNCTIONS = {name.removeprefix("rank_"): function for name, function in list(globals().items()) if name.startswith("rank_")}
+FUNCTIONS = {
+    name.removeprefix("rank_"): function for name, function in list(globals().items()) if name.startswith("rank_")
+}
 
 
 @pytest.fixture(scope="module")
@@ -321,7 +328,9 @@ def test_states_that_are_stacked_listed_or_composed(found: Any) -> None:
         x, y = X[:count].double(), Y[:count].double()
         pearson = torch.corrcoef(torch.stack([x, y]))[0, 1].item()
         right = {"pearson": pearson, "auroc": auroc(x, y > 0), "sum": 2 * x.mean().item()}
-        assert values == {f"{name}/dataloader_idx_{index}": pytest.approx(value, rel=1e-5) for name, value in right.items()}
+        assert values == {
+            f"{name}/dataloader_idx_{index}": pytest.approx(value, rel=1e-5) for name, value in right.items()
+        }
 
 
 def auroc(scores: Tensor, positive: Tensor) -> float:
@@ -350,10 +359,14 @@ def test_an_object_that_is_not_in_the_module_survives_a_resume(found: Any) -> No
 
 def test_settings_that_a_value_over_all_ranks_cannot_honour(by_rank: Any) -> None:
     for on_step, on_compute, function, foreign in by_rank["refusals"]:
-        assert on_step.startswith("Refused.metric: MeanMetric(dist_sync_on_step=True), but logged values are always over all ranks")
+        assert on_step.startswith(
+            "Refused.metric: MeanMetric(dist_sync_on_step=True), but logged values are always over all ranks"
+        )
         assert on_compute.startswith("log('x'): MeanMetric(sync_on_compute=False), but")
         assert function.startswith("log('x'): MeanMetric(dist_sync_fn=<built-in function print>), but")
-        assert foreign.startswith("log('x') got Foreign, which is not a torchmetrics Metric: its value over all ranks is unknown")
+        assert foreign.startswith(
+            "log('x') got Foreign, which is not a torchmetrics Metric: its value over all ranks is unknown"
+        )
 
 
 def test_on_one_process_they_hold() -> None:
@@ -365,7 +378,9 @@ def test_on_one_process_they_hold() -> None:
 
 @pytest.mark.parametrize("metric", [Foreign(), torchmetrics.wrappers.Running(torchmetrics.SumMetric(), window=2)])
 def test_objects_whose_steps_cannot_be_told_apart(metric: Any) -> None:
-    with pytest.raises(ValueError, match=r"log\('x'\): what (Foreign|Running) sees in one step cannot be separated; give on_step=False"):
+    with pytest.raises(
+        ValueError, match=r"log\('x'\): what (Foreign|Running) sees in one step cannot be separated; give on_step=False"
+    ):
         rows(Refused(metric), data([1.0, 2.0]))
 
 

@@ -28,7 +28,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def data() -> list[tuple[Tensor, Tensor]]:
     made = torch.Generator().manual_seed(7)
-    return [(torch.randn(4, 3, generator=made, dtype=torch.float64), torch.randn(4, 1, generator=made, dtype=torch.float64)) for _ in range(6)]
+    return [
+        (torch.randn(4, 3, generator=made, dtype=torch.float64), torch.randn(4, 1, generator=made, dtype=torch.float64))
+        for _ in range(6)
+    ]
 
 
 def modules(base: type) -> dict[str, Callable[[], Any]]:
@@ -66,12 +69,18 @@ def modules(base: type) -> dict[str, Callable[[], Any]]:
             loss.backward()
 
     class Clips(Plain):
-        def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+        def configure_gradient_clipping(
+            self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+        ) -> None:
             self.norm = torch.stack([p.grad.norm() for p in self.parameters()]).norm()
-            self.clip_gradients(optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm)
+            self.clip_gradients(
+                optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm
+            )
 
     class ClipsByItself(Plain):
-        def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+        def configure_gradient_clipping(
+            self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+        ) -> None:
             assert gradient_clip_val is None
             torch.nn.utils.clip_grad_value_(self.parameters(), 0.01)
 
@@ -83,7 +92,13 @@ def modules(base: type) -> dict[str, Callable[[], Any]]:
     class Schedules(Plain):
         def configure_optimizers(self) -> Any:
             optimizer = super().configure_optimizers()
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {
+                    "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+                    "interval": "step",
+                },
+            }
 
         def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
             if self.current_epoch == 1:
@@ -148,7 +163,9 @@ def modules(base: type) -> dict[str, Callable[[], Any]]:
     found = {name: value for name, value in locals().items() if name in SETTINGS}
     for name, each in found.items():
         if name != "Modes":
-            each.on_fit_start = lambda self: [setattr(m, "p", 0.0) for m in self.modules() if isinstance(m, nn.Dropout)] and None
+            each.on_fit_start = lambda self: (
+                [setattr(m, "p", 0.0) for m in self.modules() if isinstance(m, nn.Dropout)] and None
+            )
     return found
 
 
@@ -165,11 +182,23 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     import lightning
 
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     result = {}
     for name, make in modules(lightning.LightningModule).items():
         module = make()
-        trainer = lightning.Trainer(max_epochs=3, accelerator="cpu", num_sanity_val_steps=0, default_root_dir=sys.argv[1], **quiet, **SETTINGS[name])
+        trainer = lightning.Trainer(
+            max_epochs=3,
+            accelerator="cpu",
+            num_sanity_val_steps=0,
+            default_root_dir=sys.argv[1],
+            **quiet,
+            **SETTINGS[name],
+        )
         batches = torch.utils.data.DataLoader(data(), batch_size=None)  # type: ignore[arg-type]
         trainer.fit(module, batches, batches if name == "Modes" else None)
         result[name] = weights(module)

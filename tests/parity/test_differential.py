@@ -27,12 +27,50 @@ FOUND = [
     # The position of a resumed stream was beyond the end that a limit sets inside a window.
     Case(data="stream", samples=13, units=2, limit=3, epochs=3, resume=2),
     # Whether a window in which no rank had a loss was a step depended on what a resumed run had forgotten.
-    Case(strategy="ddp2", body="batchnorm", none=2, data="stream", samples=6, units=2, later=4, limit=2, epochs=2, optimizer="adam", seed=38),
-    Case(strategy="ddp2", loss="dict", none=3, samples=9, batch=3, units=2, optimizer="adam", resume=1, killed=True, epochs=3, seed=99),
+    Case(
+        strategy="ddp2",
+        body="batchnorm",
+        none=2,
+        data="stream",
+        samples=6,
+        units=2,
+        later=4,
+        limit=2,
+        epochs=2,
+        optimizer="adam",
+        seed=38,
+    ),
+    Case(
+        strategy="ddp2",
+        loss="dict",
+        none=3,
+        samples=9,
+        batch=3,
+        units=2,
+        optimizer="adam",
+        resume=1,
+        killed=True,
+        epochs=3,
+        seed=99,
+    ),
     # What no loss reaches got a gradient of zero only from a None in the window's last micro-batch.
-    Case(strategy="ddp2", frozen=True, unused=True, none=3, samples=23, units=6, epochs=2, clip="norm", optimizer="adamw"),
+    Case(
+        strategy="ddp2", frozen=True, unused=True, none=3, samples=23, units=6, epochs=2, clip="norm", optimizer="adamw"
+    ),
     # A repeated micro-batch took the gradients away, where the module steps when it likes.
-    Case(strategy="ddp2", frozen=True, unused=True, samples=9, units=2, limit=3, epochs=3, clip="norm", hook=True, manual="each", seed=28),
+    Case(
+        strategy="ddp2",
+        frozen=True,
+        unused=True,
+        samples=9,
+        units=2,
+        limit=3,
+        epochs=3,
+        clip="norm",
+        hook=True,
+        manual="each",
+        seed=28,
+    ),
 ]
 """Cases that were wrong once."""
 
@@ -45,7 +83,9 @@ def pools() -> Iterator[Pools]:
 
 @pytest.mark.parametrize("strategy", QUICK)
 def test_trains_as_the_plain_loop(pools: Pools, strategy: str) -> None:
-    search = Search(strategy, pools, shrink_seconds=20, deadline=time.monotonic() + 15, then=QUICK, without=OPEN, fixed=True)
+    search = Search(
+        strategy, pools, shrink_seconds=20, deadline=time.monotonic() + 15, then=QUICK, without=OPEN, fixed=True
+    )
     search.run(15, 0)
     assert not search.found, reproducer(search.found[0])
     assert search.ran

@@ -15,7 +15,9 @@ from engine import TrainModule
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     pytest.importorskip("lightning")
-    found: dict[str, list[float]] = run_script(Path(hooked.__file__), tmp_path_factory.mktemp("lightning"), timeout=300).value
+    found: dict[str, list[float]] = run_script(
+        Path(hooked.__file__), tmp_path_factory.mktemp("lightning"), timeout=300
+    ).value
     return found
 
 
@@ -23,6 +25,8 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
 def test_weights_are_lightnings(tmp_path: Path, theirs: dict[str, list[float]], name: str) -> None:
     module = hooked.modules(TrainModule)[name]()
     before = hooked.weights(module)
-    fit(tmp_path, max_epochs=3, **hooked.SETTINGS[name]).run(module, hooked.data(), hooked.data() if name == "Modes" else None)
+    fit(tmp_path, max_epochs=3, **hooked.SETTINGS[name]).run(
+        module, hooked.data(), hooked.data() if name == "Modes" else None
+    )
     assert hooked.weights(module) == pytest.approx(theirs[name], rel=0, abs=1e-12)
     assert hooked.weights(module) != before

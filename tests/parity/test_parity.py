@@ -84,7 +84,9 @@ def by_engine(optimizer: str, window: int, dropout: float = 0.25, batch: int = B
 def by_fit(optimizer: str, window: int, dropout: float = 0.25, batch: int = BATCH, **settings: Any) -> Tensor:
     model = Net(optimizer, dropout)
     torch.manual_seed(5)
-    result = Fit(accelerator="cpu", max_epochs=5, accumulate_grad_batches=window, **settings).run(model, loader(batch, window))
+    result = Fit(accelerator="cpu", max_epochs=5, accumulate_grad_batches=window, **settings).run(
+        model, loader(batch, window)
+    )
     assert result.step == STEPS
     return flat(model)
 

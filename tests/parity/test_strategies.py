@@ -31,11 +31,17 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         # A bias of the keys has gradient 0 (softmax does not see it): Adam would make steps of its rounding errors.
-        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH, bias=False),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH + 2), nn.GELU(), nn.Linear(3 * WIDTH + 2, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(self.norm(x))  # [batch, tokens, 3 * width]; head by head, so that a cut gives each rank whole heads
+        qkv = self.qkv(
+            self.norm(x)
+        )  # [batch, tokens, 3 * width]; head by head, so that a cut gives each rank whole heads
         q, k, v = qkv.view(*qkv.shape[:2], -1, 3, WIDTH // HEADS).unbind(3)
         attended = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
@@ -149,7 +155,11 @@ def bare(weighted: bool, bf16: bool = False, micro: int = GLOBAL, dropped: int =
     losses, norms = [], []
     for _ in range(EPOCHS):
         for low in range(0, SAMPLES, GLOBAL):
-            parts = [dataset[i : min(i + micro, low + GLOBAL)] for i in range(low, min(low + GLOBAL, SAMPLES), micro) if i - low != dropped]
+            parts = [
+                dataset[i : min(i + micro, low + GLOBAL)]
+                for i in range(low, min(low + GLOBAL, SAMPLES), micro)
+                if i - low != dropped
+            ]
             count, total = sum(float(mask.sum()) if weighted else mask.numel() for _, mask in parts), 0.0
             for part in parts:
                 with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -163,7 +173,12 @@ def bare(weighted: bool, bf16: bool = False, micro: int = GLOBAL, dropped: int =
             optimizer.zero_grad()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         found = model.loss(dataset[:])
-    return {"losses": losses, "norms": norms, "weights": flat(model.state_dict()), "val": (found.sum / found.count).item()}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": flat(model.state_dict()),
+        "val": (found.sum / found.count).item(),
+    }
 
 
 def flat(state: dict[str, Tensor]) -> list[float]:
@@ -189,16 +204,24 @@ class Watch(Callback):
             run.save_checkpoint()
 
 
-def train(strategy: Any, ranks: int, weighted: bool = False, root: str = "", resume: str | None = None, **more: Any) -> dict[str, Any]:
+def train(
+    strategy: Any, ranks: int, weighted: bool = False, root: str = "", resume: str | None = None, **more: Any
+) -> dict[str, Any]:
     """A run of Fit, and a validation of the trained module after it. ``ranks``: those that see different data."""
     watch, module = Watch(save="max_steps" in more), Transformer(weighted)
-    place = Path(os.environ["PARITY_ROOT"]) / root if root else Path(os.environ["PARITY_ROOT"]) / f"of {os.environ.get('WORLD_SIZE')}"
+    place = (
+        Path(os.environ["PARITY_ROOT"]) / root
+        if root
+        else Path(os.environ["PARITY_ROOT"]) / f"of {os.environ.get('WORLD_SIZE')}"
+    )
     fit = Fit(
         accelerator="cpu", strategy=strategy, callbacks=watch, accumulate_grad_batches=WINDOW, gradient_clip_val=CLIP, log_every_n_steps=1,
         seed=1, num_sanity_val_steps=0, root_dir=place, **{"max_epochs": EPOCHS, **more},
     )  # fmt: skip
     batches = DataLoader(data(), batch_size=GLOBAL // WINDOW // ranks)
-    result = fit.run(module, batches, resume=None if resume is None else str(Path(os.environ["PARITY_ROOT"]) / resume / CHECKPOINT))
+    result = fit.run(
+        module, batches, resume=None if resume is None else str(Path(os.environ["PARITY_ROOT"]) / resume / CHECKPOINT)
+    )
     found = fit.validate(module, batches)[0]
     return {
         "losses": watch.losses, "norms": watch.norms, "weights": watch.weights, "val": found["val"], "seen": found["seen"], "step": result.step,
@@ -227,9 +250,16 @@ def two_runs() -> Any:
 
 
 def two_bf16() -> Any:
-    chosen: dict[str, Any] = {"ddp": ("ddp", 2), "fsdp": ("fsdp", 2), "tp": (MeshParallel(tp=2), 1), "pp": (MeshParallel(pp=2), 1)}
+    chosen: dict[str, Any] = {
+        "ddp": ("ddp", 2),
+        "fsdp": ("fsdp", 2),
+        "tp": (MeshParallel(tp=2), 1),
+        "pp": (MeshParallel(pp=2), 1),
+    }
     chosen |= {name: (DeepSpeed(stage=int(name[-1])), 2) for name in STAGES}
-    return {name: train(*chosen[name], weighted=True, precision="bf16-mixed") for name in chosen if wanted(f"{name} bf16")}
+    return {
+        name: train(*chosen[name], weighted=True, precision="bf16-mixed") for name in chosen if wanted(f"{name} bf16")
+    }
 
 
 def two_settings() -> Any:
@@ -244,14 +274,19 @@ def two_settings() -> Any:
         "offloaded": FSDP(cpu_offload=True),
     }
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # nn.Linear gives a view for three dims; nothing here changes it in place
+        warnings.filterwarnings(
+            "ignore", "FSDP2-wrapped module"
+        )  # nn.Linear gives a view for three dims; nothing here changes it in place
         return {name: train(strategy, 2, weighted=True) for name, strategy in chosen.items()}
 
 
 def two_resumed() -> Any:
     train("fsdp", 2, root="fsdp", max_steps=3)
     train("ddp", 2, root="ddp", max_steps=3)
-    return {f"{there} to {here}": train(here, 2, resume=there) for there, here in (("fsdp", "ddp"), ("ddp", "fsdp"), ("single", "fsdp"))}
+    return {
+        f"{there} to {here}": train(here, 2, resume=there)
+        for there, here in (("fsdp", "ddp"), ("ddp", "fsdp"), ("single", "fsdp"))
+    }
 
 
 # torch 2.11 sends from a rank to itself in them, which gloo does not do.
@@ -263,7 +298,9 @@ def two_meshes() -> Any:
         "tp": MeshParallel(tp=2),
         "tp, sequence": MeshParallel(tp=2, sequence_parallel=True),
         "pp": MeshParallel(pp=2),
-        "gpipe": MeshParallel(pp=2, schedule="gpipe", num_microbatches=3),  # of 4 samples, and of 1 and 2 at an epoch's end
+        "gpipe": MeshParallel(
+            pp=2, schedule="gpipe", num_microbatches=3
+        ),  # of 4 samples, and of 1 and 2 at an epoch's end
         "interleaved": MeshParallel(pp=2, schedule="interleaved", num_microbatches=4),
         "zero_bubble": MeshParallel(pp=2, schedule="zero_bubble", num_microbatches=4),
     }
@@ -284,18 +321,40 @@ BY_DEEPSPEED = (
 ) if STAGES else []  # fmt: skip
 
 
-_MESHES = ("tp, sequence", "gpipe", "interleaved", "zero_bubble", *IN_A_V, "tp x fsdp", "tp x ddp", "pp x ddp", "pp x fsdp", "pp x tp")
+_MESHES = (
+    "tp, sequence",
+    "gpipe",
+    "interleaved",
+    "zero_bubble",
+    *IN_A_V,
+    "tp x fsdp",
+    "tp x ddp",
+    "pp x ddp",
+    "pp x fsdp",
+    "pp x tp",
+)
 SLOW = {
     *(f"{name} False" for name in (*_MESHES, "deepspeed 0", "deepspeed 1", "deepspeed 2")),
-    *(f"{name} bf16" for name in ("ddp", "hybrid", "tp x fsdp", "pp x ddp", "deepspeed 0", "deepspeed 1", "deepspeed 3")),
+    *(
+        f"{name} bf16"
+        for name in ("ddp", "hybrid", "tp x fsdp", "pp x ddp", "deepspeed 0", "deepspeed 1", "deepspeed 3")
+    ),
     *(f"{name} True" for name in ("tp x ddp", "pp x ddp", "pp x tp")),
-    *("hybrid, each time", "deepspeed_stage_3 to ddp", "deepspeed_stage_3 to fsdp", "ddp to deepspeed_stage_1", "ddp to deepspeed_stage_3"),
+    *(
+        "hybrid, each time",
+        "deepspeed_stage_3 to ddp",
+        "deepspeed_stage_3 to fsdp",
+        "ddp to deepspeed_stage_1",
+        "ddp to deepspeed_stage_3",
+    ),
 }
 """What is much like something else."""
 
 
 def marked(cases: Iterable[str]) -> list[Any]:
-    return [pytest.param(case, marks=pytest.mark.slow) if case.removeprefix("four ") in SLOW else case for case in cases]
+    return [
+        pytest.param(case, marks=pytest.mark.slow) if case.removeprefix("four ") in SLOW else case for case in cases
+    ]
 
 
 def two_deepspeed() -> Any:
@@ -327,7 +386,9 @@ def four_bf16() -> Any:
         "tp x fsdp": (MeshParallel(tp=2), 2),
         "pp x ddp": (MeshParallel(pp=2, dp_replicate=2, dp_shard=1), 2),
     }
-    return {name: train(*chosen[name], weighted=True, precision="bf16-mixed") for name in chosen if wanted(f"{name} bf16")}
+    return {
+        name: train(*chosen[name], weighted=True, precision="bf16-mixed") for name in chosen if wanted(f"{name} bf16")
+    }
 
 
 def four_meshes() -> Any:
@@ -357,7 +418,10 @@ def found(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config)
         alone = train("single", 1, resume="fsdp")
         yield {
             "runs": [
-                two["runs"][r] | two["meshes"][r] | two["settings"][r] | two["deepspeed"][r]
+                two["runs"][r]
+                | two["meshes"][r]
+                | two["settings"][r]
+                | two["deepspeed"][r]
                 | {f"four {name}": row for name, row in (four["runs"][r] | four["meshes"][r]).items()}
                 for r in range(2)
             ],
@@ -466,5 +530,3 @@ RESUMED = [
 @pytest.mark.parametrize("name", marked(RESUMED))
 def test_resuming_under_another_strategy(found: Any, name: str) -> None:
     close(found["resumed"][name], bare(False), last=STEPS - 3)
-
-

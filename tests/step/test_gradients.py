@@ -250,7 +250,11 @@ def test_parameters_of_several_optimizers_are_unique() -> None:
 
 
 def grads() -> list[Tensor]:
-    return [torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0], dtype=torch.float64), torch.tensor([0.0], dtype=torch.bfloat16)]
+    return [
+        torch.tensor([3.0, 0.0]),
+        torch.tensor([0.0, 4.0], dtype=torch.float64),
+        torch.tensor([0.0], dtype=torch.bfloat16),
+    ]
 
 
 @pytest.mark.parametrize("divisor", [2.0, torch.tensor(2.0), torch.tensor(2)])
@@ -270,7 +274,9 @@ def test_scale_takes_sparse_gradients() -> None:
     assert dense.tolist() == [0.5]
 
 
-@pytest.mark.parametrize(("limit", "divisor"), [(1.0, None), (100.0, None), (1.0, 2.0), (1.0, torch.tensor(2.0)), (100.0, 2.0)])
+@pytest.mark.parametrize(
+    ("limit", "divisor"), [(1.0, None), (100.0, None), (1.0, 2.0), (1.0, torch.tensor(2.0)), (100.0, 2.0)]
+)
 def test_clip_norm_is_torchs(limit: float, divisor: Any) -> None:
     ours = [torch.tensor([3.0, 1.0]), torch.tensor([[0.0, 4.0]])]
     parameters = [torch.nn.Parameter(torch.zeros_like(g)) for g in ours]

@@ -25,7 +25,15 @@ class Alone:
 class Bench:
     """One parameter at 0 and SGD with lr 1: after a step it is minus the applied gradient."""
 
-    def __init__(self, *, scaled: bool = False, on_nonfinite: str | None = None, size: int = 1, values: int = 1, momentum: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        scaled: bool = False,
+        on_nonfinite: str | None = None,
+        size: int = 1,
+        values: int = 1,
+        momentum: float = 0.0,
+    ) -> None:
         self.window = Window(size)
         strategy = Single()
         strategy.connect(Alone())  # type: ignore[arg-type]
@@ -54,7 +62,12 @@ class Bench:
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize(
     ("clip", "expected"),
-    [({}, [-6.0, -8.0]), ({"max_norm": 5.0}, [-3.0, -4.0]), ({"max_norm": 50.0}, [-6.0, -8.0]), ({"max_value": 7.0}, [-6.0, -7.0])],
+    [
+        ({}, [-6.0, -8.0]),
+        ({"max_norm": 5.0}, [-3.0, -4.0]),
+        ({"max_norm": 50.0}, [-6.0, -8.0]),
+        ({"max_value": 7.0}, [-6.0, -7.0]),
+    ],
 )
 def test_division_comes_before_clipping(scaled: bool, clip: dict[str, float], expected: list[float]) -> None:
     bench = Bench(scaled=scaled, size=2, values=2)
@@ -106,7 +119,9 @@ def test_raise_names_the_gradient_and_keeps_the_parameters(bad: float) -> None:
     bench = Bench(on_nonfinite="raise")
     bench.stepper.describe = lambda: "; first in: head.weight"
     bench.backward(bad)
-    with pytest.raises(FloatingPointError, match=r"not finite \(on_nonfinite='raise'\); first in: head.weight; .*on_nonfinite='skip'"):
+    with pytest.raises(
+        FloatingPointError, match=r"not finite \(on_nonfinite='raise'\); first in: head.weight; .*on_nonfinite='skip'"
+    ):
         bench.stepper.step([bench.optimizer])
     assert bench.p.item() == 0.0
 

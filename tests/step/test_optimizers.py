@@ -49,7 +49,11 @@ FULL = {"scheduler": STEP, "interval": "step", "frequency": 3, "monitor": "a", "
         ({"optimizer": ONE, "lr_scheduler": FULL}, [ONE], [STEP]),
         ({"optimizer": ONE, "lr_scheduler": PLATEAU, "monitor": "loss"}, [ONE], [PLATEAU]),
         ([{"optimizer": ONE, "lr_scheduler": STEP}, {"optimizer": TWO}], [ONE, TWO], [STEP]),
-        (({"optimizer": ONE, "lr_scheduler": STEP}, {"optimizer": TWO, "lr_scheduler": OTHER}), [ONE, TWO], [STEP, OTHER]),
+        (
+            ({"optimizer": ONE, "lr_scheduler": STEP}, {"optimizer": TWO, "lr_scheduler": OTHER}),
+            [ONE, TWO],
+            [STEP, OTHER],
+        ),
     ],
 )
 def test_forms(given: Any, optimizers: list[Any], schedulers: list[Any]) -> None:
@@ -60,7 +64,14 @@ def test_forms(given: Any, optimizers: list[Any], schedulers: list[Any]) -> None
 
 def test_what_a_schedule_says() -> None:
     (full,) = configured({"optimizer": ONE, "lr_scheduler": FULL})[1]
-    assert (full.interval, full.frequency, full.monitor, full.strict, full.name, full.reduce_on_plateau) == ("step", 3, "a", False, "n", False)
+    assert (full.interval, full.frequency, full.monitor, full.strict, full.name, full.reduce_on_plateau) == (
+        "step",
+        3,
+        "a",
+        False,
+        "n",
+        False,
+    )
     (plain,) = configured({"optimizer": ONE, "lr_scheduler": STEP})[1]
     assert (plain.interval, plain.frequency, plain.monitor, plain.strict, plain.name) == ("epoch", 1, None, True, None)
     (plateau,) = configured({"optimizer": ONE, "lr_scheduler": PLATEAU, "monitor": "loss"})[1]
@@ -79,11 +90,27 @@ def test_what_a_schedule_says() -> None:
         (([ONE], [3]), TypeError, "returned int, not a learning rate scheduler"),
         ({"optimizer": ONE, "lr_scheduler": {"interval": "step"}}, ValueError, 'needs the key "scheduler"'),
         ({"optimizer": ONE, "lr_scheduler": {"scheduler": 3}}, TypeError, r"lr_scheduler has no step\(\): got int"),
-        ({"optimizer": ONE, "lr_scheduler": {"scheduler": STEP, "freqency": 3}}, ValueError, "'freqency' in lr_scheduler; did you mean 'frequency'"),
-        ({"optimizer": ONE, "lr_scheduler": {"scheduler": STEP, "interval": "steps"}}, ValueError, "interval='steps' is unknown; did you mean"),
-        ({"optimizer": ONE, "lr_scheduler": {"scheduler": STEP, "frequency": 0}}, ValueError, "frequency=0 must be an int of at least 1"),
+        (
+            {"optimizer": ONE, "lr_scheduler": {"scheduler": STEP, "freqency": 3}},
+            ValueError,
+            "'freqency' in lr_scheduler; did you mean 'frequency'",
+        ),
+        (
+            {"optimizer": ONE, "lr_scheduler": {"scheduler": STEP, "interval": "steps"}},
+            ValueError,
+            "interval='steps' is unknown; did you mean",
+        ),
+        (
+            {"optimizer": ONE, "lr_scheduler": {"scheduler": STEP, "frequency": 0}},
+            ValueError,
+            "frequency=0 must be an int of at least 1",
+        ),
         ({"optimizer": ONE, "lr_scheduler": PLATEAU}, ValueError, "ReduceLROnPlateau needs a metric"),
-        (torch.optim.SGD([nn.Parameter(torch.zeros(1), requires_grad=False)], lr=1.0), ValueError, "SGD has no parameters to train"),
+        (
+            torch.optim.SGD([nn.Parameter(torch.zeros(1), requires_grad=False)], lr=1.0),
+            ValueError,
+            "SGD has no parameters to train",
+        ),
     ],
 )
 def test_errors(given: Any, error: type[Exception], message: str) -> None:
@@ -97,7 +124,9 @@ def test_a_plateau_scheduler_follows_its_metric() -> None:
     for loss, lr in ((3.0, 1.0), (2.0, 1.0), (2.0, 0.5), (1.0, 0.5)):
         schedule.advance({"loss": loss}, 1)
         assert optimizer.param_groups[0]["lr"] == lr
-    with pytest.raises(ValueError, match=r"follows 'loss', which was not logged; did you mean 'los'\?; logged: acc, los"):
+    with pytest.raises(
+        ValueError, match=r"follows 'loss', which was not logged; did you mean 'los'\?; logged: acc, los"
+    ):
         schedule.advance({"los": 1.0, "acc": 0.0}, 1)
     schedule.strict = False
     schedule.advance({}, 1)
@@ -135,14 +164,19 @@ class NeedsLoss(Told):
         pass
 
 
-@pytest.mark.parametrize(("interval", "expected"), [("epoch", [0.1, 0.1, 0.2, 0.2, 0.3, 0.3]), ("step", [0.1, 0.2, 0.3, 0.4, 0.5, 0.6])])
+@pytest.mark.parametrize(
+    ("interval", "expected"), [("epoch", [0.1, 0.1, 0.2, 0.2, 0.3, 0.3]), ("step", [0.1, 0.2, 0.3, 0.4, 0.5, 0.6])]
+)
 def test_schedulers_that_are_told_the_epoch_or_the_step(tmp_path: Path, interval: str, expected: list[float]) -> None:
     rates: list[float] = []
 
     class Module(Weight):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": Told(optimizer, interval == "epoch"), "interval": interval}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": Told(optimizer, interval == "epoch"), "interval": interval},
+            }
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             rates.append(optimizer.param_groups[0]["lr"])
@@ -154,7 +188,10 @@ def test_schedulers_that_are_told_the_epoch_or_the_step(tmp_path: Path, interval
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda o: Told(o, t_in_epochs=False), r"Told counts in steps \(t_in_epochs=False\), and its interval is 'epoch'.*\"interval\": \"step\""),
+        (
+            lambda o: Told(o, t_in_epochs=False),
+            r"Told counts in steps \(t_in_epochs=False\), and its interval is 'epoch'.*\"interval\": \"step\"",
+        ),
         (NeedsLoss, r"NeedsLoss.step\(\) needs loss, which a run does not know"),
     ],
 )

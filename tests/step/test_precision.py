@@ -35,7 +35,9 @@ CPU = torch.device("cpu")
         (64, "64-true", None, torch.float64, False),
     ],
 )
-def test_names(name: str | int, expected: str, autocast: torch.dtype | None, parameters: torch.dtype | None, scaled: bool) -> None:
+def test_names(
+    name: str | int, expected: str, autocast: torch.dtype | None, parameters: torch.dtype | None, scaled: bool
+) -> None:
     found = Precision.parse(name)
     assert (found.name, found.autocast, found.parameters, found.scaled) == (expected, autocast, parameters, scaled)
     assert Precision.parse(found) is found
@@ -43,11 +45,16 @@ def test_names(name: str | int, expected: str, autocast: torch.dtype | None, par
 
 
 def test_unknown_name() -> None:
-    with pytest.raises(ValueError, match=r"precision='fp7' is unknown; did you mean 'fp8'.*possible: 32-true, bf16-mixed, 16-mixed.*fp16"):
+    with pytest.raises(
+        ValueError,
+        match=r"precision='fp7' is unknown; did you mean 'fp8'.*possible: 32-true, bf16-mixed, 16-mixed.*fp16",
+    ):
         Precision.parse("fp7")
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("32-true", torch.float32), ("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("32-true", torch.float32), ("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16)]
+)
 def test_context(name: str, dtype: torch.dtype) -> None:
     layer = torch.nn.Linear(2, 2)
     with Precision.parse(name).context(CPU):
@@ -123,7 +130,9 @@ class Rotary(TrainModule):
         torch.manual_seed(0)
         self.linear = torch.nn.Linear(4, 4)
         self.scale = torch.nn.Parameter(torch.tensor([1.0 + 1.0j, 2.0 - 0.5j]))
-        self.register_buffer("turns", torch.polar(torch.ones(3, 2), torch.outer(torch.arange(3.0), torch.tensor([1.0, 0.1]))))
+        self.register_buffer(
+            "turns", torch.polar(torch.ones(3, 2), torch.outer(torch.arange(3.0), torch.tensor([1.0, 0.1])))
+        )
         self.register_buffer("count", torch.tensor(7))
         self.register_buffer("mask", torch.tensor([True, False]))
         self.register_buffer("low", torch.ones(2).to(torch.float8_e4m3fn))
@@ -131,7 +140,9 @@ class Rotary(TrainModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(x)
-        pairs = torch.view_as_complex(y.to(torch.float32 if y.dtype == torch.bfloat16 else y.dtype).view(*y.shape[:-1], 2, 2))
+        pairs = torch.view_as_complex(
+            y.to(torch.float32 if y.dtype == torch.bfloat16 else y.dtype).view(*y.shape[:-1], 2, 2)
+        )
         return torch.view_as_real(pairs * self.turns * self.scale).flatten(-2)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
@@ -161,7 +172,8 @@ def bare(real: torch.dtype, complex_: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("precision", "real", "complex_"), [("bf16-true", torch.bfloat16, torch.complex64), ("64-true", torch.float64, torch.complex128)]
+    ("precision", "real", "complex_"),
+    [("bf16-true", torch.bfloat16, torch.complex64), ("64-true", torch.float64, torch.complex128)],
 )
 def test_complex_numbers_stay_complex(tmp_path: Path, precision: str, real: torch.dtype, complex_: torch.dtype) -> None:
     module, expected = Rotary(), bare(real, complex_)
@@ -169,7 +181,9 @@ def test_complex_numbers_stay_complex(tmp_path: Path, precision: str, real: torc
     Fit(accelerator="cpu", precision=precision, root_dir=tmp_path, callbacks=ModelCheckpoint()).run(module, sequences())
     assert {n: t.dtype for n, t in module.state_dict().items()} == {n: t.dtype for n, t in expected.items()}
     for name, value in expected.items():
-        assert torch.equal(module.state_dict()[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)), name
+        assert torch.equal(
+            module.state_dict()[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)
+        ), name
     assert module.mean.mean_value.dtype == module.mean.weight.dtype == torch.float32  # sums of many values
     assert module.low.dtype == torch.float8_e4m3fn
     assert [module.count.dtype, module.mask.dtype] == [torch.int64, torch.bool]
@@ -179,7 +193,15 @@ def test_complex_numbers_stay_complex(tmp_path: Path, precision: str, real: torc
 
 
 def test_complex_batches() -> None:
-    batch = [torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=torch.complex128), torch.ones(2), torch.ones(2).to(torch.float8_e5m2)]
-    found = {name: [t.dtype for t in move(batch, CPU, dtype)] for name, dtype in (("64", torch.float64), ("bf16", torch.bfloat16))}
+    batch = [
+        torch.ones(2, dtype=torch.complex64),
+        torch.ones(2, dtype=torch.complex128),
+        torch.ones(2),
+        torch.ones(2).to(torch.float8_e5m2),
+    ]
+    found = {
+        name: [t.dtype for t in move(batch, CPU, dtype)]
+        for name, dtype in (("64", torch.float64), ("bf16", torch.bfloat16))
+    }
     assert found["64"] == [torch.complex128, torch.complex128, torch.float64, torch.float8_e5m2]
     assert found["bf16"] == [torch.complex64, torch.complex64, torch.bfloat16, torch.float8_e5m2]

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from engine import Engine, Loss
 
 # Rows occur several times in a batch and in a window: their parts must be added up before they are clipped.
-BATCHES = [torch.tensor(rows) for rows in ([[0, 1], [1, 1], [2, 0]], [[3, 1], [1, 2], [4, 4]], [[0, 0], [0, 0], [5, 1]], [[2, 2], [1, 0], [0, 3]])]
+BATCHES = [
+    torch.tensor(rows)
+    for rows in ([[0, 1], [1, 1], [2, 0]], [[3, 1], [1, 2], [4, 4]], [[0, 0], [0, 0], [5, 1]], [[2, 2], [1, 0], [0, 3]])
+]
 
 
 class Net(nn.Module):

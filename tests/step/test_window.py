@@ -139,7 +139,12 @@ def test_samples_without_a_loss_do_not_count(tmp_path: Path) -> None:
         for weighted in (False, True):
             module = Sometimes(left_out, weighted)
             fit(tmp_path, accumulate_grad_batches=window, max_epochs=1).run(module, batches)
-            assert module.w.item() == pytest.approx(bare(batches, left_out, window), abs=1e-6), (window, sizes, left_out, weighted)
+            assert module.w.item() == pytest.approx(bare(batches, left_out, window), abs=1e-6), (
+                window,
+                sizes,
+                left_out,
+                weighted,
+            )
 
 
 # -- several optimizers -----------------------------------------------------------------------------------------------------------
@@ -284,9 +289,15 @@ def test_64_true_has_the_accuracy_of_float64(weighted: bool, fused: bool) -> Non
     engine = engine_of(precision="64-true", accumulate_grad_batches=3)
     model, expected = (nn.Linear(3, 1).double() for _ in range(2))
     expected.load_state_dict(model.state_dict())
-    optimizer, plain = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), torch.optim.SGD(expected.parameters(), lr=0.1)
+    optimizer, plain = (
+        torch.optim.SGD(model.parameters(), lr=0.1, fused=fused),
+        torch.optim.SGD(expected.parameters(), lr=0.1),
+    )
     model, optimizer = engine.prepare(model, optimizer)
-    batches = [torch.randn(size, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(size)) for size in (4, 2, 1, 5)]
+    batches = [
+        torch.randn(size, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
+        for size in (4, 2, 1, 5)
+    ]
     for x in engine.prepare_data_loader(batches):
         with engine.accumulate(model):
             errors = model(x).square()
@@ -369,7 +380,13 @@ def ranks_without_loss() -> Any:
         for precision in ("32-true", "16-mixed"):
             for window, pairs, kind in CASES:
                 module = Pattern(pairs, kind)
-                settings = {"devices": "auto", "accumulate_grad_batches": window, "max_epochs": 1, "precision": precision, "strategy": "ddp"}
+                settings = {
+                    "devices": "auto",
+                    "accumulate_grad_batches": window,
+                    "max_epochs": 1,
+                    "precision": precision,
+                    "strategy": "ddp",
+                }
                 result = fit("/tmp", **settings).run(module, batches_of())
                 found.append([module.w.item(), result.step])
     return found

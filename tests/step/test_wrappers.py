@@ -113,7 +113,10 @@ def test_state_goes_in_and_out() -> None:
     _, _, other, other_scheduler = made()
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     other_scheduler.load_state_dict(scheduler.state_dict())
-    assert other.optimizer.state_dict()["state"][0]["exp_avg"].tolist() == optimizer.state_dict()["state"][0]["exp_avg"].tolist()
+    assert (
+        other.optimizer.state_dict()["state"][0]["exp_avg"].tolist()
+        == optimizer.state_dict()["state"][0]["exp_avg"].tolist()
+    )
     assert other_scheduler.get_last_lr() == [0.05]
     assert scheduler.last_epoch == 1
 
@@ -169,7 +172,9 @@ def test_plateau_takes_its_metric() -> None:
     engine = Engine(accelerator="cpu")
     model = nn.Linear(2, 1)
     plain = torch.optim.SGD(model.parameters(), lr=1.0)
-    model, optimizer, scheduler = engine.prepare(model, plain, torch.optim.lr_scheduler.ReduceLROnPlateau(plain, patience=0))
+    model, optimizer, scheduler = engine.prepare(
+        model, plain, torch.optim.lr_scheduler.ReduceLROnPlateau(plain, patience=0)
+    )
     assert isinstance(scheduler, PreparedScheduler)
     for _ in range(2):
         engine.backward(model(torch.ones(1, 2)).sum())
@@ -182,7 +187,11 @@ def test_pickles_are_the_plain_objects() -> None:
     engine, model, optimizer, scheduler = made()
     loader = engine.prepare(DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2))
     one_step(engine, model, optimizer, scheduler)
-    for prepared, kind in ((optimizer, torch.optim.AdamW), (scheduler, torch.optim.lr_scheduler.StepLR), (loader, DataLoader)):
+    for prepared, kind in (
+        (optimizer, torch.optim.AdamW),
+        (scheduler, torch.optim.lr_scheduler.StepLR),
+        (loader, DataLoader),
+    ):
         for copied in (pickle.loads(pickle.dumps(prepared)), copy.deepcopy(prepared)):
             assert type(copied) is kind
     copied = pickle.loads(pickle.dumps(optimizer))
@@ -218,7 +227,9 @@ class Halves(nn.Module):
         return {"out": out, "index": torch.arange(2), "list": [out, "text"]}
 
 
-@pytest.mark.parametrize(("precision", "inside"), [("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16), ("32-true", torch.float32)])
+@pytest.mark.parametrize(
+    ("precision", "inside"), [("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16), ("32-true", torch.float32)]
+)
 def test_mixed_precision_computes_low_and_gives_fp32(precision: str, inside: torch.dtype) -> None:
     engine = Engine(accelerator="cpu", precision=precision)
     model = engine.prepare(Halves())

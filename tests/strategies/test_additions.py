@@ -63,7 +63,14 @@ class Net(TrainModule):
 def trained(strategy: str, change: str) -> str:
     """What is raised in the second step."""
     root = tempfile.mkdtemp()
-    fit = Fit(strategy=STRATEGIES[strategy](), accelerator="cpu", precision="32-true", max_steps=3, num_sanity_val_steps=0, root_dir=root)
+    fit = Fit(
+        strategy=STRATEGIES[strategy](),
+        accelerator="cpu",
+        precision="32-true",
+        max_steps=3,
+        num_sanity_val_steps=0,
+        root_dir=root,
+    )
     try:
         result = fit.run(Net(change), [torch.ones(4, 4) for _ in range(6)])
     except ValueError as error:
@@ -73,7 +80,9 @@ def trained(strategy: str, change: str) -> str:
 
 def rank_changes() -> Any:
     changes = ("module", "parameter", "replaced", "harmless")
-    found = {f"{strategy}, {change}": trained(strategy, change) for strategy in ("fsdp", "tp", "pp") for change in changes}
+    found = {
+        f"{strategy}, {change}": trained(strategy, change) for strategy in ("fsdp", "tp", "pp") for change in changes
+    }
     for strategy in ("deepspeed 1", "deepspeed 3"):
         found |= {f"{strategy}, {change}": trained(strategy, change) for change in ("module", "unfrozen", "harmless")}
     return found
@@ -84,7 +93,12 @@ def found() -> list[dict[str, str]]:
     return on_ranks(__file__, 2)["changes"]
 
 
-NAMES = {"module": "middle.2.weight, middle.2.bias", "parameter": "last.scale", "replaced": "last.weight, last.bias", "unfrozen": "middle.0.bias"}
+NAMES = {
+    "module": "middle.2.weight, middle.2.bias",
+    "parameter": "last.scale",
+    "replaced": "last.weight, last.bias",
+    "unfrozen": "middle.0.bias",
+}
 
 
 @pytest.mark.parametrize("strategy", list(STRATEGIES))

@@ -18,7 +18,8 @@ def group(world_size: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size", "kind"), [("auto", 1, Single), ("auto", 2, DDP), ("single", 1, Single), ("ddp", 1, DDP), ("ddp", 2, DDP)]
+    ("name", "world_size", "kind"),
+    [("auto", 1, Single), ("auto", 2, DDP), ("single", 1, Single), ("ddp", 1, DDP), ("ddp", 2, DDP)],
 )
 def test_names(name: str, world_size: int, kind: type) -> None:
     assert type(strategies.get(name, world_size)) is kind
@@ -30,7 +31,9 @@ def test_an_object_is_used_as_it_is() -> None:
 
 
 def test_an_unknown_name_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"strategy='zero' is unknown.*possible: auto, single, ddp, fsdp, .*or a Strategy object"):
+    with pytest.raises(
+        ValueError, match=r"strategy='zero' is unknown.*possible: auto, single, ddp, fsdp, .*or a Strategy object"
+    ):
         strategies.get("zero")
     with pytest.raises(ValueError, match=r"strategy='singel' is unknown; did you mean 'single'"):
         strategies.get("singel")
@@ -48,7 +51,9 @@ def test_third_parties_register_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_single_refuses_several_processes() -> None:
-    with pytest.raises(ValueError, match=r"strategy='single' was asked for, but this job has 2 processes; use strategy='ddp' or 'auto'"):
+    with pytest.raises(
+        ValueError, match=r"strategy='single' was asked for, but this job has 2 processes; use strategy='ddp' or 'auto'"
+    ):
         Single().connect(group(2))
 
 
@@ -78,7 +83,10 @@ def test_norm(grads: list[list[float]], expected: float) -> None:
 
 def two_groups(model: torch.nn.Module, reverse: bool = False) -> torch.optim.Optimizer:
     weights = [p for p in model.parameters() if p.ndim == 2]
-    groups = [{"params": weights[::-1] if reverse else weights, "lr": 0.5}, {"params": [p for p in model.parameters() if p.ndim == 1]}]
+    groups = [
+        {"params": weights[::-1] if reverse else weights, "lr": 0.5},
+        {"params": [p for p in model.parameters() if p.ndim == 1]},
+    ]
     return torch.optim.Adam(groups, lr=0.1)
 
 
@@ -108,7 +116,12 @@ def test_numbered_optimizer_states_are_taken_as_torch_does(tmp_path: Path) -> No
 
 
 def test_a_state_of_other_parameters_is_refused(tmp_path: Path) -> None:
-    small, large = torch.nn.Sequential(torch.nn.Linear(2, 1)), torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(1, 1))
+    small, large = (
+        torch.nn.Sequential(torch.nn.Linear(2, 1)),
+        torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(1, 1)),
+    )
     source = source_of(tmp_path / "a", optimizer=Single().optimizer_parts(two_groups(large), large))
-    with pytest.raises(ValueError, match=r"state of Adam has other parameters.*only in the checkpoint: \['1.bias', '1.weight'\]"):
+    with pytest.raises(
+        ValueError, match=r"state of Adam has other parameters.*only in the checkpoint: \['1.bias', '1.weight'\]"
+    ):
         Single().load_optimizer(two_groups(small), small, source.optim["0"], source)

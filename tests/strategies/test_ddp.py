@@ -186,7 +186,9 @@ def rank_overflow() -> Any:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        found.append([plain.weight.item(), scheduler.get_last_lr()[0], optimizer.step_was_skipped, engine.scaler.get_scale()])
+        found.append(
+            [plain.weight.item(), scheduler.get_last_lr()[0], optimizer.step_was_skipped, engine.scaler.get_scale()]
+        )
     return found
 
 
@@ -255,12 +257,16 @@ def found() -> dict[str, list[Any]]:
     return on_ranks(__file__, 2)
 
 
-@pytest.mark.parametrize("name", ["default", "window 1", "unused", "static", "static view", "view", "small buckets", "late powersgd"])
+@pytest.mark.parametrize(
+    "name", ["default", "window 1", "unused", "static", "static view", "view", "small buckets", "late powersgd"]
+)
 def test_settings_train_like_one_process(found: Any, name: str) -> None:
     assert max(rank[name] for rank in found["settings"]) < 1e-6
 
 
-@pytest.mark.parametrize(("name", "least", "most"), [("fp16", 1e-7, 2e-3), ("bf16", 1e-6, 1e-2), ("powersgd", 1e-4, 1.0)])
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("fp16", 1e-7, 2e-3), ("bf16", 1e-6, 1e-2), ("powersgd", 1e-4, 1.0)]
+)
 def test_hooks_compress(found: Any, name: str, least: float, most: float) -> None:
     assert found["compressed"][0][name] == found["compressed"][1][name]
     assert least < found["compressed"][0][name] < most
@@ -323,10 +329,16 @@ def test_wrong_settings(settings: dict[str, Any], words: str) -> None:
 
 
 def test_data_parallel_and_compiled_modules_are_refused_alone_too() -> None:
-    with pytest.raises(ValueError, match=r"wrapped in DataParallel already.*strategy='ddp' with a process for each device"):
+    with pytest.raises(
+        ValueError, match=r"wrapped in DataParallel already.*strategy='ddp' with a process for each device"
+    ):
         Engine(accelerator="cpu").prepare(nn.DataParallel(Net()))
-    with pytest.raises(TypeError, match=r"OptimizedModule has wrapped: give the module itself; Fit\(compile=True\) compiles"):
-        Fit(accelerator="cpu").run(torch.compile(Half(lambda module, out, i, batch: out.mean()), backend="eager"), [torch.ones(2, 1)])
+    with pytest.raises(
+        TypeError, match=r"OptimizedModule has wrapped: give the module itself; Fit\(compile=True\) compiles"
+    ):
+        Fit(accelerator="cpu").run(
+            torch.compile(Half(lambda module, out, i, batch: out.mean()), backend="eager"), [torch.ones(2, 1)]
+        )
 
 
 def test_alone_nothing_is_wrapped() -> None:

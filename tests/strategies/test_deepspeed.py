@@ -62,7 +62,10 @@ class Net(TrainModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "step"},
+        }
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.lr_schedulers() is not None:
@@ -180,7 +183,10 @@ def rank_orders() -> Any:
         norm = engine.grad_norm
         return apart(whole(engine, model), bare()) + (0.0 if norm is not None and norm > 0.1 else 1.0)
 
-    return {order: each(lambda stage, order=order: run(stage, order)) for order in ("together", "optimizer first", "model first")}
+    return {
+        order: each(lambda stage, order=order: run(stage, order))
+        for order in ("together", "optimizer first", "model first")
+    }
 
 
 def rank_warm_optimizer() -> Any:
@@ -246,7 +252,12 @@ def rank_gan() -> Any:
     def models() -> Any:
         maker = Net()
         critic = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
-        return maker, critic, torch.optim.Adam(maker.parameters(), lr=0.01), torch.optim.Adam(critic.parameters(), lr=0.01)
+        return (
+            maker,
+            critic,
+            torch.optim.Adam(maker.parameters(), lr=0.01),
+            torch.optim.Adam(critic.parameters(), lr=0.01),
+        )
 
     alone = models()
     loop(*alone, lambda loss: loss.backward(), data())
@@ -267,7 +278,9 @@ def rank_windows() -> Any:
         engine, model = of(stage, accumulate_grad_batches=3), Net()
         prepared: Any
         prepared, optimizer, loader = engine.prepare(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data(10), batch_size=1)  # type: ignore[arg-type]
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            DataLoader(data(10), batch_size=1),  # type: ignore[arg-type]
         )
         for batch in loader:
             with engine.accumulate(prepared):
@@ -311,7 +324,9 @@ def rank_runs() -> Any:
         module, found = Net(), []
         for _ in range(2):
             fit(module, [data(2) for _ in range(4)], [data(3) for _ in range(3)], strategy=strategy())
-            found.append(Fit(accelerator="cpu", strategy=strategy()).validate(module, [data(3), data(5), data(1)])[0]["val"])
+            found.append(
+                Fit(accelerator="cpu", strategy=strategy()).validate(module, [data(3), data(5), data(1)])[0]["val"]
+            )
         return found
 
     return [run(lambda: "ddp"), *each(lambda stage: run(lambda: made(stage)))]
@@ -363,7 +378,11 @@ def rank_half() -> Any:
         module, expected, strategy = Net(), Net(), made(stage)
         result = fit(module, [data(4) for _ in range(4)], strategy=strategy, precision="bf16-mixed")
         fit(expected, [data(4) for _ in range(4)], strategy="ddp")
-        return [result.step, str(next(module.parameters()).dtype), apart(flat(module) if stage < 3 else None, flat(expected))]
+        return [
+            result.step,
+            str(next(module.parameters()).dtype),
+            apart(flat(module) if stage < 3 else None, flat(expected)),
+        ]
 
     return each(run)
 
@@ -400,7 +419,12 @@ def rank_overflow() -> Any:
             warnings.simplefilter("always")
             result = fit(module, [data(2) for _ in range(6)], strategy=strategy, on_nonfinite=verdict)
         state = strategy.model_state(module)
-        return [result.step, module.lrs, all(bool(s.isfinite().all()) for s in state.values()), any("not finite" in str(c.message) for c in caught)]
+        return [
+            result.step,
+            module.lrs,
+            all(bool(s.isfinite().all()) for s in state.values()),
+            any("not finite" in str(c.message) for c in caught),
+        ]
 
     skipped = each(lambda stage: run(stage, "skip"))
     silent = [run(stage, None) for stage in (1, 3)]
@@ -418,7 +442,10 @@ CONFIG = {
     "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto", "contiguous_gradients": True},
 }
 ADAM = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": 0.1, "torch_adam": True}}
-WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": 2, "warmup_type": "linear"}}
+WARMUP = {
+    "type": "WarmupLR",
+    "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": 2, "warmup_type": "linear"},
+}
 
 
 class Bare(Net):
@@ -457,7 +484,9 @@ def rank_config() -> Any:
     expected = Net()
     fit(expected, loader, strategy="ddp", **asked)
     mine = Bare()
-    fit(mine, [data(4) for _ in range(6)], strategy=DeepSpeed(config={**CONFIG, "optimizer": ADAM, "scheduler": WARMUP}))
+    fit(
+        mine, [data(4) for _ in range(6)], strategy=DeepSpeed(config={**CONFIG, "optimizer": ADAM, "scheduler": WARMUP})
+    )
     adam = Net()
     optimizer = torch.optim.AdamW(adam.parameters(), lr=0.0, weight_decay=0.1)
     for lr in (0.0, 0.0, 0.01):  # DeepSpeed's WarmupLR is at its start before and after the first step
@@ -465,7 +494,13 @@ def rank_config() -> Any:
         loss_of(adam(data(4))).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [found, apart(flat(first), flat(expected)), apart(flat(second), flat(expected)), apart(flat(mine), flat(adam)), mine.lrs]
+    return [
+        found,
+        apart(flat(first), flat(expected)),
+        apart(flat(second), flat(expected)),
+        apart(flat(mine), flat(adam)),
+        mine.lrs,
+    ]
 
 
 def rank_contradictions() -> Any:
@@ -539,12 +574,21 @@ def rank_refused() -> Any:
         fit(module, batches, strategy=made(3))
         fit(module, batches, **{"strategy": made(2), **settings})
 
-    frozen = lambda m: torch.optim.Adam([{"params": m.parameters()}, {"params": nn.Linear(2, 2).requires_grad_(False).parameters()}])  # noqa: E731
+    def frozen(m):
+        others = nn.Linear(2, 2).requires_grad_(False)
+        return torch.optim.Adam([{"params": m.parameters()}, {"params": others.parameters()}])
+
     return {
         "lbfgs": said(lambda: fit(With(lambda m: torch.optim.LBFGS(m.parameters())), batches, strategy=made(3))),
         "adagrad": said(lambda: fit(With(lambda m: torch.optim.Adagrad(m.parameters())), batches)),
-        "sparse": said(lambda: fit(With(lambda m: torch.optim.SparseAdam(list(m.parameters()))), batches, strategy=made(3))),
-        "two": said(lambda: fit(With(lambda m: [torch.optim.SGD(m.layers.parameters()), torch.optim.SGD(m.head.parameters())]), batches)),
+        "sparse": said(
+            lambda: fit(With(lambda m: torch.optim.SparseAdam(list(m.parameters()))), batches, strategy=made(3))
+        ),
+        "two": said(
+            lambda: fit(
+                With(lambda m: [torch.optim.SGD(m.layers.parameters()), torch.optim.SGD(m.head.parameters())]), batches
+            )
+        ),
         "frozen": said(lambda: fit(With(frozen), batches)),
         "none": said(lambda: fit(Silent(), batches)),
         "manual": said(lambda: fit(Manual(), batches)),
@@ -657,7 +701,9 @@ def test_a_step_that_is_not_finite_on_one_rank(found: Any) -> None:
             assert (count, lrs, finite) == (2, [0.05, 0.05, 0.025], True)
         assert [run[:3] for run in silent] == [[2, [0.05, 0.05, 0.025], True]] * 2
         assert silent[0][3]  # a warning, once
-        assert all(words.startswith("FloatingPointError: a gradient is not finite (on_nonfinite='raise')") for words in raised)
+        assert all(
+            words.startswith("FloatingPointError: a gradient is not finite (on_nonfinite='raise')") for words in raised
+        )
 
 
 def test_configuration(found: Any) -> None:
@@ -768,14 +814,26 @@ def test_processes_that_fit_starts(stage: int) -> None:
         ({"stage": "2"}, r"stage='2'"),
         ({"stage": 0, "offload_optimizer": True}, r"offload_optimizer='cpu' with stage 0 .*use stage=2"),
         ({"stage": 2, "offload_parameters": True}, r"offload_parameters='cpu' with stage 2 .*use stage=3"),
-        ({"config": {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}}, r"offload_parameters='cpu' with stage 2"),
+        (
+            {"config": {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}},
+            r"offload_parameters='cpu' with stage 2",
+        ),
         ({"offload_optimizer": "gpu"}, r"offload_optimizer='gpu'\) is unknown"),
         ({"offload_optimizer": "nvme"}, r"needs nvme_path="),
         ({"stage": 1, "overlap_comm": True}, r"overlap_comm=True with stage 1"),
-        ({"stage": 3, "config": {"zero_optimization": {"stage": 2}}}, r"stage=2 in DeepSpeed\(config=.* contradicts DeepSpeed\(stage=3\)"),
-        ({"config": {"zero_optimisation": {}}}, r"'zero_optimisation' is not a DeepSpeed setting; did you mean 'zero_optimization'\?"),
+        (
+            {"stage": 3, "config": {"zero_optimization": {"stage": 2}}},
+            r"stage=2 in DeepSpeed\(config=.* contradicts DeepSpeed\(stage=3\)",
+        ),
+        (
+            {"config": {"zero_optimisation": {}}},
+            r"'zero_optimisation' is not a DeepSpeed setting; did you mean 'zero_optimization'\?",
+        ),
         ({"config": {"bf16": True}}, r"bf16=True must be an object"),
-        ({"config": {"torch_autocast": {"enabled": True}}}, r"'torch_autocast' cannot be used with Fit or Engine: give precision= instead"),
+        (
+            {"config": {"torch_autocast": {"enabled": True}}},
+            r"'torch_autocast' cannot be used with Fit or Engine: give precision= instead",
+        ),
         ({"config": {"gradient_allreduce_op": "sum"}}, r"gradient_allreduce_op='sum' is not possible"),
     ],
 )
@@ -796,7 +854,10 @@ def test_wrong_files(tmp_path: Path) -> None:
 
 
 def test_names_of_stages() -> None:
-    stages = {name: strategies.get(name) for name in ("deepspeed", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")}
+    stages = {
+        name: strategies.get(name)
+        for name in ("deepspeed", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
+    }
     assert [s.zero_stage for s in stages.values()] == [2, 1, 2, 3]  # type: ignore[attr-defined]
     offload = strategies.get("deepspeed_stage_3_offload")
     assert isinstance(offload, DeepSpeed)

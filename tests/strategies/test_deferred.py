@@ -174,5 +174,7 @@ def test_a_module_that_cannot_be_given_values() -> None:
 
     with parameters_deferred():
         model = Scale()
-    with pytest.raises(ValueError, match=r"Scale was built without memory and has no reset_parameters\(\) to give scale values"):
+    with pytest.raises(
+        ValueError, match=r"Scale was built without memory and has no reset_parameters\(\) to give scale values"
+    ):
         Engine(accelerator="cpu").prepare(model)

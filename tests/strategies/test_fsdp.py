@@ -53,7 +53,10 @@ class Net(TrainModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "step"},
+        }
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.lrs.append(self.lr_schedulers().get_last_lr()[0])
@@ -64,7 +67,9 @@ def data(count: int = 8) -> Tensor:
 
 
 def flat(model: nn.Module) -> Tensor:
-    return torch.cat([(p.full_tensor() if isinstance(p, DTensor) else p).detach().flatten() for p in model.parameters()])
+    return torch.cat(
+        [(p.full_tensor() if isinstance(p, DTensor) else p).detach().flatten() for p in model.parameters()]
+    )
 
 
 def bare(steps: int = 3, before: int = 0) -> Tensor:
@@ -98,7 +103,9 @@ def steps(engine: Engine, model: Any, optimizer: Any, count: int = 3) -> None:
 
 def fit(module: TrainModule, batches: Any, **settings: Any) -> Any:
     with tempfile.TemporaryDirectory() as root:
-        return Fit(**{"accelerator": "cpu", "strategy": "fsdp", "max_epochs": 1, "seed": 1, "root_dir": root, **settings}).run(module, batches)
+        return Fit(
+            **{"accelerator": "cpu", "strategy": "fsdp", "max_epochs": 1, "seed": 1, "root_dir": root, **settings}
+        ).run(module, batches)
 
 
 # -- what runs on each of two ranks -----------------------------------------------------------------------------------------------
@@ -198,7 +205,10 @@ def rank_values() -> Any:
     grads = [p.grad for p in model.parameters()]
     norms = [engine.strategy.norm(grads, kind).item() for kind in (2.0, float("inf"))]
     engine.clip_grad_value_(model.parameters(), 0.01)
-    return [*norms, max(g.abs().max().item() for g in engine.strategy.local([p.grad for p in model.parameters()]) if g.numel())]
+    return [
+        *norms,
+        max(g.abs().max().item() for g in engine.strategy.local([p.grad for p in model.parameters()]) if g.numel()),
+    ]
 
 
 def rank_mixed() -> Any:
@@ -206,7 +216,9 @@ def rank_mixed() -> Any:
     module = Net()
     fit(module, [data(4) for _ in range(4)], precision="bf16-mixed")
     kept = sorted({str(p.dtype) for p in module.parameters()})
-    outputs = Fit(accelerator="cpu", strategy="fsdp", precision="bf16-mixed").predict(module, [data(2), data(3), data(1)])
+    outputs = Fit(accelerator="cpu", strategy="fsdp", precision="bf16-mixed").predict(
+        module, [data(2), data(3), data(1)]
+    )
     expected = Net()
     fit(expected, [data(4) for _ in range(4)], strategy="ddp")
     with pytest.raises(ValueError, match="was sharded with"):
@@ -219,7 +231,10 @@ def rank_mixed() -> Any:
 class Overflow(Net):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         bad = batch_idx == 1 and self.global_rank == 1
-        self.scales = [*vars(self).get("scales", []), self._context.engine.scaler.get_scale() if self._context.engine.scaler else 0.0]
+        self.scales = [
+            *vars(self).get("scales", []),
+            self._context.engine.scaler.get_scale() if self._context.engine.scaler else 0.0,
+        ]
         loss = (self(batch).float() - 1).square().mean()
         return loss * (float("inf") if bad else 0.01)  # small: times 65536 its gradients fit fp16
 
@@ -296,7 +311,11 @@ class Complex(nn.Module):
 def rank_complex() -> Any:
     """How far complex parameters, trained, clipped, saved and loaded, are from a bare loop's, and the error where a block has both kinds."""
     found: list[Any] = []
-    for precision, dtype in (("bf16-mixed", torch.complex64), ("bf16-true", torch.complex64), ("64-true", torch.complex128)):
+    for precision, dtype in (
+        ("bf16-mixed", torch.complex64),
+        ("bf16-true", torch.complex64),
+        ("64-true", torch.complex128),
+    ):
         batch = data().to(dtype)
         expected: Any = Complex(dtype)
         own = torch.optim.Adam(expected.parameters(), lr=0.01)
@@ -322,7 +341,10 @@ def rank_complex() -> Any:
         found.append(apart(flat(model), flat(expected)))
     model = Net()
     model.head.bias = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    with pytest.raises(ValueError, match=r"Net is a block.*several types, torch.complex64, torch.float32.*leave head.bias whole with FSDP\(ignore="):
+    with pytest.raises(
+        ValueError,
+        match=r"Net is a block.*several types, torch.complex64, torch.float32.*leave head.bias whole with FSDP\(ignore=",
+    ):
         Engine(accelerator="cpu", strategy="fsdp").prepare(model)
     return found
 
@@ -425,8 +447,16 @@ def test_wrong_settings(settings: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "size", "words"),
     [
-        ({"dp_replicate": 2, "dp_shard": 2}, 6, r"needs 4 processes, this job has 6: the product of the sizes must equal it"),
-        ({"dp_replicate": 4}, 6, r"FSDP\(dp_replicate=4, dp_shard=-1\) needs a multiple of 4 processes, this job has 6"),
+        (
+            {"dp_replicate": 2, "dp_shard": 2},
+            6,
+            r"needs 4 processes, this job has 6: the product of the sizes must equal it",
+        ),
+        (
+            {"dp_replicate": 4},
+            6,
+            r"FSDP\(dp_replicate=4, dp_shard=-1\) needs a multiple of 4 processes, this job has 6",
+        ),
         ({"dp_shard": 2}, 1, r"needs 2 processes, this job has 1"),
         ({"reshard_after_forward": 3}, 4, r"reshard_after_forward=3\) must divide the 4 ranks"),
     ],

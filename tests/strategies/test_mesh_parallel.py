@@ -87,7 +87,17 @@ def bytes_of(tensors: Any) -> int:
 
 def fit(module: TrainModule, strategy: str | Strategy, **settings: Any) -> Any:
     with tempfile.TemporaryDirectory() as root:
-        runner = Fit(**{"accelerator": "cpu", "strategy": strategy, "max_epochs": 1, "seed": 1, "root_dir": root, "log_every_n_steps": 1, **settings})
+        runner = Fit(
+            **{
+                "accelerator": "cpu",
+                "strategy": strategy,
+                "max_epochs": 1,
+                "seed": 1,
+                "root_dir": root,
+                "log_every_n_steps": 1,
+                **settings,
+            }
+        )
         return runner.run(module, batches(), batches(5)), runner
 
 
@@ -138,7 +148,12 @@ def rank_runs() -> Any:
 def rank_raw_loop() -> Any:
     """A user's own loop: windows of two, clipping, and two backward passes before a step; the largest distance to one process."""
     found = {}
-    for name, strategy in {"tp": MeshParallel(tp=2), "pp": MeshParallel(pp=2), "fsdp": FSDP(), "tied": MeshParallel(pp=2)}.items():
+    for name, strategy in {
+        "tp": MeshParallel(tp=2),
+        "pp": MeshParallel(pp=2),
+        "fsdp": FSDP(),
+        "tied": MeshParallel(pp=2),
+    }.items():
         models = []
         for engine in (Engine(accelerator="cpu", strategy=strategy), None):
             model: Any = Tied() if name == "tied" else Net()
@@ -165,7 +180,9 @@ def rank_raw_loop() -> Any:
                 optimizer.step()
                 optimizer.zero_grad()
             models.append(model.state_dict() if engine is None else engine.strategy.model_state(model))
-        found[name] = max((models[0][key] - models[1][key]).abs().max().item() for key in models[1]) if models[0] else 0.0
+        found[name] = (
+            max((models[0][key] - models[1][key]).abs().max().item() for key in models[1]) if models[0] else 0.0
+        )
     return found
 
 
@@ -236,7 +253,13 @@ def rank_hugging_face() -> Any:
     import transformers  # takes seconds
 
     config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, use_cache=False
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
     )
     ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(2))
     outs, placed = [], ""
@@ -472,7 +495,14 @@ def test_degrees_that_do_not_fit(settings: dict[str, Any], size: int, words: str
 
 def test_megatrons_names() -> None:
     made = MeshParallel.from_megatron(tp_degree=2, pp_degree=4, num_micro_batches=8, sequence_parallelism=True)
-    assert (made.tp, made.pp, made.num_microbatches, made.sequence_parallel, made.dp_replicate, made.dp_shard) == (2, 4, 8, True, -1, 1)
+    assert (made.tp, made.pp, made.num_microbatches, made.sequence_parallel, made.dp_replicate, made.dp_shard) == (
+        2,
+        4,
+        8,
+        True,
+        -1,
+        1,
+    )
     assert MeshParallel.from_megatron(dp_shard=-1).dp_replicate == 1
 
 

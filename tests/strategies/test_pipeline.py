@@ -40,7 +40,12 @@ def test_stages_by_name() -> None:
 
 
 def test_samples_of_a_batch() -> None:
-    batch = {"x": torch.arange(6).reshape(3, 2), "names": ["a", "b", "c"], "scale": torch.tensor(2.0), "pair": (torch.arange(3), 5)}
+    batch = {
+        "x": torch.arange(6).reshape(3, 2),
+        "names": ["a", "b", "c"],
+        "scale": torch.tensor(2.0),
+        "pair": (torch.arange(3), 5),
+    }
     found = _rows(batch, 3, torch.tensor([1, 2, 2]))
     assert found["x"].tolist() == [[2, 3], [4, 5], [4, 5]]
     assert found["names"] == ["b", "c", "c"]

@@ -77,7 +77,9 @@ def bare(change: Change | None = None, window: int = 1, begin: Change | None = N
     return flat(model)
 
 
-def ours(change: Change | None = None, window: int = 1, begin: Change | None = None, strategy: Any = "ddp", **options: Any) -> Tensor:
+def ours(
+    change: Change | None = None, window: int = 1, begin: Change | None = None, strategy: Any = "ddp", **options: Any
+) -> Tensor:
     engine = Engine(accelerator="cpu", strategy=strategy, accumulate_grad_batches=window)
     plain = Net(**options)
     if begin is not None:
@@ -242,7 +244,9 @@ def rank_settings() -> Any:
                 change = in_window if window == 4 else freeze
                 found[f"{name} {window}"] = apart(ours(change, window, strategy=strategy), bare(change, window))
                 more = {"begin": freeze_all_but_head}
-                found[f"{name} {window} unfrozen"] = apart(ours(unfreeze, window, strategy=strategy, **more), bare(unfreeze, window, **more))
+                found[f"{name} {window} unfrozen"] = apart(
+                    ours(unfreeze, window, strategy=strategy, **more), bare(unfreeze, window, **more)
+                )
     # One strategy for many models, of which one may get the address of one that is gone.
     strategy = DDP(static_graph=True)
     found["static 4, many models"] = max(apart(ours(window=4, strategy=strategy), bare(window=4)) for _ in range(20))
@@ -325,7 +329,10 @@ def rank_adversarial() -> Any:
         return made, judged, first, second, engine.backward
 
     low = 2 * engine.process_index
-    distance = apart(adversarial(prepared, slice(low, low + 2)), adversarial(lambda *objects: (*objects, Tensor.backward), slice(None)))
+    distance = apart(
+        adversarial(prepared, slice(low, low + 2)),
+        adversarial(lambda *objects: (*objects, Tensor.backward), slice(None)),
+    )
     return [distance, reducers[0].reducer is reducers[1]]
 
 
@@ -458,5 +465,8 @@ os._exit(0)
 
 def test_a_change_of_one_rank_alone_is_named_when_the_wait_for_the_others_ends() -> None:
     alone, _ = run_ranks(ALONE, 2)
-    assert "waiting for the other ranks to make the same change of the model, which now trains these parameters on this rank" in alone.value
+    assert (
+        "waiting for the other ranks to make the same change of the model, which now trains these parameters on this rank"
+        in alone.value
+    )
     assert "0.weight, 0.bias" in alone.value

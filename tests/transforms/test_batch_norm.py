@@ -156,7 +156,13 @@ def rank_evaluation() -> Any:
 
         def run(watch: Watch, name: str = name, resume: Any = None, **more: Any) -> Any:
             module = Trained()
-            settings: dict[str, Any] = {"accelerator": "cpu", "strategy": name, "seed": 1, "num_sanity_val_steps": 0, "root_dir": f"{ROOT}/{name}"}
+            settings: dict[str, Any] = {
+                "accelerator": "cpu",
+                "strategy": name,
+                "seed": 1,
+                "num_sanity_val_steps": 0,
+                "root_dir": f"{ROOT}/{name}",
+            }
             fit = Fit(**settings, max_steps=4, callbacks=watch, **more)
             fit.run(module, DataLoader(train, batch_size=2), DataLoader(data64, batch_size=2), resume=resume)
             return fit, module
@@ -219,7 +225,9 @@ def rank_layers() -> Any:
 
     none = ""
     try:
-        Fit(accelerator="cpu", sync_batchnorm=True, seed=1).run(Nothing(), DataLoader(data(torch.float64), batch_size=2))
+        Fit(accelerator="cpu", sync_batchnorm=True, seed=1).run(
+            Nothing(), DataLoader(data(torch.float64), batch_size=2)
+        )
     except ValueError as error:
         none = str(error)
     return [inside, alike, restored, message, none]

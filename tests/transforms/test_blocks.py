@@ -52,7 +52,10 @@ def test_by_default_the_repeated_blocks() -> None:
     assert names(Holding()) == ["blocks.1", "blocks.0"]
     assert names(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU())) == ["2", "0"]
     assert names(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))) == []
-    assert names(nn.ModuleDict({"a": nn.ModuleList([nn.ModuleList([Block(), Block()]), nn.ModuleList()])})) == ["a.0.1", "a.0.0"]
+    assert names(nn.ModuleDict({"a": nn.ModuleList([nn.ModuleList([Block(), Block()]), nn.ModuleList()])})) == [
+        "a.0.1",
+        "a.0.0",
+    ]
     assert repeated(nn.Linear(1, 1)) == []
 
 

@@ -75,14 +75,19 @@ def data(count: int = 6) -> list[Tensor]:
 def train(setting: Any, strategy: Any = "single", **more: Any) -> list[list[float]]:
     module = Net()
     with tempfile.TemporaryDirectory() as root:
-        Fit(accelerator="cpu", strategy=strategy, seed=3, root_dir=root, activation_checkpointing=setting, **more).run(module, data())
+        Fit(accelerator="cpu", strategy=strategy, seed=3, root_dir=root, activation_checkpointing=setting, **more).run(
+            module, data()
+        )
     assert len(module.losses) >= 3
     return [module.losses, module.grads]
 
 
 def rank_runs() -> Any:
     strategies = {"ddp": "ddp", "fsdp": "fsdp", "tp": MeshParallel(tp=2), "pp": MeshParallel(pp=2)}
-    return {name: [train(setting, strategy) for setting in (None, "full", "selective", 2)] for name, strategy in strategies.items()}
+    return {
+        name: [train(setting, strategy) for setting in (None, "full", "selective", 2)]
+        for name, strategy in strategies.items()
+    }
 
 
 def statistics(setting: Any, strategy: str) -> list[list[float]]:
@@ -175,8 +180,18 @@ def test_what_is_computed_again() -> None:
             model(data()[0]).sum().backward()
         found[setting] = count.calls
     # Forward: two linear layers in each of four blocks, and the head.
-    assert {setting: calls["aten.addmm.default"] for setting, calls in found.items()} == {None: 9, 2: 9 + 4, "selective": 9, "full": 9 + 8}
-    assert {setting: calls["aten.gelu.default"] for setting, calls in found.items()} == {None: 4, 2: 6, "selective": 8, "full": 8}
+    assert {setting: calls["aten.addmm.default"] for setting, calls in found.items()} == {
+        None: 9,
+        2: 9 + 4,
+        "selective": 9,
+        "full": 9 + 8,
+    }
+    assert {setting: calls["aten.gelu.default"] for setting, calls in found.items()} == {
+        None: 4,
+        2: 6,
+        "selective": 8,
+        "full": 8,
+    }
 
 
 def test_class_names_and_copies_stay() -> None:
@@ -205,7 +220,9 @@ def test_every_second_block() -> None:
 
 
 def test_a_model_without_blocks() -> None:
-    with pytest.raises(ValueError, match=r"activation_checkpointing='full': Linear has no repeated blocks; define blocks\(self\)"):
+    with pytest.raises(
+        ValueError, match=r"activation_checkpointing='full': Linear has no repeated blocks; define blocks\(self\)"
+    ):
         Engine(accelerator="cpu", activation_checkpointing="full").prepare(nn.Linear(2, 2))
 
 

@@ -55,7 +55,9 @@ class Net(TrainModule):
 
 
 def train(setting: Any, strategy: Any = "single", **more: Any) -> list[float]:
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch's compiler asks for it
+    warnings.filterwarnings(
+        "ignore", "The .grad attribute of a Tensor that is not a leaf"
+    )  # torch's compiler asks for it
     module = Net()
     batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(6)]
     with tempfile.TemporaryDirectory() as root:
@@ -70,7 +72,9 @@ def rank_runs() -> Any:
         settings = [False, {**EAGER, "blocks": True}] + [EAGER] * (name != "pp")
         found[name] = [train(setting, strategy) for setting in settings]
         found[name].append(train({**EAGER, "blocks": True}, strategy, activation_checkpointing="full"))
-    with pytest.raises(ValueError, match=r"compile=True under MeshParallel: its stages are on several ranks.*use compile='blocks'"):
+    with pytest.raises(
+        ValueError, match=r"compile=True under MeshParallel: its stages are on several ranks.*use compile='blocks'"
+    ):
         train(True, strategies["pp"])
     return found
 
@@ -91,7 +95,9 @@ def test_the_same_losses_under_every_strategy(found: Any, name: str) -> None:
 @pytest.mark.parametrize("setting", [EAGER, {**EAGER, "blocks": True}, {**EAGER, "fullgraph": True, "dynamic": False}])
 def test_the_same_losses_on_one_process(setting: Any) -> None:
     assert train(setting) == pytest.approx(train(False), rel=1e-5)
-    assert train(setting, precision="bf16-mixed") == pytest.approx(train(False, precision="bf16-mixed"), rel=0.02)  # 2^-8, rounded elsewhere
+    assert train(setting, precision="bf16-mixed") == pytest.approx(
+        train(False, precision="bf16-mixed"), rel=0.02
+    )  # 2^-8, rounded elsewhere
 
 
 def test_blocks_share_one_compilation() -> None:

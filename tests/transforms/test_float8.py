@@ -37,7 +37,11 @@ TWICE = ROUNDING / 4
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH, bias=False),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,7 +66,12 @@ class Net(TrainModule):
         return [self.embed, *self.layers, self.head]
 
     def parallelize(self, mesh: Any) -> dict[str, Any]:
-        return {"layers.*.qkv": "colwise", "layers.*.up": "colwise", "layers.*.out": "rowwise", "layers.*.down": "rowwise"}
+        return {
+            "layers.*.qkv": "colwise",
+            "layers.*.up": "colwise",
+            "layers.*.out": "rowwise",
+            "layers.*.down": "rowwise",
+        }
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -84,7 +93,9 @@ class Net(TrainModule):
 
 
 def data(steps: int) -> Tensor:
-    return torch.randint(VOCAB, (steps * GLOBAL, TOKENS + 1), generator=torch.Generator().manual_seed(9)) ** 2 % VOCAB  # some frequent, some never
+    return (
+        torch.randint(VOCAB, (steps * GLOBAL, TOKENS + 1), generator=torch.Generator().manual_seed(9)) ** 2 % VOCAB
+    )  # some frequent, some never
 
 
 class Watch(Callback):
@@ -103,7 +114,15 @@ class Watch(Callback):
             run.save_checkpoint()
 
 
-def train(precision: Any, steps: int = 6, strategy: Any = "auto", ranks: int = 1, window: int = 2, root: Any = ".", **more: Any) -> dict[str, Any]:
+def train(
+    precision: Any,
+    steps: int = 6,
+    strategy: Any = "auto",
+    ranks: int = 1,
+    window: int = 2,
+    root: Any = ".",
+    **more: Any,
+) -> dict[str, Any]:
     """Losses and gradient norms of a run of Fit over ``steps`` global batches. ``ranks``: those that see different data."""
     watch, module = Watch(more.pop("save", False)), more.pop("module", None) or Net()
     resume = more.pop("resume", None)
@@ -123,7 +142,9 @@ def apart(one: list[float], other: list[float]) -> float:
 
 
 def classes(model: nn.Module) -> dict[str, str]:
-    return {name.removeprefix("module."): type(m).__name__ for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    return {
+        name.removeprefix("module."): type(m).__name__ for name, m in model.named_modules() if isinstance(m, nn.Linear)
+    }
 
 
 # -- what runs on each of two ranks -----------------------------------------------------------------------------------------------
@@ -158,7 +179,12 @@ class Local(Callback):
         gathered = local.fsdp_pre_all_gather(None)
         amax = weight.full_tensor().abs().max()
         # The newest scale is of the weights before the last step, which changed them by up to 3e-3.
-        self.seen = [list(local.shape), str(gathered[0][0].dtype), abs((448 / amax / gathered[1][0]).item() - 1), str(local.dtype)]
+        self.seen = [
+            list(local.shape),
+            str(gathered[0][0].dtype),
+            abs((448 / amax / gathered[1][0]).item() - 1),
+            str(local.dtype),
+        ]
         state = run.engine.strategy.model_state(module)
         self.seen.append(sorted({type(t).__name__ + str(t.dtype) for t in state.values()}))
         optimizer = run.optimizers[0].state[weight]["exp_avg"]
@@ -167,9 +193,15 @@ class Local(Callback):
 
 def rank_gathered() -> Any:
     module, local = Net(), Local()
-    Fit(accelerator="cpu", strategy="fsdp", precision="fp8", callbacks=local, max_epochs=1, seed=1).run(module, DataLoader(data(3), batch_size=4))
-    with pytest.raises(ValueError, match=r"was sharded with .*precision=fp8-mixed, but .*precision=fp8-mixed by FP8\(recipe='rowwise'"):
-        Fit(accelerator="cpu", strategy="fsdp", precision=FP8(recipe="rowwise")).validate(module, DataLoader(data(1), batch_size=4))
+    Fit(accelerator="cpu", strategy="fsdp", precision="fp8", callbacks=local, max_epochs=1, seed=1).run(
+        module, DataLoader(data(3), batch_size=4)
+    )
+    with pytest.raises(
+        ValueError, match=r"was sharded with .*precision=fp8-mixed, but .*precision=fp8-mixed by FP8\(recipe='rowwise'"
+    ):
+        Fit(accelerator="cpu", strategy="fsdp", precision=FP8(recipe="rowwise")).validate(
+            module, DataLoader(data(1), batch_size=4)
+        )
     return local.seen
 
 
@@ -180,7 +212,10 @@ def rank_loaded() -> Any:
     x = torch.eye(32)
     model(x)
     large = torch.arange(1024.0).view(32, 32)
-    source = source_of(Path(os.environ["FLOAT8_ROOT"]) / f"rank{engine.process_index}" / "large", {"0.weight": large, "0.bias": torch.zeros(32)})
+    source = source_of(
+        Path(os.environ["FLOAT8_ROOT"]) / f"rank{engine.process_index}" / "large",
+        {"0.weight": large, "0.bias": torch.zeros(32)},
+    )
     engine.strategy.load_model(model, source)
     return (model(x).t() - large).abs().max().item() / 1023
 
@@ -200,8 +235,12 @@ def rank_refused() -> Any:
     with pytest.raises(ValueError, match=r"FP8\(all_gather=True\): weights that tensor parallel has sharded"):
         float8_cut()
     with pytest.raises(ValueError, match="on the CPU those that are alone in an FSDP block"):
-        Engine(accelerator="cpu", strategy="fsdp", precision=FP8(all_gather=True)).prepare(nn.Sequential(nn.Linear(32, 32, bias=False)))
-    model = Engine(accelerator="cpu", strategy="fsdp", precision="fp8").prepare(nn.Sequential(nn.Linear(32, 32, bias=False)))
+        Engine(accelerator="cpu", strategy="fsdp", precision=FP8(all_gather=True)).prepare(
+            nn.Sequential(nn.Linear(32, 32, bias=False))
+        )
+    model = Engine(accelerator="cpu", strategy="fsdp", precision="fp8").prepare(
+        nn.Sequential(nn.Linear(32, 32, bias=False))
+    )
     return bool(model(torch.ones(2, 32)).isfinite().all())
 
 
@@ -262,7 +301,11 @@ def test_gathering_in_fp8(found: Any) -> None:
 def test_what_is_held_and_what_is_gathered(found: Any) -> None:
     assert found["gathered"][0][4] == ["Tensortorch.float32"]
     for shape, sent, scale, kept, _, state in found["gathered"]:
-        assert (shape, sent, kept) == ([WIDTH, WIDTH], "torch.float8_e4m3fn", "torch.float32")  # half of [2 * width, width]
+        assert (shape, sent, kept) == (
+            [WIDTH, WIDTH],
+            "torch.float8_e4m3fn",
+            "torch.float32",
+        )  # half of [2 * width, width]
         assert scale < 0.05
         assert state == ["Tensor", [WIDTH, WIDTH]]
 
@@ -286,7 +329,10 @@ def test_checkpoints_go_from_any_precision_to_any(found: Any, name: str, precisi
 @pytest.mark.parametrize("which", ["alone", "fsdp"])
 def test_checkpoints_hold_plain_tensors(found: Any, root: Path, which: str) -> None:
     stored = TensorFiles(root / which / LAST / "model").stored
-    kinds, shapes = {str(entry.dtype) for entry in stored.values()}, {name: list(entry.shape) for name, entry in stored.items()}
+    kinds, shapes = (
+        {str(entry.dtype) for entry in stored.values()},
+        {name: list(entry.shape) for name, entry in stored.items()},
+    )
     expected = {name: list(t.shape) for name, t in Net().state_dict().items()}
     assert kinds == {"torch.float32"}
     assert {**shapes, "head.weight": shapes.get("head.weight", expected["head.weight"])} == expected
@@ -312,12 +358,16 @@ def test_what_a_layer_computes(rows: int) -> None:
     out = linear(x)
     out.backward(upstream)
     weight, grad = low(linear.weight.detach(), torch.float8_e4m3fn), low(upstream, torch.float8_e5m2)
-    torch.testing.assert_close(out, low(x.detach(), torch.float8_e4m3fn) @ weight.t() + linear.bias, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        out, low(x.detach(), torch.float8_e4m3fn) @ weight.t() + linear.bias, rtol=1e-5, atol=1e-5
+    )
     assert x.grad is not None
     assert linear.weight.grad is not None
     assert linear.bias.grad is not None
     torch.testing.assert_close(x.grad, grad @ weight, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(linear.weight.grad, grad.t() @ low(x.detach(), torch.float8_e4m3fn), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        linear.weight.grad, grad.t() @ low(x.detach(), torch.float8_e4m3fn), rtol=1e-5, atol=1e-5
+    )
     torch.testing.assert_close(linear.bias.grad, upstream.sum(0), rtol=1e-5, atol=1e-5)
 
 
@@ -344,7 +394,11 @@ def in_bf16(root: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "recipe",
-    ["tensorwise", pytest.param("rowwise", marks=pytest.mark.slow), pytest.param("rowwise_with_gw_hp", marks=pytest.mark.slow)],
+    [
+        "tensorwise",
+        pytest.param("rowwise", marks=pytest.mark.slow),
+        pytest.param("rowwise_with_gw_hp", marks=pytest.mark.slow),
+    ],
 )
 def test_losses_are_close_to_those_of_bf16(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Over 30 steps on a transformer, with windows of 2 and clipping."""
@@ -366,7 +420,9 @@ def test_layers_are_changed_in_place_and_back() -> None:
     prepared, _ = engine.prepare(model, optimizer)
     assert prepared is model
     low = {"layers.0.qkv", "layers.0.out", "layers.0.up"}
-    assert classes(model) == {name: "Float8Layer" if name in low else "Linear" for name in names}  # the tied head stays as well
+    assert classes(model) == {
+        name: "Float8Layer" if name in low else "Linear" for name in names
+    }  # the tied head stays as well
     assert dict(model.named_parameters()) == parameters
     assert list(model.state_dict()) == keys
     out = model(data(1)[:, :-1])
@@ -386,7 +442,10 @@ def test_products_are_made_in_bf16_around_fp8() -> None:
     for name, layer in model.named_children():
         layer.register_forward_hook(lambda m, i, o, name=name: seen.update({name: o.dtype}))
     engine = Engine(accelerator="cpu", precision="fp8")
-    with pytest.warns(UserWarning, match=r"1 linear layer\(s\) of Sequential stay in bf16, their sizes are not divisible by 16: 1 \(32 to 10\)"):
+    with pytest.warns(
+        UserWarning,
+        match=r"1 linear layer\(s\) of Sequential stay in bf16, their sizes are not divisible by 16: 1 \(32 to 10\)",
+    ):
         engine.prepare(model)
     assert model(torch.randn(4, 32)).dtype == torch.float32
     assert seen == {"0": torch.bfloat16, "1": torch.bfloat16}
@@ -425,11 +484,27 @@ class Tiny(nn.Module):
 @pytest.mark.parametrize(
     ("model", "precision", "words"),
     [
-        (Tiny, "fp8", r"no layer of Tiny can compute in fp8. It has 2 linear layer\(s\).*Other sizes: first \(8 to 32\), last \(32 to 10\)"),
-        (lambda: nn.Conv2d(1, 1, 1), "fp8-mixed", r"no layer of Conv2d can compute in fp8. It has 0 linear.*sizes: none. Use 'bf16-mixed'"),
+        (
+            Tiny,
+            "fp8",
+            r"no layer of Tiny can compute in fp8. It has 2 linear layer\(s\).*Other sizes: first \(8 to 32\), last \(32 to 10\)",
+        ),
+        (
+            lambda: nn.Conv2d(1, 1, 1),
+            "fp8-mixed",
+            r"no layer of Conv2d can compute in fp8. It has 0 linear.*sizes: none. Use 'bf16-mixed'",
+        ),
         (Net, FP8(ignore="layers.*"), "no layer of Net can compute in fp8"),
-        (Net, FP8(ignore=["layer.0"]), r"FP8\(ignore=...\) has 'layer.0', but Net has no such linear layer; did you mean 'layers.0"),
-        (Net, FP8(emulate=False), r"FP8\(emulate=False\): cpu has no fp8 \(it needs a GPU of compute capability 8.9 or later\)"),
+        (
+            Net,
+            FP8(ignore=["layer.0"]),
+            r"FP8\(ignore=...\) has 'layer.0', but Net has no such linear layer; did you mean 'layers.0",
+        ),
+        (
+            Net,
+            FP8(emulate=False),
+            r"FP8\(emulate=False\): cpu has no fp8 \(it needs a GPU of compute capability 8.9 or later\)",
+        ),
     ],
     ids=["sizes", "no linear", "ignored", "unknown name", "emulate"],
 )
@@ -446,7 +521,10 @@ def test_what_cannot_be_done(model: Any, precision: Any, words: str) -> None:
         ({"emulate": "yes"}, r"FP8\(emulate='yes'\) must be True, False or None"),
         ({"ignore": [3]}, r"FP8\(ignore=\[3\]\) must be names"),
         ({"recipe": "rowwise", "all_gather": True}, r"gathered in fp8 with recipe='tensorwise' only"),
-        ({"backend": "te", "recipe": "rowwise"}, r"FP8\(backend='te', recipe='rowwise'\): Transformer Engine decides this"),
+        (
+            {"backend": "te", "recipe": "rowwise"},
+            r"FP8\(backend='te', recipe='rowwise'\): Transformer Engine decides this",
+        ),
     ],
 )
 def test_wrong_settings(settings: dict[str, Any], words: str) -> None:

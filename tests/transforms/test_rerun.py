@@ -68,8 +68,16 @@ def data() -> list[Tensor]:
 
 
 def state(module: nn.Module) -> dict[str, list[float]]:
-    found = {name: value.double().flatten().tolist() for name, value in module.state_dict().items() if not hasattr(value, "placements")}
-    metrics = {name: [m.compute().item(), m.update_count] for name, m in module.named_modules() if isinstance(m, torchmetrics.Metric)}
+    found = {
+        name: value.double().flatten().tolist()
+        for name, value in module.state_dict().items()
+        if not hasattr(value, "placements")
+    }
+    metrics = {
+        name: [m.compute().item(), m.update_count]
+        for name, m in module.named_modules()
+        if isinstance(m, torchmetrics.Metric)
+    }
     return found | metrics
 
 
@@ -138,7 +146,9 @@ def test_graphs_that_are_dropped_kept_or_of_eval_mode(again: int) -> None:
     plain = copy.deepcopy(model)
     recompute(model, "full")
     for _ in range(3):
-        torch.testing.assert_close(gradients_and_state(model[0], again), gradients_and_state(plain[0], again), rtol=0, atol=0)
+        torch.testing.assert_close(
+            gradients_and_state(model[0], again), gradients_and_state(plain[0], again), rtol=0, atol=0
+        )
     twin = copy.deepcopy(model)
     torch.testing.assert_close(gradients_and_state(twin[0]), gradients_and_state(plain[0]), rtol=0, atol=0)
 

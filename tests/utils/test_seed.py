@@ -16,7 +16,14 @@ from engine.utils.seed import capture, isolated, restore, seed_everything
 
 def draw() -> tuple[Any, ...]:
     # Odd numbers of normal variates: python and numpy keep the second of a pair.
-    return random.random(), random.gauss(0, 1), numpy.random.rand(), numpy.random.randn(), torch.rand(3).tolist(), torch.randn(1).item()
+    return (
+        random.random(),
+        random.gauss(0, 1),
+        numpy.random.rand(),
+        numpy.random.randn(),
+        torch.rand(3).tolist(),
+        torch.randn(1).item(),
+    )
 
 
 def test_the_seed_decides_every_number() -> None:
@@ -36,7 +43,9 @@ def test_the_numbers_are_those_of_each_library() -> None:
     assert torch.rand(1).item() == torch.rand(1, generator=torch_alone).item()
 
 
-@pytest.mark.parametrize(("seed", "error"), [(-1, ValueError), (2**32, ValueError), (True, TypeError), ("1", TypeError), (1.0, TypeError)])
+@pytest.mark.parametrize(
+    ("seed", "error"), [(-1, ValueError), (2**32, ValueError), (True, TypeError), ("1", TypeError), (1.0, TypeError)]
+)
 def test_wrong_seeds(seed: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="give an int from 0 to 4294967295"):
         seed_everything(seed)

@@ -44,7 +44,14 @@ class Own:
 
 def test_map_keeps_containers() -> None:
     one = torch.ones(2)
-    tree = {"a": [one, (one, 3)], "b": Pair(one, "n"), "c": OrderedDict(z=one), "d": None, "e": "text", "f": Item("i", one)}
+    tree = {
+        "a": [one, (one, 3)],
+        "b": Pair(one, "n"),
+        "c": OrderedDict(z=one),
+        "d": None,
+        "e": "text",
+        "f": Item("i", one),
+    }
     out = map_tensors(lambda t: t * 2, tree)
     assert list(out) == list(tree)
     assert type(out["a"]) is list
@@ -70,7 +77,11 @@ def test_map_takes_frozen_dataclasses_and_graphs() -> None:
 
 
 def test_move_casts_floating_point_only() -> None:
-    moved = move({"x": torch.ones(2), "y": torch.ones(2, dtype=torch.int64), "m": torch.ones(2, dtype=torch.bool)}, CPU, torch.bfloat16)
+    moved = move(
+        {"x": torch.ones(2), "y": torch.ones(2, dtype=torch.int64), "m": torch.ones(2, dtype=torch.bool)},
+        CPU,
+        torch.bfloat16,
+    )
     assert (moved["x"].dtype, moved["y"].dtype, moved["m"].dtype) == (torch.bfloat16, torch.int64, torch.bool)
 
 

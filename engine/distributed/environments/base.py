@@ -48,7 +48,10 @@ class Environment:
         port = self.master_port
         for wrong, reason in (
             (self.world_size < 1, f"world_size={self.world_size} must be at least 1"),
-            (not 0 <= self.rank < self.world_size, f"rank={self.rank} must be at least 0 and less than world_size={self.world_size}"),
+            (
+                not 0 <= self.rank < self.world_size,
+                f"rank={self.rank} must be at least 0 and less than world_size={self.world_size}",
+            ),
             (
                 not 0 <= self.local_rank < self.local_world_size,
                 f"local_rank={self.local_rank} must be at least 0 and less than local_world_size={self.local_world_size}",
@@ -136,7 +139,9 @@ class Variables:
 
     def error(self, reason: str) -> RuntimeError:
         """What is wrong, what was read, what to do."""
-        return RuntimeError(f"the environment describes a distributed job, but {reason}. Read: {shown(self.found)}. {self._advice}")
+        return RuntimeError(
+            f"the environment describes a distributed job, but {reason}. Read: {shown(self.found)}. {self._advice}"
+        )
 
 
 def shown(variables: Mapping[str, str]) -> str:

@@ -14,7 +14,15 @@ class Kubernetes:
 
     names = (
         *("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"),
-        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "KUBERNETES_SERVICE_HOST"),
+        *(
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "KUBERNETES_SERVICE_HOST",
+        ),
     )
 
     def detect(self, environ: Mapping[str, str]) -> Environment | None:
@@ -35,7 +43,9 @@ class Kubernetes:
             return Environment("single", variables=read.found)
         least, _, most = nodes.partition(":")
         if most and most != least:
-            raise read.error(f"the number of pods may change ({nodes}), which needs a launcher in each pod: {_BY_TORCHRUN}")
+            raise read.error(
+                f"the number of pods may change ({nodes}), which needs a launcher in each pod: {_BY_TORCHRUN}"
+            )
         # PyTorchJob's default is "auto", and it still counts its pods as ranks (WORLD_SIZE).
         counted = processes == "auto" and read.text("WORLD_SIZE") == least
         if processes != "1" and not counted:
@@ -47,7 +57,9 @@ class Kubernetes:
             raise read.error("PET_NNODES must be a number of at least 1")
         return self._pods(read, "PET_NODE_RANK", int(least), "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 
-    def _pods(self, read: Variables, rank_name: str, world_size: int, size_name: str, address: str, port: str) -> Environment:
+    def _pods(
+        self, read: Variables, rank_name: str, world_size: int, size_name: str, address: str, port: str
+    ) -> Environment:
         rank = read.integer(rank_name)
         read.less(rank_name, rank, size_name, world_size)
         for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):

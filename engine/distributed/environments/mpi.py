@@ -29,12 +29,25 @@ class Mpi:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.rank, self.size, *self.local_rank, *self.local_size, *self.nodes, *self.job, "MASTER_ADDR", "MASTER_PORT")
+        return (
+            self.rank,
+            self.size,
+            *self.local_rank,
+            *self.local_size,
+            *self.nodes,
+            *self.job,
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        )
 
     def detect(self, environ: Mapping[str, str]) -> Environment | None:
         if not environ.get(self.rank) or (self.telling and not any(environ.get(name) for name in self.telling)):
             return None
-        read = Variables(environ, self.names, f"Start the script with mpirun; it passes variables on with: {self.forward.format('NAME', 'VALUE')}.")
+        read = Variables(
+            environ,
+            self.names,
+            f"Start the script with mpirun; it passes variables on with: {self.forward.format('NAME', 'VALUE')}.",
+        )
         rank, world_size = read.integer(self.rank), read.integer(self.size, least=1)
         local_rank, local_world_size = read.integer(*self.local_rank), read.integer(*self.local_size, least=1)
         read.less(self.rank, rank, self.size, world_size)
@@ -56,7 +69,9 @@ class Mpi:
             world_size,
             local_rank,
             local_world_size,
-            1 if here else min(world_size, read.integer(*self.nodes, least=1, default=-(-world_size // local_world_size))),
+            1
+            if here
+            else min(world_size, read.integer(*self.nodes, least=1, default=-(-world_size // local_world_size))),
             address or LOOPBACK,
             port,
             binds_devices=True,
@@ -66,7 +81,9 @@ class Mpi:
     def _port(self, read: Variables, here: bool) -> int:
         job = read.text(*self.job)
         if job is None and not here:
-            raise read.error(f"MASTER_PORT is not set. Give one to all processes: mpirun {self.forward.format('MASTER_PORT', '29500')} ...")
+            raise read.error(
+                f"MASTER_PORT is not set. Give one to all processes: mpirun {self.forward.format('MASTER_PORT', '29500')} ..."
+            )
         return derived_port(self.name, job if job is not None else _launcher(self.rank))
 
 

@@ -16,8 +16,23 @@ class Slurm:
     """A task of a job step with several tasks, including heterogeneous jobs with one step over all components."""
 
     names = (
-        *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_PTY_PORT"),
-        *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+        *(
+            "SLURM_JOB_ID",
+            "SLURM_STEP_ID",
+            "SLURM_PROCID",
+            "SLURM_LOCALID",
+            "SLURM_NODEID",
+            "SLURM_GTIDS",
+            "SLURM_PTY_PORT",
+        ),
+        *(
+            "SLURM_STEP_NUM_TASKS",
+            "SLURM_NTASKS",
+            "SLURM_STEP_NUM_NODES",
+            "SLURM_NNODES",
+            "SLURM_STEP_TASKS_PER_NODE",
+            "SLURM_TASKS_PER_NODE",
+        ),
         *("SLURM_STEP_NODELIST", "SLURM_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
     )
 
@@ -26,13 +41,18 @@ class Slurm:
             return None
         read = Variables(environ, self.names, "Start the script with srun, which sets all of them.")
         rank, world_size = read.integer("SLURM_PROCID"), read.integer("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", least=1)
-        nodes, node = read.integer("SLURM_STEP_NUM_NODES", "SLURM_NNODES", least=1), read.integer("SLURM_NODEID", default=0)
+        nodes, node = (
+            read.integer("SLURM_STEP_NUM_NODES", "SLURM_NNODES", least=1),
+            read.integer("SLURM_NODEID", default=0),
+        )
         local_rank = read.integer("SLURM_LOCALID")
         read.less("SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS", world_size)
         read.less("SLURM_NODEID", node, "SLURM_STEP_NUM_NODES", nodes)
         local_world_size = world_size if nodes == 1 else _tasks(read, world_size, nodes)[node]
         read.less("SLURM_LOCALID", local_rank, f"the {local_world_size} task(s) of this node", local_world_size)
-        port = read.port("MASTER_PORT", default=derived_port("slurm", read.text("SLURM_JOB_ID"), read.text("SLURM_STEP_ID")))
+        port = read.port(
+            "MASTER_PORT", default=derived_port("slurm", read.text("SLURM_JOB_ID"), read.text("SLURM_STEP_ID"))
+        )
         return Environment(
             "slurm",
             rank,
@@ -96,7 +116,9 @@ def _tasks(read: Variables, world_size: int, nodes: int) -> list[int]:
     except ValueError as error:
         raise read.error(str(error)) from None
     if len(counts) != nodes or sum(counts) != world_size:
-        raise read.error(f"{text!r} means {sum(counts)} tasks on {len(counts)} nodes, where there are {world_size} on {nodes}")
+        raise read.error(
+            f"{text!r} means {sum(counts)} tasks on {len(counts)} nodes, where there are {world_size} on {nodes}"
+        )
     return counts
 
 

@@ -21,7 +21,13 @@ class Torchrun:
     required = (*TELLING, "MASTER_ADDR", "MASTER_PORT")
     names = (
         *required,
-        *("GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE"),
+        *(
+            "GROUP_WORLD_SIZE",
+            "TORCHELASTIC_RUN_ID",
+            "TORCHELASTIC_USE_AGENT_STORE",
+            "TORCHELASTIC_RESTART_COUNT",
+            "TORCHELASTIC_ERROR_FILE",
+        ),
         *("FIT_PARENT_PID", "LOCAL_SIZE", "CROSS_SIZE", "RAY_JOB_ID", "NODE_RANK"),
     )
 
@@ -29,7 +35,9 @@ class Torchrun:
         read = Variables(environ, self.names, _ADVICE)
         # DeepSpeed's launcher sets LOCAL_SIZE and CROSS_SIZE instead of LOCAL_WORLD_SIZE and GROUP_WORLD_SIZE.
         local_size = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in read else "LOCAL_SIZE"
-        if not all(name in read for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", local_size, "MASTER_ADDR", "MASTER_PORT")):
+        if not all(
+            name in read for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", local_size, "MASTER_ADDR", "MASTER_PORT")
+        ):
             return None
         rank, world_size = read.integer("RANK"), read.integer("WORLD_SIZE", least=1)
         local_rank, local_world_size = read.integer("LOCAL_RANK"), read.integer(local_size, least=1)
@@ -86,7 +94,11 @@ class Manual:
     def detect(self, environ: Mapping[str, str]) -> Environment | None:
         if not any(environ.get(name) for name in TELLING):
             return None
-        read = Variables(environ, (*self.names, "GROUP_WORLD_SIZE", "FIT_PARENT_PID", "SLURM_JOB_ID", "SLURM_STEP_ID"), self._advice(environ))
+        read = Variables(
+            environ,
+            (*self.names, "GROUP_WORLD_SIZE", "FIT_PARENT_PID", "SLURM_JOB_ID", "SLURM_STEP_ID"),
+            self._advice(environ),
+        )
         if "LOCAL_RANK" in read or "LOCAL_WORLD_SIZE" in read:
             read.demand(*self.names)
         read.demand("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -99,14 +111,25 @@ class Manual:
                 "processes are on this machine"
             )
         return Environment(
-            "manual", rank, world_size, rank, world_size, 1, address, read.port("MASTER_PORT"), binds_devices=True, variables=read.found
+            "manual",
+            rank,
+            world_size,
+            rank,
+            world_size,
+            1,
+            address,
+            read.port("MASTER_PORT"),
+            binds_devices=True,
+            variables=read.found,
         )
 
     @staticmethod
     def _advice(environ: Mapping[str, str]) -> str:
         if environ.get("SLURM_JOB_ID") and not environ.get("SLURM_STEP_ID"):
             return (
-                "This is SLURM job " + environ["SLURM_JOB_ID"] + ", but the process was not started by srun: start the script with srun, "
+                "This is SLURM job "
+                + environ["SLURM_JOB_ID"]
+                + ", but the process was not started by srun: start the script with srun, "
                 "which needs none of them, or unset them to train in this process alone."
             )
         return _ADVICE

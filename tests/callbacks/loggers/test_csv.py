@@ -34,12 +34,16 @@ def test_a_new_column_loses_no_row(make_fit, scripted, batches, tmp_path):
     make_fit(log_every_n_steps=1, callbacks=[CSVLogger(name="m.csv")]).run(Growing(), batches)
     rows = read(tmp_path / "m.csv")
     for number in range(4):
-        assert [float(row[f"name,{number}"]) for row in rows if int(row["step"]) == number + 1 and row[f"name,{number}"]] == [number]
+        assert [
+            float(row[f"name,{number}"]) for row in rows if int(row["step"]) == number + 1 and row[f"name,{number}"]
+        ] == [number]
     assert rows[0]["name,3"] == ""
 
 
 def test_the_sanity_check_has_no_row(make_fit, scripted, batches, tmp_path):
-    make_fit(num_sanity_val_steps=1, log_every_n_steps=2, callbacks=[CSVLogger()]).run(scripted([0.5, 0.25]), batches, batches)
+    make_fit(num_sanity_val_steps=1, log_every_n_steps=2, callbacks=[CSVLogger()]).run(
+        scripted([0.5, 0.25]), batches, batches
+    )
     assert [float(row["score"]) for row in read(tmp_path / "metrics.csv") if row["score"]] == [0.25]
 
 
@@ -64,7 +68,9 @@ def test_resuming_cuts_the_rows_that_did_not_happen(make_fit, scripted, batches,
     checkpoint = tmp_path / "checkpoints" / "step=00000004"
     make_fit(max_epochs=3, log_every_n_steps=1, callbacks=callbacks()).run(scripted(), batches, resume=checkpoint)
     again = read(tmp_path / "metrics.csv")
-    assert [row["step"] for row in again if row["train/weight"]] == [row["step"] for row in whole if row["train/weight"]]
+    assert [row["step"] for row in again if row["train/weight"]] == [
+        row["step"] for row in whole if row["train/weight"]
+    ]
     steps = [int(row["step"]) for row in again]
     assert steps == sorted(steps)
     assert not (tmp_path / "metrics.1.csv").exists()
@@ -72,8 +78,15 @@ def test_resuming_cuts_the_rows_that_did_not_happen(make_fit, scripted, batches,
 
 def test_a_new_run_keeps_the_old_file(make_fit, scripted, batches, tmp_path):
     for _ in range(3):
-        make_fit(log_every_n_steps=2, max_steps=2, callbacks=[CSVLogger(), CSVLogger(tmp_path / "mine")]).run(scripted(), batches)
-    for name in ("metrics.csv", "version_1/metrics.csv", "version_2/metrics.csv", *(f"mine/metrics{i}.csv" for i in ("", ".1", ".2"))):
+        make_fit(log_every_n_steps=2, max_steps=2, callbacks=[CSVLogger(), CSVLogger(tmp_path / "mine")]).run(
+            scripted(), batches
+        )
+    for name in (
+        "metrics.csv",
+        "version_1/metrics.csv",
+        "version_2/metrics.csv",
+        *(f"mine/metrics{i}.csv" for i in ("", ".1", ".2")),
+    ):
         assert 2 in {int(row["step"]) for row in read(tmp_path / name)}
 
 

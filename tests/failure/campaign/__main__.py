@@ -19,7 +19,9 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200, help="so many in all, shared out among the set-ups")
     parser.add_argument("--setups", default=",".join(SETUPS), help="of " + ", ".join(SETUPS))
     parser.add_argument("--seed", type=int, default=0, help="another one draws other kills")
-    parser.add_argument("--job", type=int, default=None, help="only the job of this number of each set-up: to repeat its kills")
+    parser.add_argument(
+        "--job", type=int, default=None, help="only the job of this number of each set-up: to repeat its kills"
+    )
     parser.add_argument("--at-once", type=int, default=2, help="jobs that run beside each other")
     parser.add_argument("--tree", type=Path, default=TREE, help="the tree whose library is tested")
     given = parser.parse_args()

@@ -40,7 +40,9 @@ class Campaign:
         report: called with a line for each thing that happens.
     """
 
-    def __init__(self, setups: Sequence[Setup], place: Path, tree: Path, seed: int, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, setups: Sequence[Setup], place: Path, tree: Path, seed: int, report: Callable[[str], None]
+    ) -> None:
         self.place, self.seed, self.report = place, seed, report
         self.references = References(place, tree)
         self.rows = [Row(setup) for setup in setups]
@@ -55,7 +57,9 @@ class Campaign:
         share, more = divmod(kills, len(self.rows))
         wanted = [share + (index < more) for index in range(len(self.rows))]
         with ThreadPoolExecutor(at_once) as pool:
-            works = [pool.submit(self._fill, row, count, job) for row, count in zip(self.rows, wanted, strict=True) if count]
+            works = [
+                pool.submit(self._fill, row, count, job) for row, count in zip(self.rows, wanted, strict=True) if count
+            ]
             try:
                 for work in works:
                     work.result()
@@ -84,11 +88,20 @@ class Campaign:
         name, seed = row.setup.name, self.seed
         again = f"--seed {seed} --setups '{name}' --job {number}"
         place = self.place / f"{name.replace(' ', '-')}-{number}"
-        life = live(row.setup, self.references, place, f"{seed} {name} {number}", most, lambda line: self.report(f"{again}  {line}"))
+        life = live(
+            row.setup,
+            self.references,
+            place,
+            f"{seed} {name} {number}",
+            most,
+            lambda line: self.report(f"{again}  {line}"),
+        )
         with self._lock:
             row.kills.update(life.kills)
             row.jobs += 1
             row.starts += life.starts
             life.found.texts = [f"{again}: {text}" for text in life.found.texts]
             row.found.add(life.found)
-        self.report(f"{again}  is over: {life.kills.total()} kills, {life.starts} starts, {'; '.join(life.found.texts) or 'nothing lost'}")
+        self.report(
+            f"{again}  is over: {life.kills.total()} kills, {life.starts} starts, {'; '.join(life.found.texts) or 'nothing lost'}"
+        )

@@ -61,7 +61,11 @@ def check_steps(place: Path, reference: Path, ranks: int, found: Found) -> None:
         begins = {lines[0]["begin"] for lines in attempt.values()}
         newest = max(saved, *(lines[0]["newest"] for rank, lines in attempt.items() if rank == 0), 0)
         for begin in begins:
-            found.lose("steps lost", abs(newest - begin), f"attempt {number} began at step {begin}, the newest complete checkpoint was of {newest}")
+            found.lose(
+                "steps lost",
+                abs(newest - begin),
+                f"attempt {number} began at step {begin}, the newest complete checkpoint was of {newest}",
+            )
         begin = min(begins)
         found.repeated += max(0, done - begin)
         for rank, lines in attempt.items():
@@ -91,7 +95,10 @@ def check_metrics(place: Path, reference: Path, found: Found) -> None:
 
 def check_files(place: Path, reference: Path, found: Found) -> None:
     """The files are those of the undisturbed run, and the checkpoints say the same."""
-    mine, others = (sorted(str(path.relative_to(each / "root")) for path in (each / "root").rglob("*")) for each in (place, reference))
+    mine, others = (
+        sorted(str(path.relative_to(each / "root")) for path in (each / "root").rglob("*"))
+        for each in (place, reference)
+    )
     source = f"checkpoints/step={attempts(place)[-1][0][0]['begin']:08d}"  # what the last attempt continued from stays for the next one
     beside = sorted(name for name in set(mine) ^ set(others) if not name.startswith(source))
     found.lose("left behind", len(beside), f"in one root only: {', '.join(beside)}")

@@ -94,7 +94,9 @@ def main() -> int:
         began = time.monotonic()
         row = find(FAULTS[name], given.kills)
         missed += not row.found.texts
-        outcome = f"found after {row.kills.total()} kills" if row.found.texts else f"NOT found by {row.kills.total()} kills"
+        outcome = (
+            f"found after {row.kills.total()} kills" if row.found.texts else f"NOT found by {row.kills.total()} kills"
+        )
         print(f"{name}: {FAULTS[name].what}: {outcome}, {time.monotonic() - began:.0f} s", flush=True)
         print("".join(f"    {text[:300]}\n" for text in row.found.texts[:2]), end="", flush=True)
     return int(missed > 0)

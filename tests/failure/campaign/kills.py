@@ -41,7 +41,9 @@ class Kill:
         return {"phase": self.phase, "number": self.number, "delay": self.delay} if self.number else {}
 
 
-def draw(chance: random.Random, setup: Setup, phase: str, counts: Mapping[int, Mapping[str, int]], victims: tuple[str, ...]) -> Kill:
+def draw(
+    chance: random.Random, setup: Setup, phase: str, counts: Mapping[int, Mapping[str, int]], victims: tuple[str, ...]
+) -> Kill:
     """A kill in that phase.
 
     Args:

@@ -89,11 +89,21 @@ class Plans:
         plan: list[Kill] = []
         for index in range(min(restarts + 1, most, len(self.phases))):
             ranks = tuple(name for name in self.setup.victims if name.startswith("rank"))
-            plan.append(draw(self.chance, self.setup, self.phases.pop(0), self.reference.counts, self.setup.victims if index == restarts else ranks))
+            plan.append(
+                draw(
+                    self.chance,
+                    self.setup,
+                    self.phases.pop(0),
+                    self.reference.counts,
+                    self.setup.victims if index == restarts else ranks,
+                )
+            )
         return plan
 
 
-def live(setup: Setup, references: References, place: Path, seed: str, most: int, report: Callable[[str], None]) -> Life:
+def live(
+    setup: Setup, references: References, place: Path, seed: str, most: int, report: Callable[[str], None]
+) -> Life:
     """One job: killed up to ``most`` times, until it ends.
 
     Args:
@@ -117,7 +127,11 @@ def live(setup: Setup, references: References, place: Path, seed: str, most: int
         if code == 0:
             break
         if len(start.killed) < start.attempts:
-            life.found.lose("failed resumes", 1, f"start {life.starts - 1} ended with {code} by itself\n{start.output.read_text()[-SHOWN:]}")
+            life.found.lose(
+                "failed resumes",
+                1,
+                f"start {life.starts - 1} ended with {code} by itself\n{start.output.read_text()[-SHOWN:]}",
+            )
             break
     deadline = time.monotonic() + PATIENCE
     while (left := marked(str(place / "root"))) and time.monotonic() < deadline:

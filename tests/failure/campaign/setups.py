@@ -12,7 +12,20 @@ from .watch import ADDRESS, ROOT
 HERE = Path(__file__).parent
 TREE = HERE.parents[2]
 _FOREIGN = (
-    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "SLURM_", "FIT_", "PYTEST_", "OMPI_", "PMI", "PET_"),
+    *(
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "GROUP_",
+        "MASTER_",
+        "TORCHELASTIC_",
+        "SLURM_",
+        "FIT_",
+        "PYTEST_",
+        "OMPI_",
+        "PMI",
+        "PET_",
+    ),
     *("MPI_LOCAL", "MV2_", "KUBERNETES_", "RAY_ADDRESS", "NODE_RANK", "CAMPAIGN_"),
 )
 

@@ -45,7 +45,14 @@ class Start:
     """
 
     def __init__(
-        self, setup: Setup, tree: Path, place: Path, number: int, plan: Sequence[Kill], typical: float, report: Callable[[str], None]
+        self,
+        setup: Setup,
+        tree: Path,
+        place: Path,
+        number: int,
+        plan: Sequence[Kill],
+        typical: float,
+        report: Callable[[str], None],
     ) -> None:
         self.setup, self.place, self.plan, self.typical, self.report = setup, place, plan, typical, report
         self.killed: list[tuple[str, str]] = []
@@ -79,7 +86,13 @@ class Start:
             self._begun = time.monotonic()
             command = self.setup.command(self.place, self._diaries, max(0, len(self.plan) - 1))
             self._process = subprocess.Popen(
-                command, env=self._environment, cwd=self.place, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                command,
+                env=self._environment,
+                cwd=self.place,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
             self._arm(0)
             over = False

@@ -24,7 +24,10 @@ class Numbered(Dataset[Any]):
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(5)
-        self.x, self.y = torch.randn(SAMPLES, 8, generator=generator), torch.randint(0, 3, (SAMPLES,), generator=generator)
+        self.x, self.y = (
+            torch.randn(SAMPLES, 8, generator=generator),
+            torch.randint(0, 3, (SAMPLES,), generator=generator),
+        )
 
     def __len__(self) -> int:
         return SAMPLES
@@ -50,7 +53,9 @@ class Net(TrainModule):
         super().__init__()
         torch.manual_seed(11)
         self.watch = watch
-        self.blocks_ = nn.ModuleList([nn.Sequential(nn.Linear(8, 12), nn.ReLU()), nn.Sequential(nn.Linear(12, 8), nn.ReLU())])
+        self.blocks_ = nn.ModuleList(
+            [nn.Sequential(nn.Linear(8, 12), nn.ReLU()), nn.Sequential(nn.Linear(12, 8), nn.ReLU())]
+        )
         self.drop, self.head = nn.Dropout(0.3), nn.Linear(8, 3)
 
     def blocks(self) -> list[nn.Module]:
@@ -102,7 +107,9 @@ class Diary(Callback):
             self.ids += batch[0].tolist()
         if run.step != self.step:
             self.step = run.step
-            self.write({"step": run.step, "ids": self.ids, "weights": weights(module), "complete": complete(self.watch.root)})
+            self.write(
+                {"step": run.step, "ids": self.ids, "weights": weights(module), "complete": complete(self.watch.root)}
+            )
             self.ids = []
         self.watch.event("steps", "batch end")
 

@@ -41,7 +41,10 @@ class Watch:
 
     def __init__(self) -> None:
         self.root = Path(os.environ[ROOT])
-        self.rank, self.attempt = int(os.environ.get("RANK", "0")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self.rank, self.attempt = (
+            int(os.environ.get("RANK", "0")),
+            int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
         self.newest = complete(self.root)
         self._pid, self._lock, self._inside = os.getpid(), threading.Lock(), threading.local()
         self._counts = {phase: itertools.count(1) for phase in PHASES}
@@ -92,7 +95,9 @@ class Watch:
             self._say({"counts": {phase: next(count) - 1 for phase, count in self._counts.items()}})
 
     def _audit(self, name: str, args: tuple[Any, ...]) -> None:
-        if not name.startswith(("os.", "open", "fcntl.", "shutil.", "socket.", "subprocess.")) or getattr(self._inside, "now", False):
+        if not name.startswith(("os.", "open", "fcntl.", "shutil.", "socket.", "subprocess.")) or getattr(
+            self._inside, "now", False
+        ):
             return
         self._inside.now = True
         try:
@@ -115,7 +120,9 @@ class Watch:
         if any(".partial" in path for path in paths):
             sealed = name == "os.rename" or (paths[0].endswith(("/manifest.json", "/.", ".partial")) and name == "open")
             return "commit" if sealed else "draft", what
-        if name == "open" and "/step=" in paths[0] and args[2] & (os.O_WRONLY | os.O_RDWR):  # nothing should be written there
+        if (
+            name == "open" and "/step=" in paths[0] and args[2] & (os.O_WRONLY | os.O_RDWR)
+        ):  # nothing should be written there
             return "commit", what
         return self._over, what
 

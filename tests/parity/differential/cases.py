@@ -212,7 +212,15 @@ def legal(case: Case) -> Case:
 def _by_strategy(rules: _Rules, both: tuple[str, str]) -> None:
     """What a strategy refuses, or leaves to one of its own."""
     when, case = rules.when, rules.case
-    when(any(map(deepspeed, both)), none=0, poison=-1, unused=False, door="fit", precision="32-true", clip="norm" if case.clip else "")
+    when(
+        any(map(deepspeed, both)),
+        none=0,
+        poison=-1,
+        unused=False,
+        door="fit",
+        precision="32-true",
+        clip="norm" if case.clip else "",
+    )
     when(any(map(deepspeed, both)) and case.optimizer == "two", optimizer="adamw")
     when(any(map(sharded, both)), manual="", none=0)
     when(any(map(sharded, both)) and case.body in ("complex", "batchnorm"), body="mlp")
@@ -234,7 +242,17 @@ def _by_loop(rules: _Rules) -> None:
     """What belongs to one of the doors, or to manual optimization."""
     case, when = rules.case, rules.when
     if case.manual:
-        when(True, door="fit", units=STRATEGIES[case.strategy].data, later=0, none=0, loss="mean", poison=-1, resume=0, max_steps=0)
+        when(
+            True,
+            door="fit",
+            units=STRATEGIES[case.strategy].data,
+            later=0,
+            none=0,
+            loss="mean",
+            poison=-1,
+            resume=0,
+            max_steps=0,
+        )
         when(True, log_every=1, schedule="", val="epoch" if case.val else "")
         when(case.manual == "both", optimizer="two", frozen=False)  # each has something to train
         when(case.manual != "both" and case.optimizer == "two", optimizer="momentum")
@@ -243,7 +261,9 @@ def _by_loop(rules: _Rules) -> None:
         when(True, val="epoch" if case.val else "")
         when(case.loss == "dict", loss="mean")
         when(case.schedule == "plateau", schedule="epoch")
-    when(rules.case.schedule == "plateau" and case.loss in ("weighted", "counted"), schedule="epoch")  # the mean over nothing is not logged
+    when(
+        rules.case.schedule == "plateau" and case.loss in ("weighted", "counted"), schedule="epoch"
+    )  # the mean over nothing is not logged
     when(not rules.case.val, sanity=False, val_loaders=1, val_samples=5)
 
 
@@ -255,10 +275,18 @@ def _by_data(rules: _Rules, both: tuple[str, str]) -> None:
     if rules.case.poison >= 0:
         when(True, resume=0, max_steps=0)
         when(rules.case.optimizer == "two", optimizer="adam")  # with Engine each is skipped by itself
-    when(rules.case.val == "half" and (rules.case.none or rules.case.poison >= 0), val="epoch")  # half of the steps that are left
+    when(
+        rules.case.val == "half" and (rules.case.none or rules.case.poison >= 0), val="epoch"
+    )  # half of the steps that are left
     when(rules.case.body == "complex" and rules.case.clip == "value", clip="norm")  # complex numbers cannot be clamped
     # Each rank of a BatchNorm sees its own part, and what evaluation uses then is not one process's.
-    when(rules.case.body == "batchnorm" and max(STRATEGIES[name].data for name in both) > 1, val="", sanity=False, val_loaders=1, resume=0)
+    when(
+        rules.case.body == "batchnorm" and max(STRATEGIES[name].data for name in both) > 1,
+        val="",
+        sanity=False,
+        val_loaders=1,
+        resume=0,
+    )
 
 
 def _by_resume(rules: _Rules, both: tuple[str, str]) -> None:

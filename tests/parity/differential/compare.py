@@ -26,7 +26,9 @@ def differences(case: Case, expected: Trained, runs: Sequence[Answers]) -> list[
         found += _numbers("learning rate", expected.lrs, _merged(runs, "lrs"), 1e-12)
         if case.clip == "norm" and not case.manual:
             norms = {step: [value] for step, value in expected.norms.items()}
-            found += _numbers("gradient norm", norms, {step: [value] for step, value in _merged(runs, "norms").items()}, _bound(case))
+            found += _numbers(
+                "gradient norm", norms, {step: [value] for step, value in _merged(runs, "norms").items()}, _bound(case)
+            )
         found += _logs(case, expected, runs)
     return found
 
@@ -55,8 +57,14 @@ def _steps(case: Case, expected: Trained, runs: Sequence[Answers]) -> list[str]:
         missing, more = Counter(numbers) - seen.get(place, Counter()), seen.get(place, Counter()) - Counter(numbers)
         repeated = place in last.values()  # a rank that has run out repeats some
         if missing or (more and not repeated):
-            found.append(f"samples of step {place}: {sorted(seen.get(place, Counter()).elements())}, expected {numbers}")
-    found += [f"samples of step {place}: {sorted(seen[place].elements())}, expected none" for place in seen if place not in expected.seen]
+            found.append(
+                f"samples of step {place}: {sorted(seen.get(place, Counter()).elements())}, expected {numbers}"
+            )
+    found += [
+        f"samples of step {place}: {sorted(seen[place].elements())}, expected none"
+        for place in seen
+        if place not in expected.seen
+    ]
     return found
 
 
@@ -71,18 +79,27 @@ def _same(answers: Answers) -> bool:
 
 def _weights(case: Case, expected: Trained, runs: Sequence[Answers]) -> list[str]:
     found = []
-    change = max([1e-3, *(abs(a - b) for w in expected.weights.values() for a, b in zip(w, expected.initial, strict=True))])
+    change = max(
+        [1e-3, *(abs(a - b) for w in expected.weights.values() for a, b in zip(w, expected.initial, strict=True))]
+    )
     for part, answers in enumerate(runs):
         name = case.second if part else case.strategy
         for rank, answer in enumerate(answers):
             if name in REPLICATED:
                 steps = {int(step): value for step, value in answer["weights"].items()}
-                found += [f"{line}, rank {rank}" for line in _numbers("weights", expected.weights, steps, _bound(case), change, False)]
+                found += [
+                    f"{line}, rank {rank}"
+                    for line in _numbers("weights", expected.weights, steps, _bound(case), change, False)
+                ]
     for rank, answer in enumerate(runs[-1]):
         if answer["final"] or not rank:
             at_end = answer["final"]
             found += _numbers(
-                f"state at the end, rank {rank}:", {expected.steps: expected.final}, {expected.steps: at_end}, _bound(case), change
+                f"state at the end, rank {rank}:",
+                {expected.steps: expected.final},
+                {expected.steps: at_end},
+                _bound(case),
+                change,
             )
     return found[:3]
 

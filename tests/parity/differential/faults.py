@@ -90,7 +90,9 @@ def copied(fault: Fault, place: Path) -> Path:
     return place
 
 
-def find(fault: Fault, most: int, without: tuple[tuple[str, str], ...] = (), shrink: float = 30) -> tuple[int, Verdict | None]:
+def find(
+    fault: Fault, most: int, without: tuple[tuple[str, str], ...] = (), shrink: float = 30
+) -> tuple[int, Verdict | None]:
     """How many cases it took to find the fault (at most about ``most``), and the smallest one."""
     with tempfile.TemporaryDirectory(prefix="fault-") as place, Pools(copied(fault, Path(place)), timeout=30) as pools:
         searches = [Search(name, pools, shrink, without=without, then=fault.strategies) for name in fault.strategies]
@@ -111,7 +113,9 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=400, help="give a fault up after so many")
     parser.add_argument("--without", default="", help="leave out cases with such values: data=stream,body=complex")
     given = parser.parse_args()
-    without = tuple((name, value) for name, _, value in (text.partition("=") for text in given.without.split(",") if text))
+    without = tuple(
+        (name, value) for name, _, value in (text.partition("=") for text in given.without.split(",") if text)
+    )
     missed = 0
     for name in given.names:
         began = time.monotonic()

@@ -67,7 +67,9 @@ def loader(case: Case) -> Any:
     if kind == "batch_sampler":
         return DataLoader(samples, batch_sampler=models.Fixed(models.ready_batches(case)))
     if kind == "stream":
-        return DataLoader(models.Reading([samples.batch(numbers) for numbers in models.ready_batches(case)]), batch_size=None)
+        return DataLoader(
+            models.Reading([samples.batch(numbers) for numbers in models.ready_batches(case)]), batch_size=None
+        )
     if kind == "front":
         batches = BatchSampler(SequentialSampler(range(case.samples // 2 + 1)), case.batch, case.drop_last)
         return DataLoader(samples, batch_sampler=batches)
@@ -167,7 +169,9 @@ class Module(TrainModule):
     def record(self, every: Tensor, batch: Any) -> None:
         if self.case.loss in ("weighted", "counted"):
             count = batch["c"].sum()
-            self.log("loss", (every * batch["c"]).sum() / count.clamp(min=1), on_step=True, on_epoch=True, batch_size=count)
+            self.log(
+                "loss", (every * batch["c"]).sum() / count.clamp(min=1), on_step=True, on_epoch=True, batch_size=count
+            )
         else:
             self.log("loss", every.mean(), on_step=True, on_epoch=True)
         apart = {"on_step": False, "on_epoch": True}
@@ -217,7 +221,11 @@ class Module(TrainModule):
         kind = self.case.schedule
         if kind == "plateau":
             return {"scheduler": scheduler, "monitor": "loss"}
-        return {"scheduler": scheduler, "interval": "epoch" if kind == "epoch" else "step", "frequency": 2 if kind == "steps" else 1}
+        return {
+            "scheduler": scheduler,
+            "interval": "epoch" if kind == "epoch" else "step",
+            "frequency": 2 if kind == "steps" else 1,
+        }
 
 
 class Hooked(Module):

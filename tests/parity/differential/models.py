@@ -96,7 +96,12 @@ def optimizers(case: Case, net: nn.Module) -> list[torch.optim.Optimizer]:
     if case.optimizer == "adamw":
         half = len(trained) // 2
         return [
-            torch.optim.AdamW([{"params": trained[:half]}, {"params": trained[half:], "lr": 0.01}], lr=0.02, eps=1e-2, weight_decay=0.1)
+            torch.optim.AdamW(
+                [{"params": trained[:half]}, {"params": trained[half:], "lr": 0.01}],
+                lr=0.02,
+                eps=1e-2,
+                weight_decay=0.1,
+            )
         ]
     if case.optimizer == "two" and len(trained) > 2:
         return [torch.optim.SGD(trained[:2], lr=0.1), torch.optim.Adam(trained[2:], lr=0.02, eps=1e-2)]

@@ -19,7 +19,20 @@ from typing import Any
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[3]
-FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "SLURM_", "FIT_", "PYTEST_", "OMPI_", "PMI", "PET_")
+FOREIGN = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "SLURM_",
+    "FIT_",
+    "PYTEST_",
+    "OMPI_",
+    "PMI",
+    "PET_",
+)
 START = 900.0
 """Seconds for a process to import torch and the library, on a machine that does much else."""
 LIFE = 100
@@ -60,7 +73,9 @@ class Pool:
 
     def __init__(self, world: int, nursery: Nursery) -> None:
         self.world, self.ran = world, 0
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        self.store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
         self.place = tempfile.TemporaryDirectory(prefix="ranks-")
         self.errors = [Path(self.place.name) / f"{rank}.err" for rank in range(world)]
         self.ranks: dict[int, socket.socket] = {}
@@ -71,9 +86,16 @@ class Pool:
             server.bind(address)
             server.listen(world)
             server.settimeout(START)
-            shared = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
+            shared = {
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self.store.port),
+            }
             sizes = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-            variables = [{**shared, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {} for rank in range(world)]
+            variables = [
+                {**shared, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
+                for rank in range(world)
+            ]
             nursery.fork({"address": address, "variables": variables, "errors": list(map(str, self.errors))})
             for _ in range(world):
                 connection = server.accept()[0]
@@ -110,7 +132,9 @@ class Pool:
                 for pid in self.pids.values():
                     os.kill(pid, signal.SIGUSR1)
                 time.sleep(2.0)  # for them to write where they stand
-                raise Failed(f"hangs: no answer of rank(s) {sorted(missing.values())} after {timeout:g} s\n{self._written()}")
+                raise Failed(
+                    f"hangs: no answer of rank(s) {sorted(missing.values())} after {timeout:g} s\n{self._written()}"
+                )
             for connection in ready:
                 rank, piece = missing[connection], connection.recv(1 << 20)
                 self.rest[rank] += piece
@@ -123,7 +147,9 @@ class Pool:
         return found
 
     def _written(self) -> str:
-        return "\n".join(f"--- rank {rank}: {path.read_text(errors='replace')[-2500:]}" for rank, path in enumerate(self.errors))
+        return "\n".join(
+            f"--- rank {rank}: {path.read_text(errors='replace')[-2500:]}" for rank, path in enumerate(self.errors)
+        )
 
     def close(self) -> None:
         """End the ranks."""

@@ -49,7 +49,9 @@ def flat(tensors: dict[str, Tensor]) -> list[float]:
 def state(case: Case, tensors: dict[str, Tensor]) -> list[float]:
     """Parameters and buffers; without those of a BatchNorm whose ranks see different samples."""
     several = max(STRATEGIES[name].data for name in (case.strategy, case.second)) > 1
-    return flat({name: value for name, value in tensors.items() if not (several and name.rpartition(".")[2] in BATCHNORM)})
+    return flat(
+        {name: value for name, value in tensors.items() if not (several and name.rpartition(".")[2] in BATCHNORM)}
+    )
 
 
 BATCHNORM = ("running_mean", "running_var", "num_batches_tracked")
@@ -70,7 +72,9 @@ def _double(net: nn.Module) -> nn.Module:
 
 
 def _batch(samples: models.Samples, numbers: list[int]) -> dict[str, Any]:
-    return {name: value.double() if value.is_floating_point() else value for name, value in samples.batch(numbers).items()}
+    return {
+        name: value.double() if value.is_floating_point() else value for name, value in samples.batch(numbers).items()
+    }
 
 
 class Loop:
@@ -101,7 +105,9 @@ class Loop:
                 left = bool(case.max_steps) and self.found.steps >= case.max_steps
                 if left:
                     break
-            whole = not left or (index == len(steps) - 1 and case.data != "stream")  # nobody knows that a stream is at its end
+            whole = not left or (
+                index == len(steps) - 1 and case.data != "stream"
+            )  # nobody knows that a stream is at its end
             if whole and case.val == "epoch":
                 self.validate()
             self.end_epoch(whole)
@@ -141,7 +147,9 @@ class Loop:
             if bad is not None:
                 total = total + bad
         self.log(logged)
-        if not fed and not (self.ranks > 1 and self.scalars):  # among several ranks none is left out that a scalar loss came before
+        if not fed and not (
+            self.ranks > 1 and self.scalars
+        ):  # among several ranks none is left out that a scalar loss came before
             return
         if total.requires_grad:
             (total / (weight or 1.0)).backward()
@@ -153,7 +161,10 @@ class Loop:
         """Clip and step, unless a gradient is not finite."""
         case = self.case
         grads = [p for o in chosen for group in o.param_groups for p in group["params"] if p.grad is not None]
-        sound = all(bool(torch.view_as_real(p.grad).isfinite().all() if p.is_complex() else p.grad.isfinite().all()) for p in grads)  # type: ignore[arg-type]
+        sound = all(
+            bool(torch.view_as_real(p.grad).isfinite().all() if p.is_complex() else p.grad.isfinite().all())
+            for p in grads
+        )  # type: ignore[arg-type]
         if sound:
             if case.clip == "norm" and clip:
                 norm = nn.utils.clip_grad_norm_(grads, models.clip(case)).item()
@@ -233,7 +244,11 @@ class Loop:
                 every = models.each(self.case, self.net(batch["x"]), batch["y"])
             ending = f"/dataloader_idx_{index}" if self.case.val_loaders > 1 else ""
             self.publish(
-                {f"val{ending}": every.mean().item(), f"val_most{ending}": every.max().item(), f"val_squares{ending}": every.mean().item()}
+                {
+                    f"val{ending}": every.mean().item(),
+                    f"val_most{ending}": every.max().item(),
+                    f"val_squares{ending}": every.mean().item(),
+                }
             )
         self.net.train()
 

@@ -29,7 +29,9 @@ def _verdict(case: Case, pools: Pools, root: str) -> list[str]:
     wanted = expected(case, random)
     parts = 2 if 0 < case.resume < wanted.steps else 1
     names = [case.strategy, case.second][:parts]
-    runs = [pools.run(STRATEGIES[name].world, {**given, "part": part, "parts": parts}) for part, name in enumerate(names)]
+    runs = [
+        pools.run(STRATEGIES[name].world, {**given, "part": part, "parts": parts}) for part, name in enumerate(names)
+    ]
     return differences(case, wanted, runs)
 
 
