@@ -25,12 +25,9 @@ RUNNER = Path(__file__).with_name("document_runner.py")
 DOCUMENTS = {str(path.relative_to(ROOT)): path for path in documents()}
 BLOCKS = {name: blocks_of(path.read_text()) for name, path in DOCUMENTS.items() if not name.startswith(".github")}
 RUN = [name for name, blocks in BLOCKS.items() if any(block.language != "text" for block in blocks)]
-SLOW = (
-    "README.md",
-    "examples/README.md",
-    *(f"engine/{each}/README.md" for each in ("checkpoint", "config", "launch", "strategies")),
-)
-"""More than 5 s: they start processes."""
+_SLOW_CHAPTERS = ("checkpoint", "config", "launch", "strategies")
+SLOW = ("README.md", "callbacks/README.md", "examples/README.md", *(f"engine/{each}/README.md" for each in _SLOW_CHAPTERS))
+"""More than 5 s."""
 
 
 def commands(block: Block) -> list[str]:
