@@ -146,7 +146,7 @@ def _table(outcomes: Sequence[Outcome]) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 
-    table = Table(Column("check", no_wrap=True), Column("devices", no_wrap=True), "result", "seconds", "how to fix it")
+    table = Table(Column("check", no_wrap=True), Column("devices", no_wrap=True), "result", "seconds", "how to fix")
     words = {True: "[green]ok[/]", False: "[red]failed[/]", None: "-"}
     for each in outcomes:
         result = words[each.ok] + (f" {_escaped(each.detail)}" if each.detail else "")
