@@ -26,7 +26,12 @@ DOCUMENTS = {str(path.relative_to(ROOT)): path for path in documents()}
 BLOCKS = {name: blocks_of(path.read_text()) for name, path in DOCUMENTS.items() if not name.startswith(".github")}
 RUN = [name for name, blocks in BLOCKS.items() if any(block.language != "text" for block in blocks)]
 _SLOW_CHAPTERS = ("checkpoint", "config", "launch", "strategies")
-SLOW = ("README.md", "callbacks/README.md", "examples/README.md", *(f"engine/{each}/README.md" for each in _SLOW_CHAPTERS))
+SLOW = (
+    "README.md",
+    "callbacks/README.md",
+    "examples/README.md",
+    *(f"engine/{each}/README.md" for each in _SLOW_CHAPTERS),
+)
 """More than 5 s."""
 
 
