@@ -36,6 +36,7 @@ from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8
 from engine.transforms.order import Transforms
 from engine.utils.parameters import parameters_of
+from engine.utils.tree import map_tensors
 
 
 @knows_other_trainers
@@ -327,8 +328,7 @@ class Engine:
     ) -> Tensor | None:
         """Scale the gradients to a global norm (``norm_type``: 2, 1, inf) of at most ``max_norm``.
 
-        Returns the norm before, shape ``()``; ``None`` inside a window and under DeepSpeed, which clips within the step
-        (:attr:`grad_norm` has the norm afterwards).
+        Returns the norm before, shape ``()``; ``None`` inside a window and under DeepSpeed, which clips in its step.
         """
         return (
             self._stepper.clip_norm(gradients.listed(parameters), max_norm, norm_type) if self.sync_gradients else None
@@ -544,7 +544,7 @@ class Engine:
 
     def gather(self, tree: Any) -> Any:
         """The tensors in ``tree`` of all processes, joined along dim 0 (scalars: stacked), on every process. Lengths may differ."""
-        return collectives.gather(self.group, tree)
+        return collectives.gather(self.group, map_tensors(Tensor.detach, tree))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Like :meth:`gather` of ``input_data``, without the samples that a micro-batch repeats only to keep the ranks matched.
