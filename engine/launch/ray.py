@@ -58,7 +58,7 @@ def main(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     try:
         accelerator = resolve({}, {**environ, **variables}).settings.accelerator
     except (ValueError, TypeError, OSError) as error:
-        raise LaunchError(f"every rank would refuse its settings: {error}") from error
+        raise LaunchError(f"the settings are invalid on every rank: {error}") from error
     if options.nproc not in (None, "auto", "gpu") and not (options.nproc.isdigit() and int(options.nproc)):
         raise LaunchError(f"--nproc {options.nproc!r} with --ray: a number, auto or gpu is needed")
     if not str(options.max_restarts or "0").isdigit():

@@ -107,7 +107,7 @@ def test_torchruns_variables_are_defaults() -> None:
         (("--grace", "0"), {}, r"--grace 0: it must be more than 0 seconds"),
         (("--show", "first"), {}, r"--show 'first': a whole number is needed"),
         (("--config", "nope.yaml"), {}, r"--config nope.yaml: there is no such file"),
-        ((), {"FIT_PRECISION": "bf17"}, r"every rank would refuse its settings: .*FIT_PRECISION"),
+        ((), {"FIT_PRECISION": "bf17"}, r"the settings are invalid on every rank: .*FIT_PRECISION"),
     ],
 )
 def test_what_cannot_be(options: tuple[str, ...], environ: dict[str, str], message: str) -> None:
