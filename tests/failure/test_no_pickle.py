@@ -78,21 +78,19 @@ def test_no_pickle_is_read(tmp_path: Path, strategy: str, ranks: int) -> None:
 
 
 SUITES = (
-    *(
-        "checkpoint/test_store.py",
-        "checkpoint/test_tensors.py",
-        "checkpoint/test_plan.py",
-        "checkpoint/test_state.py",
-        "checkpoint/test_places.py",
-    ),
-    *(
-        "test_saving.py",
-        "test_checkpoints.py",
-        "test_states.py",
-        "test_metric_states.py",
-        "test_load_from_checkpoint.py",
-    ),
-    *("callbacks/test_model_checkpoint.py", "failure/test_crash_points.py", "failure/test_moments.py"),
+    "checkpoint/test_directory.py",
+    "checkpoint/test_json_tree.py",
+    "checkpoint/test_load_from_checkpoint.py",
+    "checkpoint/test_storage.py",
+    "checkpoint/test_tensors.py",
+    "checkpoint/test_write_shares.py",
+    "checkpoint/test_writer.py",
+    "loop/test_snapshot.py",
+    "metrics/test_torchmetrics_states.py",
+    "test_states.py",
+    "callbacks/test_model_checkpoint.py",
+    "failure/test_crash_points.py",
+    "failure/test_moments.py",
 )
 
 

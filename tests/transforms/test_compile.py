@@ -116,6 +116,9 @@ def test_blocks_share_one_compilation() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+)  # torch's own, at an import
 @pytest.mark.parametrize("setting", [True, "blocks"])
 def test_with_the_compiler_itself(setting: Any, tmp_path: Path) -> None:
     assert train(setting) == pytest.approx(train(False), rel=1e-4)
