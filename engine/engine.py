@@ -36,7 +36,6 @@ from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8
 from engine.transforms.order import Transforms
 from engine.utils.parameters import parameters_of
-from engine.utils.tree import map_tensors
 
 
 @knows_other_trainers
@@ -544,7 +543,7 @@ class Engine:
 
     def gather(self, tree: Any) -> Any:
         """The tensors in ``tree`` of all processes, joined along dim 0 (scalars: stacked), on every process. Lengths may differ."""
-        return collectives.gather(self.group, map_tensors(Tensor.detach, tree))
+        return collectives.gather(self.group, tree)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Like :meth:`gather` of ``input_data``, without the samples that a micro-batch repeats only to keep the ranks matched.

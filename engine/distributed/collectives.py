@@ -75,7 +75,7 @@ def gather(group: Group, tree: Any) -> Any:
         ValueError: the ranks have different numbers of tensors, dtypes, numbers of dims, or sizes of dims other than 0 (on all ranks).
     """
     if group.cpu is None:
-        return map_tensors(lambda tensor: tensor if tensor.ndim else tensor.detach().reshape(1), tree)
+        return map_tensors(lambda tensor: tensor.detach() if tensor.ndim else tensor.detach().reshape(1), tree)
     tensors = [tensor.detach() if tensor.ndim else tensor.detach().reshape(1) for tensor in _leaves(tree)]
     specs = _exchange_specs(group, _leaves(tree), "gather")
     results = []
