@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from processes import clean_environment
+from processes import PATIENCE_S, clean_environment
 
 COMMAND = (sys.executable, "-W", "error", "-m", "engine.cli.main", "launch")
 
@@ -40,7 +40,7 @@ class Launched:
             self.process.kill()
         self.process.wait()
 
-    def wait(self, timeout: float = 60) -> int:
+    def wait(self, timeout: float = PATIENCE_S) -> int:
         """Its exit status."""
         try:
             return self.process.wait(timeout)
@@ -65,12 +65,13 @@ class Launched:
         (found,) = self.place.glob(f"*-logs/*/rank={rank}.log")
         return found.read_text()
 
-    def until(self, condition: Callable[[], object], timeout: float = 60) -> None:
+    def until(self, condition: Callable[[], object], timeout: float = PATIENCE_S) -> None:
         """Wait for something to become true while it runs."""
         deadline = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < deadline, f"not within {timeout:g} s\n{self.text}"
-            assert self.process.poll() is None, f"it has ended with {self.process.returncode}\n{self.text}"
+            if self.process.poll() is not None:
+                assert condition(), f"it has ended with {self.process.returncode}\n{self.text}"
             time.sleep(0.01)
 
 
@@ -93,7 +94,7 @@ def free_port() -> int:
 
 def pids(place: Path, count: int) -> list[int]:
     """The process ids that ranks have written to ``pid.<rank>``, or [] while some are missing."""
-    found = [path.read_text() for path in sorted(place.glob("pid.*"))]
+    found = [path.read_text() for path in sorted(place.glob("pid.[0-9]"))]
     return [int(text) for text in found] if len(found) == count and all(found) else []
 
 

@@ -195,7 +195,7 @@ def _await_all(processes: Sequence[Process], seconds: list[float], begun: float,
             seconds[rank] = seconds[rank] or (now - begun if code is not None else 0.0)
             if check and code and not problem:
                 problem = f"rank {rank} failed with exit code {code}"
-                grace = min(grace, now + 5.0)  # for the others to end by themselves, with their view of it
+                grace = min(grace, now + 30.0)  # for the others to end by themselves, with their view of it
         if None not in codes:
             return problem
         if now > grace:

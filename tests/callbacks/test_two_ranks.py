@@ -66,7 +66,7 @@ def finished(tmp_path_factory):
         cwd=root,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return root, done.stdout

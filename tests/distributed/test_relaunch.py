@@ -60,16 +60,16 @@ def run(case):
         if case == "all":
             raise KeyError("the same on all")
         if case == "interrupt":
-            (place / f"ready{g.rank}").touch()
             try:
-                time.sleep(30)
+                (place / f"ready{g.rank}").touch()
+                time.sleep(300)
             except KeyboardInterrupt:
                 time.sleep(1)
                 (place / f"saved{g.rank}").touch()
                 raise
         if case == "orphan":
             (place / f"ready{g.rank}").touch()
-            time.sleep(100)
+            time.sleep(600)
         g.barrier()
 
 if case == "caught":
@@ -233,7 +233,7 @@ def launched(tmp_path):
 def test_when_rank_0_is_killed_the_others_end(launched, tmp_path):
     launched("orphan").kill()
     pids = [(tmp_path / f"pid{rank}").read_text() for rank in (1, 2)]
-    assert until(lambda: not any(map(alive, pids)), 5)
+    assert until(lambda: not any(map(alive, pids)), PATIENCE_S)
 
 
 def test_ctrl_c_leaves_the_others_time_to_save(launched, tmp_path):
@@ -356,7 +356,7 @@ for devices in sys.argv[2:]:
 )
 def test_runs_of_one_script_need_the_same_number_of_ranks(tmp_path, devices, said):
     """The ranks that are started repeat the script: without an end the second run of one would wait for the first of another."""
-    ran = run_script(ONE_THEN_TWO, tmp_path, *devices, check=False, timeout=120)
+    ran = run_script(ONE_THEN_TWO, tmp_path, *devices, check=False)
     assert ran.returncode == 1
     assert said in ran.stderr
 

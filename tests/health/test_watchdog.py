@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import pdb
+import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import PATIENCE_S
 
 from engine.distributed.environment import Environment
 from engine.distributed.group import Group
@@ -40,30 +43,34 @@ def test_laggards(notes: list[Note | None], expected: list[int]) -> None:
     assert laggards(dict(enumerate(notes))) == expected
 
 
-def standing(target: Any) -> stacks.Position:
+def standing(target: Any, where: str) -> stacks.Position:
+    """The position of a thread that runs ``target``, once its stack has a line of ``where``."""
     thread = threading.Thread(target=target, daemon=True)
     thread.start()
-    time.sleep(0.2)
     assert thread.ident is not None
+    deadline = time.monotonic() + PATIENCE_S
+    while where not in "".join(traceback.format_stack(sys._current_frames()[thread.ident])):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     return stacks.position(thread.ident)
 
 
 def test_the_users_own_line() -> None:
     def user() -> None:
-        time.sleep(5)  # here
+        time.sleep(600)  # here
 
-    found = standing(user)
+    found = standing(user, "time.sleep(600)")
     assert f"{__file__}:" in found.line
-    assert found.line.endswith("in user: time.sleep(5)  # here")
+    assert found.line.endswith("in user: time.sleep(600)  # here")
     assert not found.waits
     assert not found.debugged
 
 
 def test_inside_of_a_library() -> None:
     def user() -> None:
-        torch.utils.data.DataLoader([1], collate_fn=lambda rows: threading.Event().wait(5)).__iter__().__next__()
+        torch.utils.data.DataLoader([1], collate_fn=lambda rows: threading.Event().wait(600)).__iter__().__next__()
 
-    found = standing(user)
+    found = standing(user, "waiter.acquire")
     assert "(now in threading.py:" in found.line
     assert "test_watchdog.py" in found.line
 
@@ -75,9 +82,9 @@ def test_a_debugger_is_seen() -> None:
 
     def user() -> None:
         Silent(nosigint=True).set_trace()
-        time.sleep(5)
+        time.sleep(600)
 
-    assert standing(user).debugged
+    assert standing(user, "waiter.acquire").debugged
 
 
 def alone() -> Group:
@@ -86,9 +93,10 @@ def alone() -> Group:
 
 def test_alone_it_tells_once_for_each_stall_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     progress = 0
-    dog = Watchdog(alone(), lambda: progress, first_s=0.3, limit_s=1, directory=tmp_path / "hang")
+    dog = Watchdog(alone(), lambda: progress, first_s=0.3, limit_s=60, directory=tmp_path / "hang")
     with caplog.at_level(logging.WARNING, "engine"):
-        time.sleep(0.9)  # longer than first_s
+        while not caplog.records:
+            time.sleep(0.9)  # longer than first_s
         assert len(caplog.records) == 1
         assert "test_watchdog.py" in caplog.text
         assert "time.sleep(0.9)" in (tmp_path / "hang" / "rank=0.txt").read_text()

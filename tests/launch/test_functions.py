@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import clean_environment, run_script
+from processes import PATIENCE_S, clean_environment, run_script
 
 from engine import RankError, launch
 
@@ -56,12 +56,12 @@ def one_fails():
     if rank() == 1:
         raise ValueError("no such layer")
     Engine(accelerator="cpu")
-    time.sleep(60)
+    time.sleep(600)
 
 def one_dies():
     if rank() == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(600)
 
 def problem(function):
     begun = time.monotonic()
@@ -97,11 +97,11 @@ def test_forks_run_fit_and_engine_and_tell_the_first_failure() -> None:
     story, seconds = found["fails"]
     assert story.startswith("rank 1 on ")
     assert story.endswith("ValueError: no such layer")
-    assert seconds < 10
+    assert seconds < 300
     story, seconds = found["dies"]
     assert "rank 0 on " in story
     assert "killed by SIGKILL" in story
-    assert seconds < 10
+    assert seconds < 300
 
 
 def by_hand(epochs: int, world_size: int) -> torch.Tensor:
@@ -120,7 +120,7 @@ def add(x: int) -> tuple[int, int, bool]:
 def fails() -> None:
     if os.environ["RANK"] == "1":
         raise ValueError("no such layer")
-    time.sleep(60)
+    time.sleep(600)
 
 
 def nested() -> Any:
@@ -160,7 +160,7 @@ def test_ctrl_c_reaches_the_ranks_once(tmp_path: Path) -> None:
             def wait():
                 open(f"begun.{rank()}", "w").close()
                 try:
-                    time.sleep(60)
+                    time.sleep(600)
                 except KeyboardInterrupt:
                     time.sleep(0.5)
                     open(f"interrupted.{rank()}", "w").close()
@@ -213,9 +213,9 @@ def test_in_a_jupyter_kernel() -> None:
     errors: list[tuple[str, str]] = []
     try:
         for cell in CELLS:
-            content = client.execute_interactive(cell, timeout=60, output_hook=lambda message: outputs.append(message))[
-                "content"
-            ]
+            content = client.execute_interactive(
+                cell, timeout=PATIENCE_S, output_hook=lambda message: outputs.append(message)
+            )["content"]
             errors += [(content["ename"], content["evalue"])] if content["status"] == "error" else []
         text = "".join(each["content"]["text"] for each in outputs if each["msg_type"] == "stream")
         assert "values [[1.0, 2.0], [1.0, 2.0]]" in text
