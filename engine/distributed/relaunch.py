@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from engine.distributed import command_line, failures, scratch, stores
 from engine.distributed.environment import Environment
+from engine.distributed.first_failure import Rank, cause, story
 from engine.distributed.raise_in_thread import Interrupt
 from engine.utils.errors import RankError
 from engine.utils.log import logger
@@ -47,27 +48,8 @@ _BESIDE = {"PYTHONBREAKPOINT": f"{__name__}.pass_breakpoint"}
 
 @dataclass(eq=False)
 class _Child:
-    rank: int
     process: subprocess.Popen[bytes]
-    error_file: Path
-    ended: float = 0.0  # s since 1970; 0.0 while it runs
-
-    def blame(self) -> tuple[bool, float]:
-        """Sorts the cause first: ranks that failed by themselves before those that only lost others, then by time."""
-        _, moment, blames_peer = failures.read(self.error_file)
-        return blames_peer, moment or self.ended
-
-    def story(self) -> str:
-        """A description of its end."""
-        code = self.process.returncode
-        if code == 0:
-            return f"rank {self.rank} ended early (exit code 0) while rank 0 still trains: all ranks must make the same calls"
-        text, _, _ = failures.read(self.error_file)
-        how = f"failed with exit code {code}" if code > 0 else f"was killed by {_signal_name(-code)}"
-        if text:
-            return f"rank {self.rank} {how}. Its traceback:\n\n{text.rstrip()}"
-        hint = " (the system may have run out of memory)" if code == -signal.SIGKILL else ""
-        return f"rank {self.rank} {how}{hint} and left no traceback: see its output above"
+    end: Rank
 
 
 class Started:
@@ -95,7 +77,7 @@ class Started:
         self._terminated = self._preempted = False
         self._threads: list[threading.Thread] = []
         for child in children:
-            self._run_beside(functools.partial(self._wait, child), f"fit-rank-{child.rank}")
+            self._run_beside(functools.partial(self._wait, child), f"fit-rank-{child.end.rank}")
         self._run_beside(self._monitor, "fit-ranks")
 
     @contextlib.contextmanager
@@ -154,14 +136,14 @@ class Started:
         thread.start()
 
     def _wait(self, child: _Child) -> None:
-        child.process.wait()
-        child.ended = time.time()
+        child.end.code = child.process.wait()
+        child.end.ended = time.time()
         self._deaths.put(child)
 
     def _monitor(self) -> None:
         for _ in self._children:
             child = self._deaths.get()
-            if child.process.returncode == 0 and self._interrupt.withdrawn.is_set():
+            if child.end.code == 0 and self._interrupt.withdrawn.is_set():
                 continue
             time.sleep(SETTLE_S)
             if self._judge():
@@ -177,13 +159,11 @@ class Started:
                     (0, 128 + signal.SIGTERM) if self._preempted else (0,)
                 )  # all ranks exit like this after a SIGTERM
                 needed = not self._interrupt.withdrawn.is_set()
-                dead = [
-                    child
-                    for child in self._children
-                    if child.ended and (needed or child.process.returncode not in fine)
-                ]
+                ends = [child.end for child in self._children if child.end.ended]
+                dead = [end for end in ends if needed or end.code not in fine]
                 if dead:
-                    self._story = min(dead, key=_Child.blame).story()
+                    found = cause(dead)
+                    self._story = story(found[0] if found else min(dead, key=lambda end: end.ended))
                     self._failed.set()
         return self._failed.is_set()
 
@@ -208,7 +188,7 @@ class Started:
 
     def _await_all(self, limit_s: float, until: threading.Event | None = None) -> None:
         begun, told = time.monotonic(), False
-        while waiting := [child for child in self._children if not child.ended]:
+        while waiting := [child for child in self._children if not child.end.ended]:
             waited = time.monotonic() - begun
             if waited > limit_s or (until is not None and until.is_set()):
                 return
@@ -216,7 +196,7 @@ class Started:
                 told = True
                 logger.warning(
                     "rank 0 is done and waits for %s",
-                    ", ".join(f"rank {c.rank} (process {c.process.pid})" for c in waiting),
+                    ", ".join(f"rank {c.end.rank} (process {c.end.pid})" for c in waiting),
                 )
             time.sleep(0.02)
 
@@ -316,7 +296,7 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Sta
             process = subprocess.Popen(
                 command, env=variables, stdin=subprocess.DEVNULL, cwd=command_line.first_directory()
             )
-            children.append(_Child(rank, process, error_file))
+            children.append(_Child(process, Rank(rank, rank, process.pid, error_file)))
     except BaseException:
         for child in children:
             child.process.kill()
@@ -367,10 +347,3 @@ def _share_threads(world_size: int) -> dict[str, str]:
     if torch.get_num_threads() > share:
         torch.set_num_threads(share)
     return {"OMP_NUM_THREADS": str(share)}
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

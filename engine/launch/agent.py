@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -29,11 +30,11 @@ from torch.distributed.elastic.multiprocessing import (
 )
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
-from engine.distributed import address, scratch, stores
-from engine.launch import child, rank, rendezvous
+from engine.distributed import address, first_failure, scratch, stores
+from engine.distributed.first_failure import Rank
+from engine.launch import child, rendezvous
 from engine.launch.job import Job, LaunchError
 from engine.launch.output import Direct, Output
-from engine.launch.rank import Rank
 from engine.launch.signals import HANDLED, handle_signals, signals
 from engine.launch.torch_log import torch_log
 from engine.utils.errors import TERMINATED
@@ -228,6 +229,7 @@ class Agent(LocalElasticAgent):
                 each.global_rank,
                 found[each.local_rank],
                 self._rank_files.errors / f"attempt={before}-rank={each.global_rank}.json",
+                host=socket.gethostname(),
             )
             for each in worker_group.workers
         ]
@@ -241,7 +243,7 @@ class Agent(LocalElasticAgent):
         self._look()
         if any(each.code not in (None, 0) for each in self._ranks):
             self._settle()
-            return self._preempted() if rank.preempted(self._ranks) else self._failed(worker_group)
+            return self._preempted() if first_failure.preempted(self._ranks) else self._failed(worker_group)
         if self._meeting.failed_elsewhere:
             return self._failed(worker_group)
         return super()._monitor_workers(worker_group)
@@ -322,7 +324,7 @@ class Agent(LocalElasticAgent):
         for each in self._ranks:
             if each.code not in fine:
                 self._output.drain()
-                self._output.say(rank.story(each, self._output.tail(each.rank), self._output.path(each.rank)))
+                self._output.say(self._story(each))
                 break
 
     def _preempted(self) -> RunResult:
@@ -345,8 +347,8 @@ class Agent(LocalElasticAgent):
     def _failed(self, worker_group: WorkerGroup) -> RunResult:
         self._end(signal.SIGTERM, FAIL_S)
         self._output.drain()
-        found = rank.cause(self._ranks, {each.rank: self._output.tail(each.rank) for each in self._ranks})
-        told = rank.story(found[0], self._output.tail(found[0].rank), self._output.path(found[0].rank)) if found else ""
+        found = first_failure.cause(self._ranks, {each.rank: self._output.tail(each.rank) for each in self._ranks})
+        told = self._story(found[0]) if found else ""
         only_saw = found is None or found[1]
         if (worker_group.group_world_size or 1) > 1:
             told = self._exchange(told, only_saw)
@@ -360,6 +362,9 @@ class Agent(LocalElasticAgent):
         if found is None:  # torch's agent does not consider these ranks failed
             return RunResult(state=WorkerState.FAILED)
         return super()._monitor_workers(worker_group)
+
+    def _story(self, rank: Rank) -> str:
+        return first_failure.story(rank, self._output.tail(rank.rank), self._output.path(rank.rank))
 
     def _exchange(self, told: str, only_saw: bool) -> str:
         """Send the cause to the other machines' agents, or receive it from them."""

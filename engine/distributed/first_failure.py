@@ -1,12 +1,12 @@
-"""One rank from the view of its agent, and the report of its end."""
+"""Which rank failed first, and the report of its end, for those who start ranks: ``fit launch`` and ``Fit(devices=n)``."""
 
 from __future__ import annotations
 
 import signal
-import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from engine.distributed import failures
 from engine.utils.errors import TERMINATED
@@ -17,7 +17,7 @@ LAST_LINES = 15
 
 @dataclass(eq=False)
 class Rank:
-    """A process that the agent has started."""
+    """A process that a launcher has started."""
 
     local: int
     rank: int
@@ -28,7 +28,9 @@ class Rank:
     ended: float = 0.0
     """Seconds since 1970."""
     told: bool = False
-    """The agent ended it; it did not end by itself."""
+    """The launcher ended it; it did not end by itself."""
+    host: str = ""
+    """Its machine, if the ranks may be on several."""
 
     @property
     def failed(self) -> bool:
@@ -36,16 +38,16 @@ class Rank:
         return not self.told and self.code not in (None, 0)
 
 
-def cause(ranks: Sequence[Rank], tails: dict[int, str]) -> tuple[Rank, bool] | None:
+def cause(ranks: Sequence[Rank], tails: Mapping[int, str] = MappingProxyType({})) -> tuple[Rank, bool] | None:
     """The rank that failed first, and whether it failed only because another one did; ``None`` when none failed.
 
     If all failures are only consequences, and a rank has ended with exit code 0 meanwhile, it is that one.
 
     Args:
-        tails: the end of each rank's standard error, for ranks that have left no error file.
+        tails: the end of each rank's standard error, for ranks that have left no error file; none, if it is not kept.
     """
     found = [
-        (_only_saw(rank, tails[rank.rank]), failures.read(rank.error_file)[1] or rank.ended, rank)
+        (_only_saw(rank, tails.get(rank.rank, "")), failures.read(rank.error_file)[1] or rank.ended, rank)
         for rank in ranks
         if rank.failed
     ]
@@ -64,7 +66,7 @@ def preempted(ranks: Iterable[Rank]) -> bool:
     return TERMINATED in codes and codes <= {None, 0, TERMINATED, -signal.SIGTERM}
 
 
-def story(rank: Rank, tail: str, log: Path | None) -> str:
+def story(rank: Rank, tail: str = "", log: Path | None = None) -> str:
     """A report of a rank's end: which rank, where and how, and finally its traceback."""
     code = rank.code or 0
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
@@ -72,7 +74,8 @@ def story(rank: Rank, tail: str, log: Path | None) -> str:
         how += " (the system may have run out of memory)"
     if code == 0:
         how = "ended early (exit code 0) while others still needed it: all ranks must make the same calls"
-    head = f"rank {rank.rank} on {socket.gethostname()} (process {rank.pid}) {how}"
+    where = f" on {rank.host} (process {rank.pid})" if rank.host else ""
+    head = f"rank {rank.rank}{where} {how}"
     if log is not None:
         head += f"; its output: {log}"
     if code == 0:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from engine.distributed import failures
-from engine.launch.rank import Rank, cause, preempted, story, traceback_in
+from engine.distributed.first_failure import Rank, cause, preempted, story, traceback_in
 
 GONE = """Traceback (most recent call last):
   File "a.py", line 1, in <module>
@@ -18,7 +18,7 @@ RuntimeError: [gloo/pair.cc:553] Connection closed by peer [1.2.3.4]:1"""
 def ended(
     place: Path, rank: int, code: int | None, moment: float, error: Exception | None = None, told: bool = False
 ) -> Rank:
-    found = Rank(rank, rank, 1000 + rank, place / f"{rank}.json", code, moment, told)
+    found = Rank(rank, rank, 1000 + rank, place / f"{rank}.json", code, moment, told, "node7")
     if error is not None:
         failures.record(error, found.error_file)
     return found
@@ -38,7 +38,7 @@ def test_the_cause_is_the_first_that_went_by_itself(tmp_path: Path) -> None:
     assert cause([*ranks[:2], *ranks[3:4]], tails) == (ranks[0], True)
     assert cause(ranks[3:4] + ranks[5:], tails) is None
     own = [ended(tmp_path, 6, 1, 102.0, ValueError("a word on gloo")), ended(tmp_path, 7, 1, 101.5)]
-    assert cause(own, {6: "", 7: ""}) == (own[1], False)
+    assert cause(own) == (own[1], False)
 
 
 def test_a_rank_that_left_early_and_well_is_the_cause(tmp_path: Path) -> None:
@@ -66,12 +66,15 @@ def test_ranks_that_were_told_to_end_have_not_failed(tmp_path: Path) -> None:
 def test_stories(tmp_path: Path) -> None:
     log = tmp_path / "rank=2.log"
     killed = story(ended(tmp_path, 2, -signal.SIGKILL, 1.0), "", log)
-    assert "(process 1002) was killed by SIGKILL (the system may have run out of memory)" in killed
+    assert "rank 2 on node7 (process 1002) was killed by SIGKILL (the system may have run out of memory)" in killed
     assert str(log) in killed
     assert story(ended(tmp_path, 3, 3, 1.0), "no such file\n", log).endswith("its last lines:\n\nno such file")
     told = story(ended(tmp_path, 4, 1, 1.0, KeyError("layer")), "other words", log)
     assert told.endswith("KeyError: 'layer'")
     assert "other words" not in told
+    assert story(Rank(1, 1, 1001, tmp_path / "1.json", 7)) == (
+        "rank 1 failed with exit code 7. It left no traceback: see its output above."
+    )
 
 
 def test_the_last_traceback_and_its_chain(tmp_path: Path) -> None:
