@@ -13,9 +13,11 @@ from typing import Any
 from processes import PATIENCE_S, run_ranks
 
 
-def on_ranks(file: str, world_size: int, prefix: str = "rank_", timeout: float = PATIENCE_S) -> dict[str, list[Any]]:
+def on_ranks(
+    file: str, world_size: int, prefix: str = "rank_", timeout: float = PATIENCE_S, **env: str
+) -> dict[str, list[Any]]:
     """What each function of ``file`` whose name begins with ``prefix`` returns (JSON) on each rank: ``{name without prefix: [by rank]}``."""
-    ran = run_ranks(Path(__file__), world_size, file, prefix, timeout=timeout)
+    ran = run_ranks(Path(__file__), world_size, file, prefix, timeout=timeout, env=env)
     return {name: [rank.value[name] for rank in ran] for name in ran[0].value}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -82,6 +83,10 @@ class Automatic:
 class InParts(Automatic):
     """The strategy runs forward and backward passes together, on chunks of the micro-batch."""
 
+    def begin(self) -> None:
+        super().begin()
+        self.call = partial(in_parts, self.run)
+
     def micro(self, batch: Any, index: int, share: Share) -> Any:
         self.sync(self.models, share.last)
         with self.autocast:
@@ -105,8 +110,22 @@ class ByHand(Automatic):
 def _named(run: Run) -> dict[str, Tensor]:
     """The module's parameters, if only the user can replace them."""
     strategy = run.engine.strategy
-    alone = strategy.group.world_size == 1 and not strategy.owns_step
+    alone = strategy.group.world_size == 1 and not strategy.fused
     return dict(run.module.named_parameters(remove_duplicate=False)) if alone else {}
+
+
+def in_parts(run: Run, batch: Any, index: int) -> Any:
+    """``training_step`` and its backward pass on chunks of a micro-batch; returns the loss of all."""
+    module, recorder, size = run.module, run.recorder, run.recorder.size
+
+    def step(part: Any, samples: int) -> Any:
+        recorder.size, recorder.batch = samples if size else 0, part
+        return loss_in(module.training_step(part, index), type(module).__name__)
+
+    try:
+        return run.engine.forward_backward(step, batch)
+    finally:
+        recorder.size, recorder.batch = size, batch
 
 
 def matched_only(run: Run, call: Callable[..., Any], batch: Any, index: int) -> Any:

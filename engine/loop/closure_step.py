@@ -308,14 +308,9 @@ def refuse(run: Run, optimizers: Sequence[Optimizer]) -> None:
     engine, module = run.engine, run.module
     strategy, name = engine.strategy, type(engine.strategy).__name__
     for method in (*OF_THE_STEP, "backward"):
-        if overrides(module, method) and (strategy.owns_step or strategy.pipelined):
-            why = (
-                "clips, steps and clears gradients in one call"
-                if strategy.owns_step
-                else "runs forward and backward passes together"
-            )
+        if overrides(module, method) and strategy.fused:
             raise ValueError(
-                f"{type(module).__name__} overrides {method}, which cannot be called under {name}: it {why}. "
+                f"{type(module).__name__} overrides {method}, which cannot be called under {name}: it {strategy.fused}. "
                 "Remove the method (learning rates: a scheduler; clipping: gradient_clip_val), or use strategy='ddp' or 'fsdp'"
             )
     inside = [type(o).__name__ for o in optimizers if needs_closure(o)]
@@ -328,8 +323,7 @@ def refuse(run: Run, optimizers: Sequence[Optimizer]) -> None:
         for p in group["params"]
     )
     found = {
-        f"{name}, which steps by itself": strategy.owns_step,
-        f"{name}, which runs forward and backward passes together": strategy.pipelined,
+        f"{name}, which {strategy.fused}": strategy.fused is not None,
         f"{name}, where each rank has a part of the parameters": sharded,
         f"precision={engine.precision.name!r}, whose loss scale changes between two evaluations": engine.scaler
         is not None,

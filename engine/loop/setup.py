@@ -24,7 +24,6 @@ from engine.loop.manual_optimization import ManualOptimizer
 from engine.loop.run import Run
 from engine.metrics.torchmetrics_values import joined
 from engine.module import TrainModule, overrides
-from engine.step.gradients import loss_in
 from engine.step.optimizers import configured
 from engine.step.wrappers import PreparedOptimizer
 from engine.utils.log import logger, warn_once
@@ -143,7 +142,7 @@ def training(run: Run, train_loader: Any, val_loaders: Any, datamodule: DataModu
             "no training data: give run(module, train_loader), a datamodule (fit run: --data my.module:Data) or a module with train_dataloader"
         )
     run.train_loader = found[0]
-    run.engine.strategy.micro_batch_size = getattr(found[0].loader, "batch_size", None)
+    run.engine.strategy.train_with(found[0].loader)
     limit(run.train_loader, "limit_train_batches", settings.limit_train_batches)
     run.num_train_batches = run.train_loader.length
     if run.num_train_batches == 0 and settings.limit_train_batches != 0:
@@ -241,7 +240,7 @@ def place(run: Run) -> None:
             f"{type(module).__name__} is in eval mode (dropout off, batch norm frozen) during training; call module.train() before the run"
         )
     if not module.automatic_optimization:
-        if engine.strategy.matched_forward or engine.strategy.owns_step:
+        if engine.strategy.matched_forward or engine.strategy.fused:
             raise ValueError(
                 f"automatic_optimization=False under {type(engine.strategy).__name__}: the backward pass would run in the sharded model's "
                 "forward pass; use strategy='ddp', or your own loop with Engine"
@@ -258,27 +257,11 @@ def distribute(run: Run) -> None:
     # A module stays sharded: a later run calls the same root.
     step = module.sharded_root[0] if matched and module.sharded_root else TrainingStep(module)
     wrapped = run.engine.prepare_model(step, autocast=False)
-    if run.engine.strategy.pipelined:
-        run.call = partial(pipelined, run)
-    elif matched or type(wrapped) is not TrainingStep:
+    if matched or type(wrapped) is not TrainingStep:
         run.call = wrapped
     if matched:
         module.sharded_root = [wrapped]
         run.method = lambda name: partial(wrapped, step=name)
-
-
-def pipelined(run: Run, batch: Any, index: int) -> Any:
-    """``training_step`` and its backward pass on chunks of a micro-batch; returns the loss of all."""
-    module, recorder, size = run.module, run.recorder, run.recorder.size
-
-    def step(part: Any, samples: int) -> Any:
-        recorder.size, recorder.batch = samples if size else 0, part
-        return loss_in(module.training_step(part, index), type(module).__name__)
-
-    try:
-        return run.engine.forward_backward(step, batch)
-    finally:
-        recorder.size, recorder.batch = size, batch
 
 
 def optimizers(run: Run) -> None:
@@ -307,11 +290,6 @@ def optimizers(run: Run) -> None:
         refuse(run, found)
     run.optimization = optimization(run, prepared)
     run.set_optimizers(run.optimization.optimizers, schedules, module.automatic_optimization)
-    if run.modes.switched and engine.strategy.owns_step:
-        raise ValueError(
-            f"{type(run.modes.switched[0]).__name__} has train() and eval(), which swap the weights, and {type(engine.strategy).__name__} "
-            "keeps the weights itself: use another strategy, or another optimizer"
-        )
 
 
 def optimization(run: Run, prepared: list[PreparedOptimizer]) -> Automatic:

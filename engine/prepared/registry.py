@@ -93,8 +93,6 @@ class Registry:
             raise ValueError(f"{type(optimizer).__name__} has no parameters: give it model.parameters()")
         self.strategy.repoint(optimizer)
         self.stepper.add(optimizer)
-        if self.strategy.pipelined:
-            self.window.join()  # there is only one model, and one loss
         return PreparedOptimizer(optimizer, self.stepper, self.window)
 
     def scheduler(self, scheduler: Any) -> PreparedScheduler:

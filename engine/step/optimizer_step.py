@@ -44,8 +44,14 @@ class OwnsStep(Sharing, Protocol):
         max_norm: float | None,
         max_value: float | None,
         checked: bool,
-    ) -> tuple[Tensor | None, bool]: ...
-    def clip_at_step(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> None: ...
+    ) -> tuple[Tensor | None, bool]:
+        """Divide, clip and apply the gradients; return their norm before clipping (if known) and whether the step was applied.
+
+        ``checked``: a step whose norm is not finite must not be applied.
+        """
+
+    def clip_at_step(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> None:
+        """Clip the norm of these gradients in the next step."""
 
 
 class Stepper:

@@ -15,31 +15,42 @@ from engine.utils.tree import batch_size, map_tensors
 
 
 class Pipelines(Protocol):
-    """What this needs of a strategy. :class:`engine.Strategy` says what each does."""
+    """A strategy that runs forward and backward passes together."""
 
-    group: Group
     data_group: Group
     has_loss: bool
+    """Whether this rank computes the loss, rather than another one with the same data."""
 
     def run_pipeline(
         self, step: Callable[[Any, int], Any], root: Callable[[Any, float], Tensor], batch: Any, last: bool
-    ) -> Any: ...
+    ) -> Any:
+        """Forward and backward of one micro-batch in chunks.
+
+        Args:
+            step: the loss of a chunk and how many of its samples count (0: only up to the call of the model).
+            root: the scalar to start backward from, given a chunk's loss and its fraction of the micro-batch.
+            last: the micro-batch closes its window.
+
+        Returns:
+            The micro-batch's loss without a graph, the same on all ranks that see it.
+        """
 
 
 class Passes:
     """The weights of a window's micro-batches, for backward passes that other code runs.
 
     Args:
+        group: the ranks that see different data.
         scaler: the loss scaler under fp16, or ``None``.
     """
 
-    def __init__(self, window: Window, strategy: Pipelines, scaler: Any) -> None:
-        self._window, self._strategy, self._scaler = window, strategy, scaler
+    def __init__(self, window: Window, group: Group, scaler: Any) -> None:
+        self._window, self._group, self._scaler = window, group, scaler
 
     def by(self, loss: Tensor | Loss, function: Callable[[Tensor], Any]) -> Tensor:
         """As :meth:`engine.Engine.backward_by`."""
         window = self._begin()
-        root, divisor = window.root(loss, self._strategy.data_group.world_size, self._scaler is not None)
+        root, divisor = window.root(loss, self._group.world_size, self._scaler is not None)
         value = root.detach().double() / divisor
         if self._scaler is not None:
             root = root * self._scaler.seed(window.seed(divisor, root))
@@ -72,6 +83,11 @@ class Passes:
 class PipelinedPasses(Passes):
     """For strategies whose forward and backward passes run together, in parts of the micro-batch."""
 
+    def __init__(self, window: Window, strategy: Pipelines, scaler: Any) -> None:
+        super().__init__(window, strategy.data_group, scaler)
+        self._strategy = strategy
+        window.join()  # there is one model, and one loss
+
     def forward_backward(
         self, step: Callable[[Any, int], Any], batch: Any, backward: Callable[[Tensor | Loss], None], last: bool
     ) -> Any:
@@ -79,7 +95,7 @@ class PipelinedPasses(Passes):
         window, strategy, scaler = self._begin(), self._strategy, self._scaler
         if scaler is not None:
             scaler.seed(
-                window.seed(1.0, torch.ones((), device=strategy.group.device))
+                window.seed(1.0, torch.ones((), device=self._group.device))
             )  # ranks without the loss need the scale too
 
         def root(loss: Tensor | Loss, fraction: float) -> Tensor:
@@ -88,7 +104,7 @@ class PipelinedPasses(Passes):
                     "Loss(sum, count) with a pipeline under fp16: the sum may overflow; use precision='bf16-mixed', or return a mean"
                 )
             # As with several ranks: the loss is known here, but not the whole divisor.
-            start, divisor = window.root(loss, max(2, strategy.data_group.world_size), False)
+            start, divisor = window.root(loss, max(2, self._group.world_size), False)
             if not isinstance(loss, Loss):
                 divisor /= fraction
             seed = window.seed(divisor, start)

@@ -29,6 +29,7 @@ class Window:
     __slots__ = (
         "_entered",
         "_exact",
+        "_joined",
         "_met",
         "_newest",
         "_rare",
@@ -84,7 +85,7 @@ class Window:
         """Whether :meth:`attribute` is to be called after the backward pass."""
         self._newest = self.groups[0]  # with several groups: the state of the latest loss, until its groups are known
         self._watched: list[list[Any]] = []
-        self._released = self._rare = False
+        self._released = self._rare = self._joined = False
         self._entered: list[list[Any]] = []
         self._unit: Tensor | float | None = None
         self._exact: Tensor | float | None = None
@@ -92,11 +93,9 @@ class Window:
         self._unfed = 0
         self._seeds: dict[tuple[float, torch.device, torch.dtype], Tensor] = {}
 
-    # -- groups of optimizers -----------------------------------------------------------------------------------------------------
-
     def add(self, optimizer: Optimizer) -> None:
-        """Add an optimizer that steps by itself."""
-        if not self.groups[0].optimizers:
+        """Add an optimizer that steps by itself, unless all are joined."""
+        if self._joined or not self.groups[0].optimizers:
             self.groups[0].optimizers.append(optimizer)
             return
         self.groups.append(Gathered([optimizer]))
@@ -105,7 +104,8 @@ class Window:
         self._newest.closed = True
 
     def join(self) -> None:
-        """All optimizers step together on one loss."""
+        """All optimizers step together on one loss, from now on."""
+        self._joined = True
         self._together([optimizer for group in self.groups for optimizer in group.optimizers])
 
     def leave(self) -> None:

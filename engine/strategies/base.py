@@ -18,8 +18,8 @@ from engine.config.settings import Settings
 from engine.distributed.collectives import all_reduce
 from engine.distributed.group import Group
 from engine.step.gradients import joins, traces
-from engine.step.optimizer_step import OwnedStepper, Stepper
-from engine.step.passes import Passes, PipelinedPasses
+from engine.step.optimizer_step import Stepper
+from engine.step.passes import Passes
 from engine.step.precision import Precision, Scaler
 from engine.step.window import Window
 from engine.strategies import deferred_init
@@ -47,15 +47,13 @@ class Strategy:
     """Whether forward passes contain collectives, so that all ranks must run equally many, also in evaluation."""
     matched_backward: bool = field(default=False, init=False, repr=False)
     """Whether every backward pass contains collectives, not only a window's last one."""
-    owns_step: bool = field(default=False, init=False, repr=False)
-    """Whether the strategy owns the gradients until its :meth:`step`: nothing else reads, divides, clips or clears them."""
+    fused: str | None = field(default=None, init=False, repr=False)
+    """What the strategy does in one call, so that nobody can call, or replace, a part of it alone; ``None``: nothing. Completes "which ..."."""
     group: Group = field(init=False, repr=False)
     data_group: Group = field(init=False, repr=False)
     """The group of ranks that see different data, including this one: all ranks, unless several ranks hold parts of one model."""
     pipelined: bool = field(default=False, init=False, repr=False)
-    """Whether forward and backward passes run together, by :meth:`run_pipeline`."""
-    has_loss: bool = field(default=True, init=False, repr=False)
-    """Whether :meth:`run_pipeline` computes the loss on this rank, rather than on another one with the same data."""
+    """Whether forward and backward passes run together, by :class:`engine.step.passes.PipelinedPasses`."""
     speaks: bool = field(default=True, init=False, repr=False)
     """Whether this rank's losses and logged values count: true for one of the ranks with the same data."""
     random_stream: int = field(default=0, init=False, repr=False)
@@ -70,8 +68,17 @@ class Strategy:
     """Why only blocks, and not a whole model, can be compiled under this strategy; ``None``: it can."""
     window: Window = field(default_factory=Window, init=False, repr=False)
     """The engine's window; set by the engine."""
-    micro_batch_size: int | None = field(default=None, init=False, repr=False)
-    """Samples of one rank's micro-batch, if the training loader has a batch size; set by ``Fit`` before ``place``."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for method, verb, caller in (
+            ("step", "stepper", "engine.step.optimizer_step.OwnedStepper"),
+            ("run_pipeline", "passes", "engine.step.passes.PipelinedPasses"),
+        ):
+            if hasattr(cls, method) and getattr(cls, verb) is getattr(Strategy, verb):
+                raise TypeError(
+                    f"{cls.__name__}.{method} would never be called: override {verb}() to return a {caller}"
+                )
 
     def check(self, settings: Settings, origins: Mapping[str, str], world_size: int | None) -> None:
         """Called by ``Fit`` before processes start.
@@ -119,11 +126,14 @@ class Strategy:
 
     def stepper(self, scaler: Any, on_nonfinite: str | None) -> Stepper:
         """What finishes windows and steps optimizers."""
-        return (OwnedStepper if self.owns_step else Stepper)(self.window, self, scaler, on_nonfinite)
+        return Stepper(self.window, self, scaler, on_nonfinite)
 
     def passes(self, scaler: Any) -> Passes:
         """What runs backward passes that are not plain ones."""
-        return (PipelinedPasses if self.pipelined else Passes)(self.window, self, scaler)
+        return Passes(self.window, self.data_group, scaler)
+
+    def train_with(self, loader: Any) -> None:
+        """Called by ``Fit``, before :meth:`place`, with the training's loader."""
 
     def own_optimizers(self, model: nn.Module) -> Any:
         """Optimizers and schedulers of the strategy's configuration for ``model`` (from ``setup``), as from ``configure_optimizers``."""
@@ -174,21 +184,6 @@ class Strategy:
         self.expect(models, root)
         root.backward()
 
-    def run_pipeline(
-        self, step: Callable[[Any, int], Any], root: Callable[[Any, float], Tensor], batch: Any, last: bool
-    ) -> Any:
-        """Forward and backward of one micro-batch in chunks, if :attr:`pipelined`.
-
-        Args:
-            step: the loss of a chunk and how many of its samples count (0: only up to the call of the model).
-            root: the scalar to start backward from, given a chunk's loss and its fraction of the micro-batch.
-            last: the micro-batch closes its window.
-
-        Returns:
-            The micro-batch's loss without a graph, the same on all ranks that see it.
-        """
-        raise NotImplementedError
-
     def traces(self, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> list[tuple[Any, int]]:
         """Objects (``None``: no gradient yet) and versions that change when a backward pass reaches these optimizers' parameters."""
         return traces(optimizers)
@@ -227,26 +222,6 @@ class Strategy:
     def agree(self, found: Tensor) -> Tensor:
         """The maximum over all ranks of a flag (1.0: a gradient is not finite)."""
         return found
-
-    # -- only for strategies that own the step --------------------------------------------------------------------------------------------
-
-    def step(
-        self,
-        optimizers: Sequence[Any],
-        divisor: Tensor | float | None,
-        max_norm: float | None,
-        max_value: float | None,
-        checked: bool,
-    ) -> tuple[Tensor | None, bool]:
-        """Divide, clip and apply the gradients; return their norm before clipping (if known) and whether the step was applied.
-
-        ``checked``: a step whose norm is not finite must not be applied.
-        """
-        raise NotImplementedError
-
-    def clip_at_step(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> None:
-        """Clip the norm of these gradients in the next step."""
-        raise NotImplementedError
 
     # -- checkpoints: by names, so that each strategy reads what another wrote ----------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from engine.checkpoint.reader import Source
 from engine.config.settings import Settings
 from engine.distributed.group import Group
 from engine.distributed.mesh import data_group
+from engine.step.passes import Passes, PipelinedPasses
 from engine.strategies import dtensors, tensor_parallel
 from engine.strategies.fsdp import FSDP
 from engine.strategies.pipeline import SCHEDULES, Pipeline, Step
@@ -137,12 +138,16 @@ class MeshParallel(FSDP):
         super().connect(group)
         pp, tp = self._sizes["pp"], self._sizes["tp"]
         self.pipelined = self.parts_differ = pp > 1
+        self.fused = "runs forward and backward passes together" if pp > 1 else None
         self.compiles_whole = _IN_PARTS if pp > 1 else None
         self.data_group = data_group(group, self._sizes)
         stage = group.rank // (group.world_size // pp)
         self.random_stream = self.data_group.rank * pp + stage
         self.has_loss = stage == (0 if SCHEDULES[self.schedule][2] else pp - 1)
         self.speaks = self.has_loss and group.rank % tp == 0
+
+    def passes(self, scaler: Any) -> Passes:
+        return PipelinedPasses(self.window, self, scaler) if self.pipelined else super().passes(scaler)
 
     def setup(self, model: nn.Module) -> nn.Module:
         prepared = super().setup(model)
@@ -216,6 +221,7 @@ class MeshParallel(FSDP):
         return depth
 
     def run_pipeline(self, step: Step, root: Callable[[Any, float], Tensor], batch: Any, last: bool) -> Any:
+        """Forward and backward of ``batch`` in chunks: ``step``, ``root`` and ``last`` as in :class:`engine.step.passes.Pipelines`."""
         assert self._depth is not None, "run_pipeline before setup"
         for model in self._divided:  # the schedule calls its modules
             model.check()

@@ -76,6 +76,13 @@ def test_alone_every_verb_is_neutral() -> None:
     assert not own.matched_forward
 
 
+@pytest.mark.parametrize(("method", "verb"), [("step", "stepper"), ("run_pipeline", "passes")])
+def test_a_method_that_nothing_would_call_is_refused(method: str, verb: str) -> None:
+    with pytest.raises(TypeError, match=rf"Own.{method} would never be called: override {verb}\(\)"):
+        type("Own", (Single,), {method: lambda self: None})
+    type("Own", (Single,), {method: lambda self: None, verb: lambda self: None})
+
+
 @pytest.mark.parametrize(("grads", "expected"), [([], 0.0), ([[3.0], [4.0]], 5.0)])
 def test_norm(grads: list[list[float]], expected: float) -> None:
     assert Single().norm([torch.tensor(g) for g in grads]).item() == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import warnings
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 
 from engine.step import gradients
 from engine.strategies.added_modules import Divided
-from engine.strategies.deepspeed_state import Spread
+from engine.strategies.deepspeed.sharded_state import Spread
 from engine.utils.tree import map_tensors
 
 ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop")
@@ -347,8 +348,13 @@ def import_deepspeed(device: torch.device) -> None:
     """Import DeepSpeed for a kind of device, whatever else this machine has.
 
     Raises:
+        ImportError: it is not installed.
         ValueError: it was imported for another kind before.
     """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ImportError(
+            'strategy="deepspeed" needs DeepSpeed, which is not installed: pip install "fit-trainer[deepspeed]"'
+        )
     with variables(DS_ACCELERATOR=os.environ.get("DS_ACCELERATOR", device.type)):
         import deepspeed
         from deepspeed.accelerator import get_accelerator

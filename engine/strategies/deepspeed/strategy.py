@@ -1,9 +1,8 @@
-"""DeepSpeed: ZeRO stages 0 to 3 with offload; its engine runs inside our loop."""
+"""The strategy ``"deepspeed"``."""
 
 from __future__ import annotations
 
 import copy
-import importlib.util
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,11 +16,12 @@ from torch.optim import Optimizer
 from engine.checkpoint.reader import Report, Source, whole
 from engine.config.settings import Settings
 from engine.distributed.group import Group
+from engine.step.optimizer_step import OwnedStepper, Stepper
 from engine.step.precision import Precision
-from engine.strategies import deepspeed_checks, deepspeed_config, deepspeed_state
 from engine.strategies.base import Strategy, class_name, named_state, numbered_state, spread, sum_over_ranks
-from engine.strategies.deepspeed_config import Asked
-from engine.strategies.deepspeed_model import (
+from engine.strategies.deepspeed import checks, configuration, sharded_state
+from engine.strategies.deepspeed.configuration import Asked
+from engine.strategies.deepspeed.model import (
     ELEMENTWISE,
     Driven,
     LossScale,
@@ -31,7 +31,7 @@ from engine.strategies.deepspeed_model import (
     import_deepspeed,
     use_process_group,
 )
-from engine.strategies.deepspeed_state import Spread
+from engine.strategies.deepspeed.sharded_state import Spread
 from engine.utils.log import warn_once
 from engine.utils.parameters import parameters_of
 
@@ -78,33 +78,33 @@ class DeepSpeed(Strategy):
     _given: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     _where: str = field(default="", init=False, repr=False)
     _asked: dict[str, Asked] | None = field(default=None, init=False, repr=False)
+    _batch_size: Any = field(default=None, init=False, repr=False)
     _models: list[Driven] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._config, self._where = deepspeed_config.read(self.config)
+        self._config, self._where = configuration.read(self.config)
         zero = self._config.setdefault("zero_optimization", {})
-        for name, inside in deepspeed_config.IN_ZERO.items():
+        for name, inside in configuration.IN_ZERO.items():
             if getattr(self, name) is not None:
                 asked = Asked(getattr(self, name), f"DeepSpeed({name}={getattr(self, name)!r})")
-                deepspeed_config.settle(self._config, f"zero_optimization.{inside}", asked, self._where)
-        for name, inside in deepspeed_config.OFFLOAD.items():
+                configuration.settle(self._config, f"zero_optimization.{inside}", asked, self._where)
+        for name, inside in configuration.OFFLOAD.items():
             if getattr(self, name):
-                deepspeed_config.offload(
+                configuration.offload(
                     self._config, self._where, f"zero_optimization.{inside}", name, getattr(self, name), self.nvme_path
                 )
-        deepspeed_config.default(self._config, "zero_optimization.stage", 2)
+        configuration.default(self._config, "zero_optimization.stage", 2)
         if zero["stage"] not in (0, 1, 2, 3) or isinstance(zero["stage"], bool):
             raise ValueError(f"stage={zero['stage']!r} in {self._where} is not a ZeRO stage; possible: 0, 1, 2, 3")
         self.zero_stage: int = zero["stage"]
-        deepspeed_checks.check_offload(self._config, self._where, self.zero_stage)
+        checks.check_offload(self._config, self._where, self.zero_stage)
         self._given = self._config
-        self.owns_step, self.matched_backward = True, self.zero_stage > 0
+        self.fused = "clips, steps and clears gradients in one call"
+        self.matched_backward = self.zero_stage > 0
 
     def check(self, settings: Settings, origins: Mapping[str, str], world_size: int | None) -> None:
-        deepspeed_checks.check_precision(
-            Precision.parse(settings.precision).name, self.zero_stage, settings.accelerator
-        )
-        deepspeed_checks.check_clipping(settings, origins)
+        checks.check_precision(Precision.parse(settings.precision).name, self.zero_stage, settings.accelerator)
+        checks.check_clipping(settings, origins)
 
     # -- where it runs ----------------------------------------------------------------------------------------------------------
 
@@ -113,25 +113,21 @@ class DeepSpeed(Strategy):
         self.parts_differ = group.world_size > 1
         self._config, self._asked = copy.deepcopy(self._given), None  # one object may be used in several runs
         name, stage = self.precision.name, self.zero_stage
-        if importlib.util.find_spec("deepspeed") is None:
-            raise ImportError(
-                'strategy="deepspeed" needs DeepSpeed, which is not installed: pip install "fit-trainer[deepspeed]"'
-            )
-        deepspeed_checks.check_precision(name, stage, group.device.type)
+        checks.check_precision(name, stage, group.device.type)
         for kind in ("bf16", "fp16"):
             wanted = self._half == kind
             asked = Asked(wanted, f"precision={name!r}")
-            if stage or deepspeed_config.says(self._config, f"{kind}.enabled"):
-                said = deepspeed_config.settle(self._config, f"{kind}.enabled", asked, self._where)
+            if stage or configuration.says(self._config, f"{kind}.enabled"):
+                said = configuration.settle(self._config, f"{kind}.enabled", asked, self._where)
                 put = said and stage > 0
-                deepspeed_config.put(self._config, f"{kind}.enabled", put)
+                configuration.put(self._config, f"{kind}.enabled", put)
         if self._half and stage:
             # Summed in the half format, a window's micro-batches would be lost to rounding.
-            deepspeed_config.default(self._config, "data_types.grad_accum_dtype", "fp32")
+            configuration.default(self._config, "data_types.grad_accum_dtype", "fp32")
         import_deepspeed(group.device)
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-        deepspeed_checks.check_names(
+        checks.check_names(
             "zero_optimization", self._config["zero_optimization"], DeepSpeedZeroConfig.model_fields, self._where
         )
         self.matched_forward = self.zero_stage == 3
@@ -147,17 +143,17 @@ class DeepSpeed(Strategy):
             value = getattr(settings, name)
             return Asked(value, f"{name}={value!r} ({origins.get(name, 'code')})")
 
-        deepspeed_checks.check_clipping(settings, origins)
+        checks.check_clipping(settings, origins)
         names = {"gradient_clip_val": "gradient_clipping", "accumulate_grad_batches": "gradient_accumulation_steps"}
         if settings.global_batch_size is not None:
             names = {"gradient_clip_val": "gradient_clipping", "global_batch_size": "train_batch_size"}
         changes, config = {}, self._config
         for name, path in names.items():
-            if deepspeed_config.says(config, path) and origins.get(name) == "default":
-                changes[name] = deepspeed_config.get(config, path)
-            elif deepspeed_config.says(config, path):
+            if configuration.says(config, path) and origins.get(name) == "default":
+                changes[name] = configuration.get(config, path)
+            elif configuration.says(config, path):
                 found = asked(name)
-                deepspeed_config.settle(config, path, replace(found, value=found.value or 0), self._where)
+                configuration.settle(config, path, replace(found, value=found.value or 0), self._where)
         settings = replace(settings, **changes)
         self._asked = {
             name: asked(name) for name in ("gradient_clip_val", "accumulate_grad_batches", "global_batch_size")
@@ -179,6 +175,12 @@ class DeepSpeed(Strategy):
 
     def scaler(self) -> Any:
         return LossScale(self._models) if self._half == "fp16" else None
+
+    def stepper(self, scaler: Any, on_nonfinite: str | None) -> Stepper:
+        return OwnedStepper(self.window, self, scaler, on_nonfinite)
+
+    def train_with(self, loader: Any) -> None:
+        self._batch_size = getattr(loader, "batch_size", None)
 
     def setup(self, model: nn.Module) -> nn.Module:
         made = (self.zero_stage, self.group.world_size, self.precision.name)
@@ -214,12 +216,13 @@ class DeepSpeed(Strategy):
         if not owners:
             return  # its model comes later
         owner, name = owners[0], type(optimizer).__name__
-        deepspeed_checks.check_only_optimizer(optimizer, owners)
-        if deepspeed_config.says(self._config, "optimizer"):
+        checks.check_only_optimizer(optimizer, owners)
+        checks.check_one_set_of_weights(optimizer)
+        if configuration.says(self._config, "optimizer"):
             raise ValueError(
                 f'{name} was given, and "optimizer" in {self._where} is {self._config["optimizer"].get("type")!r}: keep one of them'
             )
-        if deepspeed_config.says(self._config, "scheduler"):
+        if configuration.says(self._config, "scheduler"):
             raise ValueError(
                 f'"scheduler" in {self._where} needs "optimizer" there: return yours from configure_optimizers'
             )
@@ -233,7 +236,7 @@ class DeepSpeed(Strategy):
             if found is None:
                 optimizer.load_state_dict(numbered_state(optimizer, owner, warm))
             else:
-                deepspeed_state.load_optimizer(found, owner, warm, lambda value: value)
+                sharded_state.load_optimizer(found, owner, warm, lambda value: value)
 
     def own_optimizers(self, model: nn.Module) -> Any:
         """The configuration's ``"optimizer"`` and ``"scheduler"``, as ``configure_optimizers`` would return them.
@@ -243,16 +246,16 @@ class DeepSpeed(Strategy):
         Raises:
             ValueError: ``lr`` is ``"auto"`` and the module has no ``hparams.lr`` or ``hparams.learning_rate``.
         """
-        if not deepspeed_config.says(self._config, "optimizer"):
+        if not configuration.says(self._config, "optimizer"):
             return None
         assert isinstance(model, Driven)
         hparams = getattr(getattr(model.module, "module", model.module), "hparams", {})
-        deepspeed_config.fill_optimizer(self._config, self._where, hparams.get("lr", hparams.get("learning_rate")))
+        configuration.fill_optimizer(self._config, self._where, hparams.get("lr", hparams.get("learning_rate")))
         self._start(model, None, trains=True)
         scheduler = self._config.get("scheduler")
         if scheduler is None:
             return model.optimizer
-        made = deepspeed_config.scheduler(scheduler, self._where)(model.optimizer, **scheduler.get("params", {}))
+        made = configuration.scheduler(scheduler, self._where)(model.optimizer, **scheduler.get("params", {}))
         return {"optimizer": model.optimizer, "lr_scheduler": {"scheduler": made, "interval": "step"}}
 
     def _start(self, model: Driven, optimizer: Optimizer | None, trains: bool) -> None:
@@ -285,16 +288,16 @@ class DeepSpeed(Strategy):
 
     def _complete(self, model: Driven | None) -> dict[str, Any]:
         """The configuration for DeepSpeed."""
-        asked, size = self._asked or {}, self.micro_batch_size
+        asked, size = self._asked or {}, self._batch_size
         config = copy.deepcopy(self._config)
         micro = Asked(size, f"the training loader's batch_size={size}") if isinstance(size, int) else None
-        window = deepspeed_config.window(asked, size, self.group.world_size, self.window.size)
-        deepspeed_config.batch_sizes(config, self._where, micro, window, self.group.world_size)
+        window = configuration.window(asked, size, self.group.world_size, self.window.size)
+        configuration.batch_sizes(config, self._where, micro, window, self.group.world_size)
         clip = asked.get("gradient_clip_val")
         pinned = self.group.device.type == "cuda" if self.pin_memory is None else self.pin_memory
         numel = 0 if model is None else sum(getattr(p, "ds_numel", p.numel()) for p in model.module.parameters())
-        deepspeed_config.complete(config, (clip.value or 0.0) if clip else 0.0, numel, pinned)
-        deepspeed_config.no_auto_left(config, self._where)
+        configuration.complete(config, (clip.value or 0.0) if clip else 0.0, numel, pinned)
+        configuration.no_auto_left(config, self._where)
         return config
 
     def release(self) -> None:
@@ -338,13 +341,11 @@ class DeepSpeed(Strategy):
         max_value: float | None,
         checked: bool,
     ) -> tuple[Tensor | None, bool]:
-        if len(optimizers) != 1 or max_value is not None:
-            what = (
-                "clips by norm only"
-                if max_value is not None
-                else f"steps {len(optimizers)} optimizers one by one, not as one"
-            )
-            raise ValueError(f"DeepSpeed {what}")
+        """Step one optimizer. ``checked``: as in :class:`engine.step.optimizer_step.OwnsStep`."""
+        if max_value is not None:
+            raise ValueError("DeepSpeed clips by norm only")
+        if len(optimizers) != 1:
+            raise ValueError(f"DeepSpeed steps {len(optimizers)} optimizers one by one, not as one")
         model = self._of(optimizers[0])
         norm, applied = model.step(None if divisor is None else float(divisor), max_norm, checked)
         if not applied and not checked and self._half != "fp16":
@@ -352,6 +353,7 @@ class DeepSpeed(Strategy):
         return norm, applied
 
     def clip_at_step(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> None:
+        """Clip the norm of these gradients in the next step."""
         ids = {id(p) for p in parameters if p.requires_grad}
         for model in self._models:
             if ids == {id(p) for p in model.module.parameters() if p.requires_grad}:
@@ -373,10 +375,10 @@ class DeepSpeed(Strategy):
 
     def model_parts(self, module: nn.Module) -> dict[str, Any]:
         ranks, rank = self.group.world_size, self.group.rank
-        return deepspeed_state.model_state(module, self._spread(module), lambda number: number % ranks == rank)
+        return sharded_state.model_state(module, self._spread(module), lambda number: number % ranks == rank)
 
     def load_model(self, module: nn.Module, source: Source, strict: bool = True) -> Report:
-        return deepspeed_state.load_model(module, self._spread(module), source, strict)
+        return sharded_state.load_model(module, self._spread(module), source, strict)
 
     def optimizer_parts(self, optimizer: Any, module: nn.Module) -> dict[str, Any]:
         return named_state(self._of(optimizer).spread or optimizer, module)
@@ -386,10 +388,10 @@ class DeepSpeed(Strategy):
         if found is None:
             super().load_optimizer(optimizer, module, state, source)
         else:
-            deepspeed_state.load_optimizer(found, module, state, lambda value: source.read_optim(value, whole))
+            sharded_state.load_optimizer(found, module, state, lambda value: source.read_optim(value, whole))
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        return deepspeed_state.model_state(module, self._spread(module), lambda number: self.group.is_main)
+        return sharded_state.model_state(module, self._spread(module), lambda number: self.group.is_main)
 
 
 stage_0, stage_1, stage_2, stage_3 = (partial(DeepSpeed, stage=stage) for stage in range(4))

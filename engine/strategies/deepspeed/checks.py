@@ -8,9 +8,10 @@ from typing import Any
 from torch.optim import Optimizer
 
 from engine.config.settings import Settings
+from engine.step.optimizers import Modes
 from engine.strategies.base import class_name
-from engine.strategies.deepspeed_config import OFFLOAD, get
-from engine.strategies.deepspeed_model import Driven
+from engine.strategies.deepspeed.configuration import OFFLOAD, get
+from engine.strategies.deepspeed.model import Driven
 from engine.utils.errors import nearest
 from engine.utils.parameters import parameters_of
 
@@ -71,6 +72,15 @@ def check_clipping(settings: Settings, origins: Mapping[str, str]) -> None:
         raise ValueError(
             f"gradient_clip_algorithm='value' ({origins.get('gradient_clip_algorithm', 'code')}) under DeepSpeed, which clips by norm only: "
             "use 'norm', or strategy='fsdp'"
+        )
+
+
+def check_one_set_of_weights(optimizer: Optimizer) -> None:
+    """Raise ``ValueError`` for an optimizer that trains with other weights than those to use afterwards, as schedule-free ones do."""
+    if Modes([optimizer]).switched:
+        raise ValueError(
+            f"{type(optimizer).__name__} has train() and eval(), which swap the weights, and DeepSpeed keeps the weights itself: "
+            "use another strategy, or another optimizer"
         )
 
 

@@ -334,9 +334,9 @@ def scheduler(section: Mapping[str, Any], where: str) -> Any:
     import torch
     from deepspeed.runtime import lr_schedules
 
-    for place in (lr_schedules, torch.optim.lr_scheduler):
-        if isinstance(getattr(place, section["type"], None), type):
-            return getattr(place, section["type"])
+    for module in (lr_schedules, torch.optim.lr_scheduler):
+        if isinstance(getattr(module, section["type"], None), type):
+            return getattr(module, section["type"])
     known = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
     raise ValueError(
         f"{where}: scheduler type {section['type']!r} is unknown{nearest(section['type'], known)}; possible: {', '.join(known)}"
@@ -350,10 +350,10 @@ def no_auto_left(config: Any, where: str, path: str = "") -> None:
         ValueError: one is not; the message says where.
     """
     for key, value in config.items():
-        place = f"{path}.{key}" if path else key
+        inner = f"{path}.{key}" if path else key
         if isinstance(value, Mapping):
-            no_auto_left(value, where, place)
-        elif value == "auto" and place not in _AUTO_ELSEWHERE:
+            no_auto_left(value, where, inner)
+        elif value == "auto" and inner not in _AUTO_ELSEWHERE:
             raise ValueError(
-                f'{where}: {place}="auto" cannot be filled, because no other setting gives it: write a value, or leave it out'
+                f'{where}: {inner}="auto" cannot be filled, because no other setting gives it: write a value, or leave it out'
             )
