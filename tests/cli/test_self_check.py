@@ -45,16 +45,16 @@ def test_a_check_that_ends_its_process_has_failed_and_the_others_are_made(
 ) -> None:
     (folder / "broken_job.py").write_text(JOB)
     monkeypatch.setattr(self_check, "JOBS", "broken_job")
-    monkeypatch.setattr(self_check, "LIMIT_S", 1.0)
+    monkeypatch.setattr(self_check, "LIMIT_S", 10.0)
     monkeypatch.setenv("FIT_PRECISION", "nonsense")  # settings around the checks are none of theirs
     began = time.monotonic()
     found = self_check._job(["store", "bf16", "single", "resume", "ddp"], folder)
-    assert time.monotonic() - began < 100
+    assert time.monotonic() - began < 300
     assert [(each.check, each.ok, each.detail) for each in found] == [
         ("store", True, ""),
         ("bf16", False, "the process ended with exit code 3: no bf16 here"),
         ("single", True, ""),
-        ("resume", False, "not finished after 1 s"),
+        ("resume", False, "not finished after 10 s"),
         ("ddp", False, ""),
     ]
     assert [each.mend for each in found] == ["", CHECKS["bf16"][1], "", CHECKS["resume"][1], CHECKS["ddp"][1]]
