@@ -24,7 +24,7 @@ from engine.checkpoint.foreign_files import (
 from engine.checkpoint.json_tree import pack, same_memory
 from engine.checkpoint.manifest import MANIFEST
 from engine.checkpoint.optimizer_names import named, nested
-from engine.checkpoint.storage import Place, split
+from engine.checkpoint.storage import Location, split
 from engine.checkpoint.tensors import Stored, TensorFiles, storable, write_tensors
 from engine.checkpoint.user_paths import folder, local_copy
 
@@ -118,16 +118,16 @@ def convert(source: str | Path, out: str | Path, *, trust_pickle: bool = False) 
         raise ValueError(
             f"{out} is a whole bucket or file system: give a name in it, such as {str(out).rstrip('/')}/step=00000000"
         )
-    place, name = split(out)
-    if name in {*place.manifests(), *place.damaged()} or ("://" not in str(out) and Path(out).exists()):
+    location, name = split(out)
+    if name in {*location.manifests(), *location.damaged()} or ("://" not in str(out) and Path(out).exists()):
         raise FileExistsError(f"{out} exists already: choose another path")
     with local_copy(source) as path:
         content = _read(path, str(source), trust_pickle)
-        place.begin(name, True)
+        location.begin(name, True)
         try:
-            converted = _write(place, name, content, str(source))
+            converted = _write(location, name, content, str(source))
         except BaseException:
-            place.abandon(name, True)
+            location.abandon(name, True)
             raise
     return converted
 
@@ -309,9 +309,9 @@ def _packs(value: Any, what: str, notes: list[str]) -> bool:
 # -- writing --------------------------------------------------------------------------------------------------------------------------
 
 
-def _write(place: Place, name: str, content: _Content, told: str) -> Converted:
+def _write(location: Location, name: str, content: _Content, told: str) -> Converted:
     """Fill the draft, a few of the model's tensors at a time, and seal it."""
-    draft, size = place.draft(name), 0
+    draft, size = location.draft(name), 0
     files: dict[str, Record] = {}
     for index, shard in enumerate(_shards(content)):
         tensors = content.model.whole([content.names[each] for each in shard])
@@ -335,9 +335,9 @@ def _write(place: Place, name: str, content: _Content, told: str) -> Converted:
         "converted_from": {"path": told, "kind": content.kind},
         "versions": {"torch": str(torch.__version__)},
     }
-    place.send(name, files)
-    place.seal(name, 1, facts, files)
-    path = str(place.path(name))
+    location.send(name, files)
+    location.seal(name, 1, facts, files)
+    path = str(location.path(name))
     return Converted(
         path,
         content.kind,

@@ -97,24 +97,24 @@ def unlike(saved: Any, own: Any) -> bool:
     return isinstance(saved, Stored) and saved.shape.numel() != 1
 
 
-def _wrong(value: Any, form: Any, place: str) -> str | None:
+def _wrong(value: Any, form: Any, path: str) -> str | None:
     """The path of the first value that is not of the form."""
     if isinstance(form, tuple):
-        return None if any(_wrong(value, each, place) is None for each in form) else place
+        return None if any(_wrong(value, each, path) is None for each in form) else path
     if isinstance(form, range):
-        return None if type(value) is int and value in form else place
+        return None if type(value) is int and value in form else path
     if isinstance(form, list):
         if not isinstance(value, list):
-            return place
+            return path
         return next(
-            (bad for index, each in enumerate(value) if (bad := _wrong(each, form[0], f"{place}.{index}")) is not None),
+            (bad for index, each in enumerate(value) if (bad := _wrong(each, form[0], f"{path}.{index}")) is not None),
             None,
         )
     if isinstance(form, dict):
         if not isinstance(value, dict):
-            return place
+            return path
         if ... in form:
             form = dict.fromkeys(value, form[...])
-        wrong = (_wrong(value[name], inner, f"{place}.{name}") for name, inner in form.items() if name in value)
+        wrong = (_wrong(value[name], inner, f"{path}.{name}") for name, inner in form.items() if name in value)
         return next((bad for bad in wrong if bad is not None), None)
-    return None if (value is None if form is None else type(value) is form) else place
+    return None if (value is None if form is None else type(value) is form) else path

@@ -10,7 +10,7 @@ from typing import Any
 from engine.checkpoint.directory import SHARED, Opened
 from engine.checkpoint.files import DamagedCheckpoint, blocks, read_json, verify
 from engine.checkpoint.manifest import FOLDERS, MANIFEST, check_manifest
-from engine.checkpoint.storage import Place
+from engine.checkpoint.storage import Location
 from engine.checkpoint.tensors import TensorFiles
 from engine.checkpoint.user_paths import find, folder
 from engine.config.masked import without_secrets
@@ -40,7 +40,7 @@ def entries(root: str | Path) -> list[Entry]:
     ]
 
 
-def _entry(where: Place, name: str, manifest: Mapping[str, Any]) -> Entry:
+def _entry(where: Location, name: str, manifest: Mapping[str, Any]) -> Entry:
     counters = _fields(manifest.get("counters"))
     return {
         "name": name,
@@ -122,7 +122,7 @@ def problems(path: str | Path) -> dict[str, list[str]]:
     return {str(where.path(name)): _problems(where, name) for name in names}
 
 
-def _problems(where: Place, name: str, known: str = "") -> list[str]:
+def _problems(where: Location, name: str, known: str = "") -> list[str]:
     """Verify one checkpoint; ``known`` is its problem if it has no usable manifest."""
     try:
         directory = where.fetch(name)

@@ -187,16 +187,16 @@ class Source:
         """``tree`` with each :class:`Stored` read into the tensor that ``like`` returns for it."""
         targets: dict[str, Tensor] = {}
 
-        def place(value: Any) -> Any:
+        def put(value: Any) -> Any:
             if isinstance(value, Stored):
                 return targets.setdefault(value.name, like(value))
             if isinstance(value, dict):
-                return {key: place(each) for key, each in value.items()}
+                return {key: put(each) for key, each in value.items()}
             if isinstance(value, (list, tuple)):
-                return type(value)(place(each) for each in value)
+                return type(value)(put(each) for each in value)
             return value
 
-        found = place(tree)
+        found = put(tree)
         self._optim.read_into(targets)
         return found
 

@@ -20,7 +20,7 @@ from engine.checkpoint.listing import by_score
 from engine.checkpoint.manifest import FOLDERS
 from engine.checkpoint.reader import Source
 from engine.checkpoint.snapshot import own_form, shared_form
-from engine.checkpoint.storage import Place, split
+from engine.checkpoint.storage import Location, split
 from engine.checkpoint.tensors import Stored
 from engine.distributed.all_or_none import together
 from engine.distributed.collectives import gather_json
@@ -59,9 +59,9 @@ class Resume:
 class Loaded:
     """A checkpoint that all ranks have opened and checked."""
 
-    def __init__(self, opened: Opened, place: Place, name: str, group: Group) -> None:
+    def __init__(self, opened: Opened, location: Location, name: str, group: Group) -> None:
         self.opened, self._group = opened, group
-        self.name, self.path = name, place.path(name)
+        self.name, self.path = name, location.path(name)
         self.passed: Sequence[str] = ()
         """Names of newer ones that are damaged."""
         self.manifest = opened.manifest
@@ -108,15 +108,15 @@ class Loaded:
                 f"{self.path}: the saved state does not fit {what}: {type(error).__name__}: {printable(error)}"
             ) from error
 
-    def own(self, place: Any) -> Any:
+    def own(self, position: Any) -> Any:
         """This rank's state, if all ranks have their old positions; else ``None``, on all ranks.
 
         Args:
-            place: this rank's position (JSON); its state has it under ``"place"``.
+            position: this rank's position (JSON); its state has it under ``"place"``.
         """
         same = self.manifest["world_size"] == self._group.world_size
         state = self.of_rank(self._group.rank) if same else None
-        return state if all(gather_json(self._group, state is not None and state["place"] == place)) else None
+        return state if all(gather_json(self._group, state is not None and state["place"] == position)) else None
 
     def every(self) -> list[Any]:
         """The states of all ranks that saved; empty for a converted checkpoint."""
@@ -127,7 +127,7 @@ class Loaded:
 @contextmanager
 def opening(
     group: Group,
-    place: Place,
+    location: Location,
     wanted: str,
     folders: tuple[str, ...] = FOLDERS,
     argument: str = "resume",
@@ -136,7 +136,7 @@ def opening(
     """Open the checkpoint ``wanted`` on all ranks, which share the work of checking it.
 
     Args:
-        place: where the names ``"last"``, ``"auto"`` and ``"best"`` are looked up. Unusable checkpoints are reported and skipped.
+        location: where the names ``"last"``, ``"auto"`` and ``"best"`` are looked up. Unusable checkpoints are reported and skipped.
         folders: those that will be read.
         argument: the name of the user's argument, for messages.
         report: called with a message about each skipped one.
@@ -146,9 +146,9 @@ def opening(
         DamagedCheckpoint: the one given by path cannot be used, or none of the existing ones can; the message has the reasons.
     """
     named = wanted in NAMES
-    where, name = (place, "") if named else split(wanted)
+    where, name = (location, "") if named else split(wanted)
     candidates, unusable = together(
-        group, partial(_there, place, wanted) if named and group.is_main else lambda: [[name], {}]
+        group, partial(_there, location, wanted) if named and group.is_main else lambda: [[name], {}]
     )[0]
     reasons = [f"{where.path(name)}: {why}" for name, why in unusable.items()]
     passed: list[str] = []
@@ -170,7 +170,7 @@ def opening(
             raise DamagedCheckpoint(damage)
         reasons.append(damage)
         passed.append(name)
-    what = f"no complete checkpoint{' with a score' if wanted == 'best' else ''} in {place.root}"
+    what = f"no complete checkpoint{' with a score' if wanted == 'best' else ''} in {location.root}"
     if not reasons:
         raise FileNotFoundError(f"{argument}={wanted!r}: {what}")
     listed = "".join(f"\n  {reason}" for reason in reasons)
@@ -354,23 +354,23 @@ def fitting(saved: dict[str, Any], own: dict[str, Any], module: nn.Module, sourc
     return {**saved, "state": entries, "param_groups": [{**group, "params": mine["params"]} for group, mine in pairs]}
 
 
-def _there(place: Place, wanted: str) -> list[Any]:
+def _there(location: Location, wanted: str) -> list[Any]:
     """Names of complete checkpoints, the wanted one first; and the unusable ones, with reasons."""
-    manifests = place.manifests()
-    return [by_score(manifests) if wanted == "best" else list(reversed(manifests)), place.unusable()]
+    manifests = location.manifests()
+    return [by_score(manifests) if wanted == "best" else list(reversed(manifests)), location.unusable()]
 
 
-def _open(group: Group, place: Place, name: str, folders: tuple[str, ...]) -> tuple[Loaded | None, str]:
+def _open(group: Group, location: Location, name: str, folders: tuple[str, ...]) -> tuple[Loaded | None, str]:
     """The checkpoint; ``None`` and the reason, the same on all ranks, when it is damaged."""
     found: Opened | None = None
     loaded: Loaded | None = None
 
     def work() -> str | None:
         nonlocal found, loaded
-        share = (group.rank, group.world_size) if place.shared else (0, 1)
+        share = (group.rank, group.world_size) if location.shared else (0, 1)
         try:
-            found = Opened(place.fetch(name), share, folders)
-            loaded = Loaded(found, place, name, group)
+            found = Opened(location.fetch(name), share, folders)
+            loaded = Loaded(found, location, name, group)
             loaded.check(folders)
         except DamagedCheckpoint as error:
             return str(error)

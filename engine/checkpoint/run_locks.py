@@ -38,7 +38,7 @@ from engine.checkpoint.run_json import (
     runs_here,
     who,
 )
-from engine.checkpoint.storage import Place, place
+from engine.checkpoint.storage import Location, locate
 from engine.utils.errors import FolderInUse
 from engine.utils.log import logger
 
@@ -66,9 +66,9 @@ class Runs:
         """The folder of the run of this number; 0 is the root itself."""
         raise NotImplementedError
 
-    def place(self, number: int) -> Place:
+    def location(self, number: int) -> Location:
         """The folder of this run's checkpoints."""
-        return place("/".join(filter(None, (self.folder(number), self.inner))))
+        return locate("/".join(filter(None, (self.folder(number), self.inner))))
 
     def mark(self, number: int) -> Mark:
         """The run's mark; empty for an old run without a mark, and for an unreadable one."""
@@ -93,7 +93,7 @@ class Runs:
     def of(self, checkpoint: str) -> int | None:
         """The number of the run that a checkpoint belongs to, or a folder of checkpoints; ``None``: no run under this root has it."""
         wanted = {plain(checkpoint), plain(checkpoint.rstrip("/").rpartition("/")[0] or ".")}
-        return next((number for number in self.newest_first() if plain(self.place(number).root) in wanted), None)
+        return next((number for number in self.newest_first() if plain(self.location(number).root) in wanted), None)
 
     def claim(self, mark: Mark) -> tuple[int, Held]:
         """An unused folder for a new run.
@@ -126,7 +126,7 @@ class Runs:
         return last + 1 if last or self._is_run(0) else 0
 
     def _is_run(self, number: int) -> bool:
-        return bool(self.mark(number)) or has_checkpoints(self.place(number))
+        return bool(self.mark(number)) or has_checkpoints(self.location(number))
 
     def _numbered(self) -> list[int]:
         """Numbers that are taken, by runs or by anything else."""
@@ -142,7 +142,7 @@ def runs(root: str | Path, inner: str = "") -> Runs:
     return RemoteRuns(str(root), inner) if "://" in str(root) else LocalRuns(Path(root), inner)
 
 
-def has_checkpoints(where: Place) -> bool:
+def has_checkpoints(where: Location) -> bool:
     """Whether there are checkpoints, including unreadable ones."""
     try:
         return bool(where.manifests()) or any(not name.startswith(".") for name in where.damaged())
@@ -193,7 +193,7 @@ class LocalRuns(Runs):
     def _take(self, number: int, mark: Mark, new: bool) -> Held | None:
         folder = Path(self.folder(number))
         path = folder / RUN
-        if new and not path.exists() and (folder.exists() if number else has_checkpoints(self.place(number))):
+        if new and not path.exists() and (folder.exists() if number else has_checkpoints(self.location(number))):
             return None
         made = [each for each in (folder, *folder.parents) if not each.exists()]
         folder.mkdir(parents=True, exist_ok=True)
@@ -213,7 +213,7 @@ class LocalRuns(Runs):
         before = read(descriptor)
         free = _lock(descriptor, fcntl.LOCK_EX, before) and os.fstat(descriptor).st_nlink > 0
         if free and new:  # a folder with only a mark was left by a run that was killed before it wrote
-            made_now = not number and os.fstat(descriptor).st_size == 0 and not has_checkpoints(self.place(0))
+            made_now = not number and os.fstat(descriptor).st_size == 0 and not has_checkpoints(self.location(0))
             free = made_now or os.listdir(folder) == [RUN]
         if not free:
             os.close(descriptor)
@@ -324,7 +324,9 @@ class RemoteRuns(Runs):
 
     def _take(self, number: int, mark: Mark, new: bool) -> Held | None:
         before = self.mark(number)
-        if runs_here(before) or (new and (before or number in self._numbered() or has_checkpoints(self.place(number)))):
+        if runs_here(before) or (
+            new and (before or number in self._numbered() or has_checkpoints(self.location(number)))
+        ):
             return None
         if before.get("status") == RUNNING and before.get("host") != mark["host"]:
             logger.warning(

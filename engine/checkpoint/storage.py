@@ -14,7 +14,7 @@ from engine.checkpoint.manifest import FOLDERS, MANIFEST, manifest_of, next_seri
 from engine.checkpoint.remote_storage import Remote
 
 
-class Place(Protocol):
+class Location(Protocol):
     """A directory of checkpoints. Paths are in the form that users see and ``resume`` accepts."""
 
     root: str
@@ -61,20 +61,20 @@ class Place(Protocol):
         """Delete what killed runs left."""
 
 
-def place(root: str | Path) -> Place:
-    """The :class:`Place` of a path or a URL."""
+def locate(root: str | Path) -> Location:
+    """The :class:`Location` of a path or a URL."""
     return Remote(str(root)) if "://" in str(root) else Local(Path(root))
 
 
-def same(one: Place, other: Place) -> bool:
+def same(one: Location, other: Location) -> bool:
     """Whether both paths name one directory, in any spelling."""
     return one.root == other.root or (
         one.shared and other.shared and os.path.realpath(one.root) == os.path.realpath(other.root)
     )
 
 
-def split(path: str | Path) -> tuple[Place, str]:
-    """The :class:`Place` and the name of a checkpoint, from its path or URL."""
+def split(path: str | Path) -> tuple[Location, str]:
+    """The :class:`Location` and the name of a checkpoint, from its path or URL."""
     if "://" in str(path):
         root, _, name = str(path).rstrip("/").rpartition("/")
         return Remote(root), name

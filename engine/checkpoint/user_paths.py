@@ -12,10 +12,10 @@ from engine.checkpoint.files import DamagedCheckpoint, inside
 from engine.checkpoint.manifest import FOLDERS, MANIFEST
 from engine.checkpoint.remote_storage import Remote, reach
 from engine.checkpoint.run_locks import runs
-from engine.checkpoint.storage import Place, place, split
+from engine.checkpoint.storage import Location, locate, split
 
 
-def folder(path: str | Path) -> Place | None:
+def folder(path: str | Path) -> Location | None:
     """The folder of checkpoints at a path or a URL: itself, or its ``checkpoints/``, of the newest run that has any.
 
     ``None``: there are none, or it is a checkpoint itself.
@@ -31,13 +31,13 @@ def folder(path: str | Path) -> Place | None:
     if _has_manifest(where, name):
         return None
     root = str(path).rstrip("/")
-    tried = [place(f"{each}{inner}") for each in runs(root).folders() for inner in ("", "/checkpoints")]
+    tried = [locate(f"{each}{inner}") for each in runs(root).folders() for inner in ("", "/checkpoints")]
     return next((each for each in tried if each.manifests()), None) or next(
         (each for each in tried if each.damaged()), None
     )
 
 
-def find(path: str | Path) -> tuple[Place, list[str]]:
+def find(path: str | Path) -> tuple[Location, list[str]]:
     """The checkpoints at a path or a URL: itself, or the complete ones in a :func:`folder`, oldest first.
 
     Raises:
@@ -117,7 +117,7 @@ def outgoing(path: str | Path) -> Iterator[Path]:
             files.put_file(str(file), f"{inner.rstrip('/')}/{file.name}")
 
 
-def _has_manifest(where: Place, name: str) -> bool:
+def _has_manifest(where: Location, name: str) -> bool:
     if isinstance(where, Remote):
         return bool(name) and where.has_manifest(name)
     return (Path(where.path(name)) / MANIFEST).is_file()

@@ -22,8 +22,8 @@ from engine.checkpoint.host_copies import Staging
 from engine.checkpoint.json_tree import pack
 from engine.checkpoint.manifest import packed_facts
 from engine.checkpoint.model_state import _merged, split
-from engine.checkpoint.storage import place, same
-from engine.checkpoint.storage import split as place_of
+from engine.checkpoint.storage import locate, same
+from engine.checkpoint.storage import split as location_of
 from engine.checkpoint.tensors import write_tensors
 from engine.checkpoint.write_shares import Part
 from engine.distributed.all_or_none import together
@@ -83,7 +83,7 @@ class Saver:
     """
 
     def __init__(self, group: Group, root: str | Path) -> None:
-        self.group, self.place = group, place(root)
+        self.group, self.location = group, locate(root)
         self.max_failures = 1
         """This many consecutive failures of asynchronous saves are an error; fewer are logged."""
         self.lost: set[str] = set()
@@ -139,7 +139,7 @@ class Saver:
                 if not tolerant:
                     raise
                 self._ended(name, error)
-            return self.place.path(name)
+            return self.location.path(name)
         if self._side is None:
             # Collectives of another thread need their own process group.
             self._side = (
@@ -160,7 +160,7 @@ class Saver:
         _open.add(self)
         # A daemon: a failing rank exits even when the thread waits for ranks that are gone.
         threading.Thread(target=self._run, args=(job, job.future, self._side), name="checkpoint", daemon=True).start()
-        return self.place.path(name)
+        return self.location.path(name)
 
     def hold(self) -> None:
         """Wait until tensors may change, because the checkpoint in progress has its copies."""
@@ -227,10 +227,10 @@ class Saver:
         """
         if not isinstance(postponed, list) or not all(map(is_entry, postponed)):
             raise DamagedCheckpoint(f"{path}: {SHARED}.json has no usable 'postponed': {postponed!r:.100}")
-        where, name = place_of(path)
-        if self.group.is_main and same(where, self.place):
-            self.place.sweep()  # also before the first save: there may be nothing left to save
-            there = list(self.place.manifests())
+        where, name = location_of(path)
+        if self.group.is_main and same(where, self.location):
+            self.location.sweep()  # also before the first save: there may be nothing left to save
+            there = list(self.location.manifests())
             self.postponed = [each for each in there[: there.index(name)] if each in postponed] if name in there else []
 
     def remove(self, names: Sequence[str]) -> None:
@@ -241,7 +241,7 @@ class Saver:
 
     def _remove(self, name: str) -> bool:
         try:
-            return self.place.remove(name)
+            return self.location.remove(name)
         except (OSError, ValueError) as error:  # not a reason to give up the checkpoint that is being written
             logger.warning("checkpoint %s could not be removed: %s: %s", name, type(error).__name__, error)
             return True
@@ -249,13 +249,13 @@ class Saver:
     def _free(self, name: str) -> str:
         """The name, numbered if a checkpoint of this name must stay: it is being read, resumed from, to be removed, or unreadable."""
         found, number = name, 0
-        while found in self.kept or found in self.postponed or self.place.busy(found):
+        while found in self.kept or found in self.postponed or self.location.busy(found):
             number += 1
             found = f"{name}-v{number}"
         if number:
             logger.warning(
                 "%s must stay: it is in use, or cannot be read; this checkpoint becomes %s",
-                self.place.path(name),
+                self.location.path(name),
                 found,
             )
         return found
@@ -330,7 +330,7 @@ class Saver:
             files = together(group, partial(self._fill, job, group))
             together(group, lambda: self._seal(job, group, files) if group.is_main else None)
         except BaseException:
-            self.place.abandon(job.name, group.is_main)
+            self.location.abandon(job.name, group.is_main)
             raise
         if job.remove or self.postponed:
             self.remove(job.remove)
@@ -341,13 +341,13 @@ class Saver:
         if group.is_main:
             if not self._swept:
                 self._swept = True
-                self.place.sweep()
-            self.place.begin(job.name, True)
+                self.location.sweep()
+            self.location.begin(job.name, True)
 
     def _fill(self, job: _Job, group: Group) -> dict[str, Record]:
         if not group.is_main:
-            self.place.begin(job.name, False)
-        folder, rank = self.place.draft(job.name), group.rank
+            self.location.begin(job.name, False)
+        folder, rank = self.location.draft(job.name), group.rank
         works: list[Callable[[], dict[str, Record]]] = []
         for kind in ("optim", "model"):
             own = {key.partition("/")[2]: part for key, part in job.parts.items() if key.startswith(f"{kind}/")}
@@ -360,11 +360,11 @@ class Saver:
                 works.append(partial(_tensors, folder, name, some))
         works += [partial(write_tree, folder, stem, tree) for stem, tree in job.trees.items()]
         files = {name: known for found in in_parallel(lambda work: work(), works) for name, known in found.items()}
-        self.place.send(job.name, files)
+        self.location.send(job.name, files)
         return files
 
     def _seal(self, job: _Job, group: Group, files: list[dict[str, Record]]) -> None:
-        self.place.seal(
+        self.location.seal(
             job.name, group.world_size, job.facts, {name: known for own in files for name, known in own.items()}
         )
 

@@ -110,8 +110,8 @@ class _StreamReader(Reader):
         return (True, self.source.mark()) if self.begun else (False, self.start)
 
     def state(self, mark: Any) -> Any:
-        begun, place = mark
-        return self.source.state(place) if begun and place is not None else place
+        begun, position = mark
+        return self.source.state(position) if begun and position is not None else position
 
 
 class Rows(Source):
@@ -133,7 +133,7 @@ class Rows(Source):
         self.readers: list[Reader] = []
 
     def begin(self, state: Any = None) -> tuple[Any, Iterator[Any]]:
-        self.readers = [self._reader(place) for place in range(len(self.feeds))]
+        self.readers = [self._reader(index) for index in range(len(self.feeds))]
         for reader, saved in zip(self.readers, state["members"] if state else (), strict=False):
             reader.passes, reader.given, reader.over, reader.start = (
                 saved["pass"],
@@ -148,8 +148,8 @@ class Rows(Source):
             reader.iterator = reader.open()
         return None, rows(self.mode, self.packed, self.readers)
 
-    def _reader(self, place: int) -> Reader:
-        member, feed, source = self.members[place], self.feeds[place], self.sources[place]
+    def _reader(self, index: int) -> Reader:
+        member, feed, source = self.members[index], self.feeds[index], self.sources[index]
         if feed is not None:
             return _IndexedReader(member, feed, self.epoch)
         assert source is not None

@@ -88,7 +88,7 @@ class PreparedLoader:
         self._begun, self._over = True, False
         window, device = self._window, self._group.device
         moves = self._place and (device.type != "cpu" or self._dtype is not None)
-        place = self._by_transfer if self.transfer else self._move
+        move = self._by_transfer if self.transfer else self._move
         moves = moves or self.transfer is not None
         start, stream, self._start, self._stream = self._start, self._stream, 0, None
         self._origin, self._given, self._share, self._size = start, 0, ALONE, self.window_size or window.size
@@ -104,7 +104,7 @@ class PreparedLoader:
             for batch, share in micros:
                 window.share = self._share = share
                 self._given += 1
-                yield place(batch) if moves else batch
+                yield move(batch) if moves else batch
             self._over = True
         except GeneratorExit:  # ended early: worker processes must not wait for the next pass
             self._feed.leave()

@@ -212,11 +212,11 @@ class Watchdog:
                 lines.append(f"  lags: {self._who[rank]}: {note.at}")
         if len(lags) > MOST:
             lines.append(f"  and {len(lags) - MOST} more")
-        places: dict[str, list[int]] = {}
+        positions: dict[str, list[int]] = {}
         for rank, note in notes.items():
             if note is not None and rank not in lags:
-                places.setdefault(note.at, []).append(rank)
-        for at, ranks in sorted(places.items(), key=lambda item: -len(item[1]))[:MOST]:
+                positions.setdefault(note.at, []).append(rank)
+        for at, ranks in sorted(positions.items(), key=lambda item: -len(item[1]))[:MOST]:
             shown = ", ".join(map(str, ranks[:MOST])) + (", ..." if len(ranks) > MOST else "")
             lines.append(f"  {'wait' if len(ranks) > 1 else 'waits'}: rank {shown}: {at}")
         return lines

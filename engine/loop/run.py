@@ -372,28 +372,28 @@ class Run:
         Raises:
             ValueError: another directory was chosen already.
         """
-        place = self.home.keep(root)
-        if self._chosen is not None and str(place) != self._chosen:
+        location = self.home.keep(root)
+        if self._chosen is not None and str(location) != self._chosen:
             raise ValueError(
-                f"checkpoints are to be kept in {self._chosen} and in {place}: give one dirpath to all ModelCheckpoints of a run"
+                f"checkpoints are to be kept in {self._chosen} and in {location}: give one dirpath to all ModelCheckpoints of a run"
             )
-        if str(place) != self.saver.place.root:
-            self.saver = Saver(self.engine.group, place)
-        self._chosen, self.saver.max_failures = str(place), max_failures
+        if str(location) != self.saver.location.root:
+            self.saver = Saver(self.engine.group, location)
+        self._chosen, self.saver.max_failures = str(location), max_failures
 
     def checkpoint_path(self, name: str) -> Path | str:
         """The path of the checkpoint of this name."""
-        return self.saver.place.path(name)
+        return self.saver.location.path(name)
 
     @property
     def continues_in_place(self) -> bool:
         """Whether this run continues from a checkpoint in its own folder."""
-        return self.last_checkpoint is not None and same(split(self.last_checkpoint)[0], self.saver.place)
+        return self.last_checkpoint is not None and same(split(self.last_checkpoint)[0], self.saver.location)
 
     def checkpoint_names(self) -> set[str]:
         """The complete checkpoints of this run's folder, as rank 0 sees them; all ranks call this together."""
         found: list[str] = gather_json(
-            self.engine.group, list(self.saver.place.manifests()) if self.engine.is_main_process else None
+            self.engine.group, list(self.saver.location.manifests()) if self.engine.is_main_process else None
         )[0]
         return set(found)
 
@@ -439,7 +439,7 @@ class Run:
             known = self._saved[1]
             if known not in self.saver.lost and name in (None, known):
                 self.saver.discard(remove)
-                return self.saver.place.path(known)
+                return self.saver.location.path(known)
         name = f"step={state.step:08d}" if name is None else name
         unchanging = self.module.automatic_optimization and not self.modes.switched
         with self.modes.evaluating():

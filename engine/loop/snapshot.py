@@ -114,7 +114,7 @@ def resume(run: Run, wanted: str | Path | Resume) -> None:
     """
     how = wanted if isinstance(wanted, Resume) else Resume(wanted)
     where, what = run.home.source(str(how.path))
-    run.home.named = run.saver.place.root  # from now on
+    run.home.named = run.saver.location.root  # from now on
     try:
         with opening(
             run.engine.group, where, what, FOLDERS[:1] if how.weights_only else FOLDERS
@@ -215,7 +215,7 @@ def _state_of_loop(run: Run, loaded: Loaded, loaders: list[Any]) -> TrainState:
 def _load_own(run: Run, loaded: Loaded) -> None:
     """Load each rank's own state. If the number of ranks, or their parts of the model, differ, the saved ranks' values are redistributed,
     and random numbers are those of a new run."""
-    own = loaded.own(run.engine.snapshot.place_among_ranks())
+    own = loaded.own(run.engine.snapshot.position_among_ranks())
     if own is not None:
         loaded.give("random generators", restore, own["rng"])
     known = own or loaded.of_rank(0)

@@ -39,12 +39,12 @@ class Snapshot:
         """As :meth:`engine.Engine.save_state`."""
         prepared = self._prepared
         prepared.stepper.settle()
-        place, name = split(output_dir)
+        location, name = split(output_dir)
         if self._saver is None:
-            self._saver = Saver(prepared.group, place.root)
-        elif self._saver.place.root != place.root:
+            self._saver = Saver(prepared.group, location.root)
+        elif self._saver.location.root != location.root:
             self.wait()
-            self._saver.place = place
+            self._saver.location = location
         path = self._saver.save(name, self._content(facts), asynchronous=not wait)
         if not wait:
             prepared.stepper.first = self._saver.hold
@@ -63,8 +63,8 @@ class Snapshot:
         """As :meth:`engine.Engine.load_state`."""
         self.wait()
         prepared, strategy = self._prepared, self._prepared.strategy
-        place, _ = split(input_dir)
-        with opening(prepared.group, place, str(input_dir)) as loaded:
+        location, _ = split(input_dir)
+        with opening(prepared.group, location, str(input_dir)) as loaded:
             source, module, shared = loaded.source, self._whole_module(), loaded.shared
             if report := strategy.load_model(module, source, strict):
                 logger.warning("%s fits in part: %s", input_dir, report)
@@ -77,8 +77,8 @@ class Snapshot:
                 loaded.give(f"optimizer {index} ({type(optimizer).__name__})", take, state)
             for index, state in enumerate(shared["schedulers"]):
                 load_scheduler(loaded, index, prepared.schedulers[index].scheduler, state)
-            own = loaded.own(self.place_among_ranks())
-            self._load_places(loaded, own)
+            own = loaded.own(self.position_among_ranks())
+            self._load_positions(loaded, own)
             self.load_shared(loaded)
             if left := [name for name in ("callbacks", "datamodule", "user") if shared.get(name)]:
                 logger.warning("%s was saved by a run; your own loop does not use its %s", input_dir, ", ".join(left))
@@ -121,9 +121,9 @@ class Snapshot:
 
     def own(self, streams: Sequence[Any]) -> dict[str, Any]:
         """The state in every checkpoint that belongs to this rank alone."""
-        return {"place": self.place_among_ranks(), "rng": capture(), "streams": list(streams)}
+        return {"place": self.position_among_ranks(), "rng": capture(), "streams": list(streams)}
 
-    def place_among_ranks(self) -> list[int]:
+    def position_among_ranks(self) -> list[int]:
         """This rank's index among those that see different data, and whether it saves for its data."""
         group = self._prepared.data_group
         return [group.world_size, group.rank, int(self._prepared.strategy.speaks)]
@@ -134,11 +134,11 @@ class Snapshot:
         prepared, strategy = self._prepared, self._prepared.strategy
         module = self._whole_module()
         loaders = [{**loader.state_dict(), "samples": loader.samples} for loader in prepared.loaders]
-        places = [{name: value for name, value in state.items() if name != "stream"} for state in loaders]
+        positions = [{name: value for name, value in state.items() if name != "stream"} for state in loaders]
         return Content(
             model=strategy.model_parts(module),
             optim={str(i): strategy.optimizer_parts(o, module) for i, o in enumerate(prepared.optimizers)},
-            shared=self.shared(prepared.optimizers, prepared.schedulers, places),
+            shared=self.shared(prepared.optimizers, prepared.schedulers, positions),
             own=self.own([state["stream"] for state in loaders]),
             facts=facts,
             partial=strategy.parts_differ,
@@ -161,7 +161,7 @@ class Snapshot:
             if state["position"]:
                 check_samples(loaded.path, state.get("samples"), loader.samples, state["position"], strict)
 
-    def _load_places(self, loaded: Loaded, own: Any) -> None:
+    def _load_positions(self, loaded: Loaded, own: Any) -> None:
         """Restore each loader's position in its data."""
         prepared, shared = self._prepared, loaded.shared
         known = loaded.of_rank(0) if own is None else own
@@ -191,7 +191,7 @@ class Snapshot:
             return models[0]
         if not models:
             raise ValueError("no model was prepared: there is nothing to save or to load into")
-        if prepared.strategy.pipelined or prepared.strategy.owns_step:
+        if prepared.strategy.fused:
             raise ValueError(
                 f"save_state of {len(models)} models under {type(prepared.strategy).__name__}: it takes one model"
             )

@@ -277,4 +277,4 @@ def test_a_checkpoint_of_two_ranks(tmp_path: Path, strategy: str) -> None:
     assert not torch.equal(found.model["head"].weight, module.model["head"].weight)
     step = (found.model["head"].weight - module.model["head"].weight * (1 - 0.1 * 0.01)).abs()
     assert torch.allclose(step, torch.full_like(step, 0.1), atol=1e-3)  # AdamW's first step is the learning rate
-    assert engine.checkpoint.storage.place(tmp_path / "checkpoints").manifests().popitem()[1]["world_size"] == 2
+    assert engine.checkpoint.storage.locate(tmp_path / "checkpoints").manifests().popitem()[1]["world_size"] == 2

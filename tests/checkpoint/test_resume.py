@@ -22,7 +22,7 @@ from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.foreign_files import DistributedFiles
 from engine.checkpoint.listing import problems
 from engine.checkpoint.manifest import FORMAT
-from engine.checkpoint.storage import place
+from engine.checkpoint.storage import locate
 from engine.cli.checkpoint import main
 
 
@@ -110,7 +110,7 @@ def test_names_in_a_checkpoint_of_another_folder_mean_nothing_here(tmp_path: Pat
 def test_a_place_removes_only_what_lies_in_it(tmp_path: Path, wrong: str, url: bool) -> None:
     root = trained(tmp_path)
     before = tree(tmp_path)
-    where = place(f"file://{root}" if url else root)
+    where = locate(f"file://{root}" if url else root)
     with pytest.raises(ValueError, match="is not the name of a checkpoint"):
         where.remove(wrong)
     assert tree(tmp_path) == before
@@ -122,7 +122,7 @@ def test_removing_a_link_leaves_what_it_leads_to(tmp_path: Path) -> None:
     (root / name(4)).rename(kept)
     (root / name(4)).symlink_to(kept)
     before = tree(kept)
-    assert place(root).remove(name(4))
+    assert locate(root).remove(name(4))
     assert tree(kept) == before
     assert sorted(os.listdir(root)) == [name(8)]
 
@@ -200,7 +200,7 @@ def test_the_one_before_is_taken_with_a_report_and_the_other_one_stays(
     assert spoilt.name in caplog.text
     assert f"using {name(4)}" in caplog.text
     assert (sorted(os.listdir(spoilt)), tree(spoilt / "model")) == before
-    assert list(place(root).manifests())[-1] == Path(str(result.last_checkpoint)).name
+    assert list(locate(root).manifests())[-1] == Path(str(result.last_checkpoint)).name
     assert result.last_checkpoint != spoilt
 
 
@@ -223,11 +223,11 @@ def test_the_newest_is_the_last_that_was_written_whatever_the_clock_says(
         Net(), DATA, resume="last"
     )
     monkeypatch.setattr(time, "time", lambda: now() - 2 * 86400)
-    assert list(place(root).manifests()) == [name(4), name(8), name(12)]
+    assert list(locate(root).manifests()) == [name(4), name(8), name(12)]
     result = fit(tmp_path, ModelCheckpoint(every=4, save_top_k=-1), max_steps=14, max_epochs=None).run(
         Net(), DATA, resume="auto"
     )
-    assert [result.step, list(place(root).manifests())[-1]] == [14, name(14)]
+    assert [result.step, list(locate(root).manifests())[-1]] == [14, name(14)]
 
 
 def test_a_run_that_went_back_is_newer_than_what_it_left(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_a_run_that_went_back_is_newer_than_what_it_left(tmp_path: Path) -> None
     fit(tmp_path, ModelCheckpoint(every=2, save_top_k=-1), max_steps=6, max_epochs=None).run(
         Net(), DATA, resume=root / name(4)
     )
-    assert list(place(root).manifests())[-1] == name(6)
+    assert list(locate(root).manifests())[-1] == name(6)
 
 
 def test_a_number_beyond_all_others_does_not_stop_saving(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_a_number_beyond_all_others_does_not_stop_saving(tmp_path: Path) -> None
     result = fit(tmp_path, ModelCheckpoint(every=2, save_top_k=-1), max_steps=12, max_epochs=None).run(
         Net(), DATA, resume="auto"
     )
-    assert [result.step, list(place(root).manifests())[-1]] == [12, name(12)]
+    assert [result.step, list(locate(root).manifests())[-1]] == [12, name(12)]
 
 
 def test_weights_only_reads_no_more_than_weights(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from callbacks import ModelCheckpoint
 from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.remote_storage import Remote
 from engine.checkpoint.resume import opening
-from engine.checkpoint.storage import Local, Place, place, split
+from engine.checkpoint.storage import Local, Location, locate, split
 from engine.checkpoint.writer import Saver
 
 
@@ -35,26 +35,26 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 def test_paths_and_urls() -> None:
-    assert isinstance(place("runs/a"), Local)
-    assert isinstance(place("memory://a/b"), Remote)
+    assert isinstance(locate("runs/a"), Local)
+    assert isinstance(locate("memory://a/b"), Remote)
     where, name = split("memory://a/b/step=1/")
     assert (where.root, name, where.path(name)) == ("memory://a/b", "step=1", "memory://a/b/step=1")
     with pytest.raises(ValueError, match=r"nope://x: .*nope"):
-        place("nope://x")
+        locate("nope://x")
 
 
 def test_write_list_read_remove(root: str) -> None:
-    where = place(root)
+    where = locate(root)
     assert where.manifests() == {}
     for value, name in ((1.0, "step=2"), (2.0, "step=1")):
         assert str(save(where.path(name), value)) == str(where.path(name))
     assert list(where.manifests()) == ["step=2", "step=1"]  # in the order of writing
     assert read(where.path("step=1")).model["head.weight"][0, 0] == 2
     assert where.remove("step=2")
-    assert list(place(root).manifests()) == ["step=1"]
+    assert list(locate(root).manifests()) == ["step=1"]
     assert not where.remove("step=1")  # the only one
     save(where.path("step=1"), 3.0)
-    assert read(place(root).path("step=1")).model["head.weight"][0, 0] == 3
+    assert read(locate(root).path("step=1")).model["head.weight"][0, 0] == 3
     with pytest.raises(FileNotFoundError, match=r"step=9 holds no complete checkpoint .*step=1"):
         read(where.path("step=9"))
 
@@ -64,7 +64,7 @@ class Stops(Exception):
 
 
 def test_what_is_cut_short_is_not_there_and_swept(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    where = place(root)
+    where = locate(root)
     save(where.path("step=1"))
     saver = Saver(alone(), root)
 
@@ -77,15 +77,15 @@ def test_what_is_cut_short_is_not_there_and_swept(root: str, monkeypatch: pytest
             patch.setattr(type(where), "abandon", lambda *_: None)  # as after a kill
             with pytest.raises(Stops):
                 saver.save("step=2", content())
-        assert list(place(root).manifests()) == ["step=1"]
-    place(root).sweep()  # young: far away it may be another job's
+        assert list(locate(root).manifests()) == ["step=1"]
+    locate(root).sweep()  # young: far away it may be another job's
     saver.save("step=2", content())
-    assert list(place(root).manifests()) == ["step=1", "step=2"]
+    assert list(locate(root).manifests()) == ["step=1", "step=2"]
 
 
 def test_old_remains_far_away_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for url in (f"file://{tmp_path}/far", f"memory://{uuid.uuid4().hex}/far"):
-        where = place(url)
+        where = locate(url)
         for name in ("step=1", "step=2"):
             save(where.path(name))
         files, inside = fsspec.core.url_to_fs(url)
@@ -104,19 +104,19 @@ def test_a_place_of_others_is_left_alone(root: str) -> None:
     files.makedirs(f"{inside}/data")
     files.pipe_file(f"{inside}/data/mine.txt", b"mine")
     with pytest.raises(FileExistsError, match="not a checkpoint"):
-        save(place(root).path("data"))
-    place(root).sweep()
+        save(locate(root).path("data"))
+    locate(root).sweep()
     assert files.cat_file(f"{inside}/data/mine.txt") == b"mine"
 
 
-def remote_damage(where: Place, name: str, change: Any) -> None:
+def remote_damage(where: Location, name: str, change: Any) -> None:
     files, inside = fsspec.core.url_to_fs(str(where.path(name)))
     path = f"{inside}/model/rank=00000.safetensors"
     files.pipe_file(path, change(files.cat_file(path)))
 
 
 def test_damage_far_away(root: str) -> None:
-    where = place(root)
+    where = locate(root)
     save(where.path("step=1"))
     remote_damage(where, "step=1", lambda found: found[:-1] + bytes([found[-1] ^ 1]))
     with (
@@ -125,7 +125,7 @@ def test_damage_far_away(root: str) -> None:
     ):
         pass  # pragma: no cover
     remote_damage(where, "step=1", lambda found: found[:-1])
-    assert place(root).manifests() == {}
+    assert locate(root).manifests() == {}
 
 
 @pytest.mark.parametrize("root", ["memory"], indirect=True)
@@ -157,14 +157,14 @@ def test_names_that_lead_out_of_the_copy() -> None:
     manifest["files"]["../../evil"] = manifest["files"].pop("state/shared.json")
     files.pipe_file(inside, json.dumps(resummed(manifest)).encode())
     with pytest.raises(DamagedCheckpoint, match="leads out"):
-        place(url).fetch("step=1")
+        locate(url).fetch("step=1")
 
 
 def test_a_run_with_its_checkpoints_elsewhere(root: str, tmp_path: Path) -> None:
     one = Net()
     result = fit(tmp_path / "run", ModelCheckpoint(dirpath=root, save_top_k=2), max_epochs=2).run(one, DATA)
-    assert str(result.last_checkpoint) == str(place(root).path("step=00000008"))
-    assert list(place(root).manifests()) == ["step=00000004", "step=00000008"]
+    assert str(result.last_checkpoint) == str(locate(root).path("step=00000008"))
+    assert list(locate(root).manifests()) == ["step=00000004", "step=00000008"]
     two = Net()
     result = fit(tmp_path / "run", ModelCheckpoint(dirpath=root), max_epochs=2).run(two, DATA, resume="last")
     assert result.step == 8
@@ -192,7 +192,7 @@ for epochs in (1, 2):
 def test_two_ranks_send_their_files(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/far"
     run_ranks(RANKS, 2, Path(__file__).parents[1], tmp_path / "run", url, timeout=300)
-    manifests = place(url).manifests()
+    manifests = locate(url).manifests()
     assert [manifest["counters"]["step"] for manifest in manifests.values()] == [
         2,
         4,

@@ -28,7 +28,7 @@ class Fault(NamedTuple):
 FAULTS = {
     "older": Fault(
         "a job goes on from the checkpoint before the newest", "engine/checkpoint/resume.py",
-        "list(reversed(manifests)), place.unusable()]", "list(reversed(list(manifests)[:-1] or list(manifests))), place.unusable()]",
+        "list(reversed(manifests)), location.unusable()]", "list(reversed(list(manifests)[:-1] or list(manifests))), location.unusable()]",
     ),
     "early": Fault(
         "a checkpoint has its name before it has its manifest", "engine/checkpoint/directory.py",
