@@ -1,66 +1,22 @@
-"""``fit completion SHELL`` prints a script for a shell, which calls the hidden ``fit complete WORDS`` for possible next words."""
+"""Completion by argcomplete: ``fit completion SHELL`` prints a script for a shell, which calls ``fit`` with ``_ARGCOMPLETE`` set."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import inspect
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from importlib.metadata import entry_points
+
+import argcomplete
+from argcomplete.completers import BaseCompleter, FilesCompleter
 
 from engine.cli import main as cli
 from engine.cli.targets import CALLBACKS
 from engine.config.name_and_options import PRECISIONS
 from engine.config.settings import Settings
-
-_BASH = """\
-# fit's completion for bash 4.3 or later. In ~/.bashrc: eval "$(fit completion bash)"
-_fit_complete() {
-    local line="${COMP_LINE:0:COMP_POINT}" words current
-    read -ra words <<< "$line"
-    [[ "$line" == *[[:space:]] ]] && words+=("")
-    current="${words[-1]}"
-    mapfile -t COMPREPLY < <("$1" complete "${words[@]:1}" 2>/dev/null)
-    [[ ${#COMPREPLY[@]} == 1 && "${COMPREPLY[0]}" == *[=.] ]] && compopt -o nospace
-    # Readline begins a new word after these.
-    local done="${current%"${current##*[=:]}"}"
-    COMPREPLY=("${COMPREPLY[@]#"$done"}")
-}
-complete -o default -F _fit_complete fit
-"""
-_ZSH = """\
-#compdef fit
-# fit's completion for zsh. In ~/.zshrc, after compinit: eval "$(fit completion zsh)"
-_fit() {
-    local -a found open
-    found=("${(@f)$("${words[1]}" complete "${(@)words[2,CURRENT]}" 2>/dev/null)}")
-    if [[ -z "${found[*]}" ]]; then
-        compset -P '*='
-        _files
-        return
-    fi
-    open=("${(@M)found:#*[=.]}")
-    found=("${(@)found:#*[=.]}")
-    (( ${#open} )) && compadd -S '' -a open
-    (( ${#found} )) && compadd -a found
-}
-if [[ "${funcstack[1]}" == _fit ]]; then _fit "$@"; else compdef _fit fit; fi
-"""
-_FISH = """\
-# fit's completion for fish. In ~/.config/fish/config.fish: fit completion fish | source
-function __fit_complete
-    set -l words (commandline -opc) (commandline -ct)
-    set -l found ($words[1] complete $words[2..-1] 2>/dev/null)
-    if test (count $found) -gt 0
-        printf '%s\\n' $found
-    else
-        __fish_complete_path (commandline -ct)
-    end
-end
-complete -c fit -f -a '(__fit_complete)'
-"""
-SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 _FLAG = ("true", "false")
 VALUES: dict[str, tuple[str, ...]] = {
@@ -102,7 +58,9 @@ WORDS = {"resume": ("last", "auto", "best"), "checkpoint": ("last", "best")}
 
 def main(argv: Sequence[str]) -> int:
     """Print the script of one shell."""
-    print(SCRIPTS[parser().parse_args(list(argv)).shell], end="")
+    script = argcomplete.shellcode(["fit"], shell=parser().parse_args(list(argv)).shell)
+    # After these characters the word continues, so that no space follows. argcomplete does not know the dot of "model.".
+    print(script.replace("[=/:]", "[=/:.]"), end="")
     return 0
 
 
@@ -113,85 +71,63 @@ def parser() -> argparse.ArgumentParser:
         description="Print a script that completes commands, options, settings and their values.",
         epilog='bash: eval "$(fit completion bash)"    zsh: eval "$(fit completion zsh)"    fish: fit completion fish | source',
     )
-    top.add_argument("shell", choices=SCRIPTS)
+    top.add_argument("shell", choices=("bash", "zsh", "fish"))
     return top
 
 
-def complete(argv: Sequence[str]) -> int:
-    """Print possible completions of the last of these words, one per line; nothing for a path."""
-    for candidate in candidates(argv):
-        print(candidate)
-    return 0
-
-
-def candidates(words: Sequence[str]) -> list[str]:
-    """Possible completions of the last word, given those before it; empty for a path, or if anything is possible."""
-    *before, current = words or [""]
-    if not before:
-        return _fitting(current, [*cli.COMMANDS, *_options(cli.parser())])
-    at = _parser(before[0])
-    if at is None:
-        return []
-    for word in before[1:]:
-        at = next(
-            (
-                each.choices[word]
-                for each in at._actions
-                if isinstance(each, argparse._SubParsersAction) and word in each.choices
-            ),
-            at,
-        )
-    option = _open_option(at, before[1:])
-    if current.startswith("-"):
-        return _fitting(current, _options(at))
-    if option is not None:
-        return _fitting(current, _values(option, current))
-    return _fitting(
-        current, [name for action in at._actions if not action.option_strings for name in action.choices or ()]
+def complete() -> None:
+    """Write what the word at the shell's cursor may become, and end the process."""
+    words = argcomplete.split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))[3]
+    # zsh passes all of its line: variables and other commands may precede ours.
+    begin = max((place for place, word in enumerate(words, 1) if word.endswith((";", "|", "&"))), default=0)
+    start = next((place for place in range(begin, len(words)) if os.path.basename(words[place]) == "fit"), 0)
+    known = [word for word in words[start + 1 : start + 2] if word in cli.COMMANDS]
+    # The number, from 1, of the word that precedes what the parser reads.
+    os.environ["_ARGCOMPLETE"] = str(start + 1 + len(known))
+    argcomplete.autocomplete(
+        parser_of(*known) if known else cli.parser(), always_complete_options=False, default_completer=_Values()
     )
 
 
-def _parser(command: str) -> argparse.ArgumentParser | None:
+def parser_of(command: str) -> argparse.ArgumentParser:
     """The parser of a command's own arguments."""
-    if command not in cli.COMMANDS:
-        return None
     make = importlib.import_module(cli.COMMANDS[command][0].partition(":")[0]).parser
     found: argparse.ArgumentParser = make(command) if inspect.signature(make).parameters else make()
     return found
 
 
-def _options(parser: argparse.ArgumentParser) -> list[str]:
-    return [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+class _Values(BaseCompleter):
+    """Words or files, for all arguments without ``choices``."""
+
+    def __call__(
+        self, *, prefix: str, action: argparse.Action, parser: argparse.ArgumentParser, **_: object
+    ) -> Iterable[str]:
+        options = [each for each in getattr(parser, "active_actions", ()) if each.option_strings]
+        if options and action not in options:  # argparse gives the word to the option
+            return []
+        name, equals, value = prefix.partition("=")
+        if action.dest == "set" and equals:
+            return [f"{name}={each}" for each in _fitting(value, _values(name))]
+        return _fitting(prefix, _words(action.dest))
 
 
-def _open_option(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Action | None:
-    """The option whose value comes next."""
-    for count, word in enumerate(reversed(words)):
-        if word.startswith("-"):
-            action = next((each for each in parser._actions if word in each.option_strings), None)
-            takes = action is not None and action.nargs != 0 and (count == 0 or action.nargs in ("+", "*"))
-            return action if takes else None
-    return None
+def _fitting(prefix: str, words: Iterable[str]) -> Iterable[str]:
+    """The words that start so; if none does, files, which bash looks for itself."""
+    found = [word for word in words if word.startswith(prefix)]
+    return found if found or os.environ.get("_ARGCOMPLETE_SHELL") == "bash" else FilesCompleter()(prefix)
 
 
-def _values(option: argparse.Action, current: str) -> Iterable[str]:
-    if option.dest == "callback":
-        return [*importlib.import_module(CALLBACKS).__all__]
-    if option.dest != "set":
-        return map(str, option.choices or WORDS.get(option.dest, ()))
-    name, equals, _ = current.partition("=")
-    if not equals:
-        return [
-            *(f"{each.name}=" for each in fields(Settings) if each.name != "callbacks"),
-            "model.",
-            "data.",
-            "callbacks.",
-        ]
-    found = VALUES.get(name, ())
-    if name == "strategy":
-        found += tuple(point.name for point in entry_points(group="engine.strategies"))
-    return (f"{name}={value}" for value in found)
+def _words(argument: str) -> Iterable[str]:
+    if argument == "command":
+        return cli.COMMANDS
+    if argument == "callback":
+        return list(importlib.import_module(CALLBACKS).__all__)
+    if argument == "set":
+        names = [f"{each.name}=" for each in fields(Settings) if each.name != "callbacks"]
+        return [*names, "model.", "data.", "callbacks."]
+    return WORDS.get(argument, ())
 
 
-def _fitting(current: str, words: Iterable[str]) -> list[str]:
-    return [word for word in words if word.startswith(current)]
+def _values(setting: str) -> Iterable[str]:
+    others = entry_points(group="engine.strategies") if setting == "strategy" else ()
+    return (*VALUES.get(setting, ()), *(point.name for point in others))

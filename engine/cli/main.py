@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -32,8 +33,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "completion": ("engine.cli.completion", "print a script that completes fit's words in bash, zsh or fish"),
 }
 """Command -> the module whose ``main(arguments) -> exit status`` (or the function after a colon) runs it, and its line of help."""
-HIDDEN: dict[str, str] = {"complete": "engine.cli.completion:complete"}
-"""Commands for programs, not listed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status, as of :mod:`engine.cli.exits`. Wrong options end the process with status 2, as argparse does.
     """
     open_streams()
+    if argv is None and "_ARGCOMPLETE" in os.environ:  # a shell asks for completions of its line
+        importlib.import_module("engine.cli.completion").complete()
     arguments = list(sys.argv[1:] if argv is None else argv)
     top = parser()
     # The rest belongs to the command.
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if known.command is None:
         top.print_help()
         return 0
-    if known.command not in COMMANDS and known.command not in HIDDEN:
+    if known.command not in COMMANDS:
         top.error(
             f"unknown command {known.command!r}{nearest(known.command, COMMANDS)}; possible: {', '.join(COMMANDS)}"
         )
@@ -74,8 +75,7 @@ def parser() -> argparse.ArgumentParser:
 
 def entry(command: str) -> Callable[[Sequence[str]], int]:
     """The function that runs ``command``."""
-    target = COMMANDS[command][0] if command in COMMANDS else HIDDEN[command]
-    module, _, name = target.partition(":")
+    module, _, name = COMMANDS[command][0].partition(":")
     found: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), name or "main")
     return found
 

@@ -27,9 +27,9 @@ def said(*arguments):
 said()
 for command in cli.COMMANDS:
     said(command)
-from engine.cli.completion import _parser
+from engine.cli.completion import parser_of
 for command in cli.COMMANDS:
-    for action in _parser(command)._actions:
+    for action in parser_of(command)._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name in action.choices:
                 said(command, name)

@@ -22,14 +22,21 @@ def fit(*arguments: str, cwd: Path = ROOT, **environ: str) -> subprocess.Complet
 
 
 @pytest.mark.parametrize(
-    "arguments", ["['--help']", "['--version']", "['checkpoint', '--help']", "['checkpoint', 'export', '--help']"]
+    "arguments",
+    [
+        "['--help']",
+        "['--version']",
+        "['run', '--help']",
+        "['checkpoint', '--help']",
+        "['checkpoint', 'export', '--help']",
+    ],
 )
 def test_the_start_imports_no_torch(arguments: str) -> None:
     code = (
         "import sys, engine.cli.main as cli\n"
         f"try: cli.main({arguments})\n"
         "except SystemExit: pass\n"
-        "print([name for name in ('torch', 'numpy', 'yaml', 'rich') if name in sys.modules])"
+        "print([name for name in ('torch', 'numpy', 'yaml', 'rich', 'argcomplete') if name in sys.modules])"
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
