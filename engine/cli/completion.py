@@ -79,8 +79,8 @@ def complete() -> None:
     """Write what the word at the shell's cursor may become, and end the process."""
     words = argcomplete.split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))[3]
     # zsh passes all of its line: variables and other commands may precede ours.
-    begin = max((place for place, word in enumerate(words, 1) if word.endswith((";", "|", "&"))), default=0)
-    start = next((place for place in range(begin, len(words)) if os.path.basename(words[place]) == "fit"), 0)
+    begin = max((index for index, word in enumerate(words, 1) if word.endswith((";", "|", "&"))), default=0)
+    start = next((index for index in range(begin, len(words)) if os.path.basename(words[index]) == "fit"), 0)
     known = [word for word in words[start + 1 : start + 2] if word in cli.COMMANDS]
     # The number, from 1, of the word that precedes what the parser reads.
     os.environ["_ARGCOMPLETE"] = str(start + 1 + len(known))
