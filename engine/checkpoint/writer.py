@@ -140,6 +140,11 @@ class Saver:
                     raise
                 self._ended(name, error)
             return self.location.path(name)
+        self._write_beside(job, later if unchanging else set())
+        return self.location.path(name)
+
+    def _write_beside(self, job: _Job, later: set[str]) -> None:
+        """Write beside the training. ``later``: tensors that are copied by :meth:`hold` at the latest."""
         if self._side is None:
             # Collectives of another thread need their own process group.
             self._side = (
@@ -147,9 +152,7 @@ class Saver:
             )
         if self._staging is None:
             self._staging = Staging(self.group.device)
-        copies = self._staging.begin(
-            {key: part.tensor for key, part in job.parts.items()}, later if unchanging else set()
-        )
+        copies = self._staging.begin({key: part.tensor for key, part in job.parts.items()}, later)
         job.parts = {key: Part(copies[key], part.offsets) for key, part in job.parts.items()}
         job.trees = {
             stem: (value, {n: t.detach().cpu().clone() for n, t in tensors.items()})
@@ -160,7 +163,6 @@ class Saver:
         _open.add(self)
         # A daemon: a failing rank exits even when the thread waits for ranks that are gone.
         threading.Thread(target=self._run, args=(job, job.future, self._side), name="checkpoint", daemon=True).start()
-        return self.location.path(name)
 
     def hold(self) -> None:
         """Wait until tensors may change, because the checkpoint in progress has its copies."""

@@ -167,17 +167,7 @@ def join(
     failures.attach(environment)
     if dist.is_initialized():
         _check_existing(environment)
-        if environment.world_size == 1:
-            return Group(environment, device)
-        if _shared is None or _shared.world is not dist.group.WORLD:
-            _shared = _adopt(timeout, None, dist.get_debug_level() == dist.DebugLevel.DETAIL)
-        if debug and not _shared.debug:
-            raise ValueError(
-                "debug=True was requested, but this process's collectives were set up without it: give it to the first Fit or Engine of the "
-                "process, or set TORCH_DISTRIBUTED_DEBUG=DETAIL before init_process_group"
-            )
-        _shared.failed = False  # an earlier run's error was handled, or this run would not start
-        return Group(environment, device, _shared)
+        return Group(environment, device, None if environment.world_size == 1 else _existing(timeout, debug))
     if environment.world_size == 1:
         if environment.name == "single":
             relaunch.work_alone()
@@ -194,6 +184,20 @@ def join(
     )
     _shared = _adopt(timeout, prefixed, debug or dist.get_debug_level() == dist.DebugLevel.DETAIL)
     return Group(environment, device, _shared)
+
+
+def _existing(timeout: timedelta, debug: bool) -> _Shared:
+    """What the groups of this process share, on the default group that is there."""
+    global _shared
+    if _shared is None or _shared.world is not dist.group.WORLD:
+        _shared = _adopt(timeout, None, dist.get_debug_level() == dist.DebugLevel.DETAIL)
+    if debug and not _shared.debug:
+        raise ValueError(
+            "debug=True was requested, but this process's collectives were set up without it: give it to the first Fit or Engine of the "
+            "process, or set TORCH_DISTRIBUTED_DEBUG=DETAIL before init_process_group"
+        )
+    _shared.failed = False  # an earlier run's error was handled, or this run would not start
+    return _shared
 
 
 def own_environment(given: Environment | None = None) -> Environment:

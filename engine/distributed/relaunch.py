@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -281,18 +281,23 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Sta
         if name not in os.environ:
             os.putenv(name, value)  # for gloo in this process; os.environ belongs to the script
     directory = scratch.make("fit-ranks-")
+    children = _spawn(command, world_size, store.port, directory, {**threads, **_BESIDE, **interface})
+    environment = Environment("relaunch", 0, world_size, 0, world_size, 1, "127.0.0.1", store.port, agent_store=True)
+    _started = Started(environment, store, children, directory)
+    atexit.register(_started._finish)
+    return _started
+
+
+def _spawn(
+    command: Sequence[str], world_size: int, port: int, directory: Path, defaults: Mapping[str, str]
+) -> list[_Child]:
+    """Start the other ranks. ``defaults``: variables that the environment may replace; ``directory``: for their error files."""
     children: list[_Child] = []
     try:
         for rank in range(1, world_size):
             error_file = directory / f"rank={rank}.json"
-            variables = {
-                **threads,
-                **_BESIDE,
-                **interface,
-                **os.environ,
-                **_variables(rank, world_size, store.port),
-                "TORCHELASTIC_ERROR_FILE": str(error_file),
-            }
+            own = {**_variables(rank, world_size, port), "TORCHELASTIC_ERROR_FILE": str(error_file)}
+            variables = {**defaults, **os.environ, **own}
             process = subprocess.Popen(
                 command, env=variables, stdin=subprocess.DEVNULL, cwd=command_line.first_directory()
             )
@@ -303,10 +308,7 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Sta
             child.process.wait()
         scratch.remove(directory)
         raise
-    environment = Environment("relaunch", 0, world_size, 0, world_size, 1, "127.0.0.1", store.port, agent_store=True)
-    _started = Started(environment, store, children, directory)
-    atexit.register(_started._finish)
-    return _started
+    return children
 
 
 def _variables(rank: int, world_size: int, port: int) -> Mapping[str, str]:
