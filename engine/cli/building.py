@@ -9,12 +9,17 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser
+from jsonargparse.typing import register_type
 
 from engine.cli.exits import UsageError
+from engine.config import yaml_reader
+from engine.config.construct import converted, is_data
 from engine.config.masked import plain
 from engine.config.yaml_writer import flow
 from engine.utils.errors import nearest
@@ -22,6 +27,8 @@ from engine.utils.errors import nearest
 _SECTION = "fit-section"
 """The option under which a parser takes the file's values; no parameter has this name."""
 COMMAND_LINE = "command line"
+
+register_type(Path, deserializer=lambda text: Path(text).expanduser(), type_check=isinstance)
 
 
 @dataclass
@@ -51,6 +58,10 @@ class Component:
         """The origin of a parameter's value: the last source of it, or of something in it."""
         if any(_within(given, key) for given, _ in self.overrides):
             return f"{COMMAND_LINE} {self.name}.{key}"
+        return self.line(key)
+
+    def line(self, key: str) -> str:
+        """The line of the file that a parameter's value is from, or something around it."""
         while key not in self.origins and key:
             key = key.rpartition(".")[0]
         return self.origins.get(key, COMMAND_LINE)
@@ -67,11 +78,11 @@ class Parsed:
         self.component = component
         self._parser = parser_of(component)
         names = parameters(self._parser)
-        for key, origin in (
-            *_given(component, names),
-            *((key, f"{COMMAND_LINE} {component.name}.{key}") for key, _ in component.overrides),
-        ):
-            _check_name(component, key.removesuffix("+"), origin, names)
+        for key, value in _given(component, names):
+            _check_name(component, key, component.line(key), names)
+            _check_value(component, key, value, component.line(key), names)
+        for key, _ in component.overrides:
+            _check_name(component, key.removesuffix("+"), f"{COMMAND_LINE} {component.name}.{key}", names)
         self._arguments = [
             f"--{_SECTION}",
             flow(dict(component.init_args)),
@@ -80,7 +91,7 @@ class Parsed:
         try:
             self._values = self._parser.parse_args(self._arguments)
         except argparse.ArgumentError as error:
-            raise UsageError(_explained(component, str(error))) from None
+            raise UsageError(_explained(component, str(error), names)) from None
         except Exception as error:  # from a module that a class path names, or from jsonargparse about one
             raise _mendable(component, error) from None
         given = {
@@ -165,16 +176,16 @@ def _within(inner: str, outer: str) -> bool:
     return f"{inner.removesuffix('+')}.".startswith(f"{outer}.")
 
 
-def _given(component: Component, names: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The dotted names that the file gives, as deep as the parser has names, with their lines."""
+def _given(component: Component, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The dotted names that the file gives, as deep as the parser has names, with their values."""
 
-    def walk(values: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    def walk(values: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for key, value in values.items():
             name = f"{prefix}{key}"
             if isinstance(value, Mapping) and any(other.startswith(f"{name}.") for other in names):
                 yield from walk(value, f"{name}.")
             else:
-                yield name, component.origin(name)
+                yield name, value
 
     return walk(component.init_args, "")
 
@@ -199,11 +210,30 @@ def _check_name(component: Component, key: str, origin: str, names: Mapping[str,
     )
 
 
-def _explained(component: Component, message: str) -> str:
+def _check_value(component: Component, key: str, value: Any, origin: str, names: Mapping[str, argparse.Action]) -> None:
+    """Check a value as those of a strategy are checked, unless its type has classes in it."""
+    if key not in names or not is_data(hint := type_of(names[key])):
+        return
+    try:
+        converted(hint, value, key, {})
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{origin}: {component.name}.{key} does not fit: {error}") from None
+
+
+def type_of(action: argparse.Action) -> Any:
+    """A parameter's type."""
+    return getattr(action, "_typehint", None) or action.type
+
+
+def _explained(component: Component, message: str, names: Mapping[str, argparse.Action]) -> str:
     """jsonargparse's message, with the parameter's name as given, and its origin."""
     text = " ".join(message.split())
     if found := re.match(r'Parser key "([^"]+)": (.*)', text):
         key, reason = found.groups()
+        with suppress(ValueError):  # of text that is not YAML
+            for text in (text for given, text in component.overrides if given == key):
+                value = yaml_reader.construct(yaml_reader.compose(text, component.origin(key)))
+                _check_value(component, key, value, component.origin(key), names)
         return f"{component.origin(key)}: {component.name}.{key} does not fit: {_reason(reason)}"
     if found := re.match(r"the following arguments are required: (.*)", text):
         return _needs(component, [each.strip() for each in found[1].split(",")])

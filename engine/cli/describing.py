@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from engine.cli.building import Component, Parsed, parameters, parser_of
+from engine.cli.building import Component, Parsed, parameters, parser_of, type_of
 from engine.config.masked import readable
 from engine.config.resolve import Resolved
 from engine.config.yaml_writer import flow
@@ -74,7 +74,7 @@ def class_help(command: str, components: Sequence[Component]) -> str:
 
 def _about(action: argparse.Action) -> tuple[str, str]:
     """A parameter's type, and its default with its documentation."""
-    kind = getattr(action, "_typehint", None) or action.type
+    kind = type_of(action)
     default = "required" if action.required else f"default {_shown(action.default)}"
     return _type_text(kind), f"{default}{f'; {action.help}' if action.help else ''}"
 

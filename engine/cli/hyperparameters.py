@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import collections.abc
-import dataclasses
 import inspect
 import logging
 import os
 import shlex
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import replace
-from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.files import printable
 from engine.checkpoint.recorded_arguments import Recorded
 from engine.cli.building import Component, Parsed, parameters, parser_of
 from engine.cli.exits import UsageError
-from engine.config.construct import parameters as hints_of
+from engine.config.construct import SCALARS, converted, is_data
+from engine.config.construct import hints as hints_of
 from engine.config.hyperparameters import kept_arguments, replaced_by_defaults
 from engine.config.masked import HIDDEN, plain, without_secrets
 from engine.config.yaml_writer import flow
@@ -132,56 +127,18 @@ def _partly(component: Component, name: str, nested: bool) -> bool | None:
     return True if keys or name in component.init_args else None
 
 
-_SCALARS = (bool, int, float, str, type(None))
-_LISTS = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
-_DICTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
-
-
 def _fits(hint: Any, value: Any) -> bool:
-    """Whether a plain value has the type ``hint``, and reading it as that type cannot import or call anything."""
-    kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
-    if kind is typing.Annotated:
-        return _fits(inner[0], value)
-    if kind is typing.Union or kind is types.UnionType:
-        return all(map(_is_data, inner)) and any(_fits(each, value) for each in inner)
-    if kind is typing.Literal:
-        return value in inner
-    if not _is_data(hint):
+    """Whether a plain value has the type ``hint``, and reading it as that type cannot import anything."""
+    if not is_data(hint) or not _is_plain(value):
         return False
-    if kind in _DICTS:
-        mapping = isinstance(value, Mapping) and "class_path" not in value
-        return mapping and all(_fits(inner[1], each) if inner else _is_plain(each) for each in value.values())
-    if kind in _LISTS:
-        return isinstance(value, list) and all(
-            _fits(inner[min(i, len(inner) - 1)], v) if inner else _is_plain(v) for i, v in enumerate(value)
-        )
-    if dataclasses.is_dataclass(kind):
-        known = hints_of(kind)  # type: ignore[arg-type]
-        return isinstance(value, Mapping) and all(
-            name in known and _fits(known[name], each) for name, each in value.items()
-        )
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return isinstance(value, str) and value in kind.__members__
-    return isinstance(
-        value, str if kind is Path else (int, float) if kind is float else type(None) if kind is None else kind
-    )
-
-
-def _is_data(hint: Any) -> bool:
-    """Whether values of a type consist of numbers, text, and dicts and lists of such."""
-    kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
-    if kind is typing.Literal or kind is None or kind is Ellipsis:
-        return True
-    if kind in (typing.Union, types.UnionType) or kind in _LISTS or kind in _DICTS:
-        return all(map(_is_data, inner))
-    if kind is typing.Annotated:
-        return _is_data(inner[0])
-    if dataclasses.is_dataclass(kind):
-        return all(map(_is_data, hints_of(kind).values()))  # type: ignore[arg-type]
-    return isinstance(kind, type) and (kind in _SCALARS or kind is Path or issubclass(kind, Enum))
+    try:
+        converted(hint, value, "", {})
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, Mapping):
         return "class_path" not in value and all(map(_is_plain, value.values()))
-    return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, _SCALARS)
+    return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, SCALARS)

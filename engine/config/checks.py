@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from engine.utils.errors import nearest
@@ -17,6 +17,10 @@ def wrong(name: str, value: object, possible: str) -> ValueError:
 
 def wrong_type(name: str, value: object, possible: str) -> TypeError:
     return TypeError(f"{name}={value!r} is of type {type(value).__name__}: give {possible}")
+
+
+def unknown(name: str, value: object, names: Iterable[str], possible: str) -> ValueError:
+    return ValueError(f"{name}={value!r} is unknown{nearest(value, names)}; possible: {possible}")
 
 
 def is_int(value: object) -> bool:
@@ -53,7 +57,7 @@ def a_choice(*names: str, none: str = "", aliases: Mapping[str, str] | None = No
             raise wrong_type(name, value, possible)
         known = (aliases or {}).get(value.lower(), value.lower())
         if known not in names:
-            raise ValueError(f"{name}={value!r} is unknown{nearest(value, names)}; possible: {possible}")
+            raise unknown(name, value, names, possible)
         return known
 
     return run
@@ -69,7 +73,7 @@ def a_bool(*names: str, none: str = "") -> Check:
         if isinstance(value, bool) or (isinstance(value, str) and value in names):
             return value
         if isinstance(value, str):
-            raise ValueError(f"{name}={value!r} is unknown{nearest(value, names)}; possible: {possible}")
+            raise unknown(name, value, names, possible)
         raise wrong_type(name, value, possible)
 
     return run

@@ -1,16 +1,22 @@
-"""Creates an object from plain options, each checked against the class's annotations."""
+"""Creates an object from plain options, each checked against the class's annotations.
+
+Options are data: nothing in them is imported, called or read as another file, because a file of settings may come from anyone.
+"""
 
 from __future__ import annotations
 
 import collections.abc
+import dataclasses
 import inspect
 import re
 import types
 import typing
 from collections.abc import Callable, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from engine.config.checks import unknown, wrong_type
 from engine.config.name_and_options import Named
 from engine.utils.errors import nearest
 
@@ -29,7 +35,7 @@ def construct(setting: str, given: Named, make: Callable[..., Any], readers: Rea
         ValueError: an option that does not exist or is not possible, with its origin and the nearest one.
         TypeError: an option of another type than its annotation.
     """
-    known = parameters(make)
+    known = hints(make)
     values = {}
     for key, value in given.options.items():
         if key not in known:
@@ -38,13 +44,17 @@ def construct(setting: str, given: Named, make: Callable[..., Any], readers: Rea
         try:
             values[key] = converted(known[key], value, f"{setting}.{key}", readers or {})
         except (ValueError, TypeError) as error:
-            raise type(error)(f"{_origin(given, str(error), key)}{error}") from None
+            raise _kind(error)(f"{_origin(given, str(error), key)}{error}") from None
     try:
         return make(**values)
     except (ValueError, TypeError, OSError) as error:
         guilty = next((key for key in values if re.search(rf"\b{re.escape(key)}\b", str(error))), "name")
-        kind = next(each for each in (TypeError, ValueError, OSError) if isinstance(error, each))
-        raise kind(f"{given.at(guilty)}{setting} {given.name!r}: {error}") from error
+        raise _kind(error)(f"{given.at(guilty)}{setting} {given.name!r}: {error}") from error
+
+
+def _kind(error: Exception) -> type[Exception]:
+    """The built-in class of an error; others may not take a text alone."""
+    return next(each for each in (TypeError, ValueError, OSError) if isinstance(error, each))
 
 
 def _origin(given: Named, message: str, key: str) -> str:
@@ -53,149 +63,159 @@ def _origin(given: Named, message: str, key: str) -> str:
     return given.at(max(inner, key=len, default=key))
 
 
-def parameters(make: Callable[..., Any]) -> dict[str, Any]:
+def hints(make: Callable[..., Any]) -> dict[str, Any]:
     """The options that ``make`` takes by name, each with its type; ``Any`` if the annotation cannot be read."""
     wanted = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     taken = inspect.signature(make).parameters.items()
     names = [name for name, each in taken if each.kind in wanted and not name.startswith("_")]
-    hints: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for source in (make, getattr(make, "__init__", make)) if isinstance(make, type) else (make,):
         try:
-            hints.update(typing.get_type_hints(source))
+            found.update(typing.get_type_hints(source))
         except (NameError, TypeError, AttributeError):
             continue  # names that are imported for type checking only
-    return {name: hints.get(name, Any) for name in names}
+    return {name: found.get(name, Any) for name in names}
+
+
+_NO: Any = object()  # "not of this type"
+_MADE = (tuple, set, frozenset)
+_LISTS = (*_MADE, list, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
+_MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+_UNIONS = (typing.Union, types.UnionType)
+SCALARS = (bool, int, float, str, type(None))
 
 
 def converted(hint: Any, value: Any, name: str, readers: Readers) -> Any:
-    """``value`` as the type ``hint``: text becomes a path, a whole number a float, a list a tuple.
+    """``value`` as the type ``hint``.
+
+    Text becomes a path, an enum's member, or what jsonargparse reads it as for a type without a YAML form (``timedelta``); a whole
+    number a float; a list a tuple or a set; a mapping a dataclass.
 
     Raises:
         TypeError: it is of another type.
         ValueError: it has the type, but is not a possible value.
     """
-    found = _converted(hint, value, name, readers)
-    if found is _NO:
-        hidden = "; in YAML, write it in quotes" if _takes(hint, str) and isinstance(value, (bool, int, float)) else ""
-        raise TypeError(f"{name}={value!r} is of type {type(value).__name__}: give {describe(hint)}{hidden}")
-    return found
-
-
-_NO: Any = object()  # "not of this type"; an error ends the search, this continues with a union's next member
+    members = typing.get_args(hint) if typing.get_origin(hint) in _UNIONS else (hint,)
+    failed: Exception | None = None
+    # Those of its exact type first, so that 1 stays an int where ints are allowed.
+    for member in sorted(members, key=lambda member: member is not type(value)):
+        if member is bool and not isinstance(value, bool) and int in members:
+            continue  # 1 is a number here
+        try:
+            found = _converted(member, value, name, readers)
+        except (ValueError, TypeError) as error:
+            failed = failed or error
+            continue
+        if found is not _NO:
+            return found
+    quotes = "; in YAML, write it in quotes" if str in members and isinstance(value, (bool, int, float)) else ""
+    raise failed or wrong_type(name, value, f"{describe(hint)}{quotes}")
 
 
 def _converted(hint: Any, value: Any, name: str, readers: Readers) -> Any:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any or isinstance(hint, typing.TypeVar):
+    kind, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if kind is typing.Annotated:
+        return converted(arguments[0], value, name, readers)
+    if kind is typing.Literal:
+        if type(value) in map(type, arguments) and value not in arguments:
+            raise unknown(name, value, map(str, arguments), ", ".join(map(repr, arguments)))
+        return value if type(value) in map(type, arguments) else _NO
+    if kind is Any or not isinstance(kind, type):
         return value
-    if origin is typing.Union or origin is types.UnionType:
-        return _member(arguments, value, name, readers)
-    if origin is typing.Annotated:
-        return _converted(arguments[0], value, name, readers)
-    if origin is typing.Literal:
-        if value in arguments and type(value) in map(type, arguments):
-            return value
-        if type(value) in map(type, arguments):
-            raise ValueError(
-                f"{name}={value!r} is unknown{nearest(value, map(str, arguments))}; possible: {', '.join(map(repr, arguments))}"
-            )
-        return _NO
-    if origin is type:
-        return value if isinstance(value, type) else _NO
-    if hint is None or hint is type(None):
-        return None if value is None else _NO
-    kind = origin or hint
-    if not isinstance(kind, type):
-        return value
-    if issubclass(kind, collections.abc.Mapping):
+    if issubclass(kind, collections.abc.Mapping) and isinstance(value, Mapping):
         return _mapping(arguments, value, name, readers)
     if kind in _LISTS:
         return _list(kind, arguments, value, name, readers)
-    if kind in readers and isinstance(value, str):
-        try:
-            return readers[kind](value)
-        except ValueError as error:
-            raise ValueError(f"{name}={value!r}: {error}") from None
-    return _scalar(kind, value)
+    if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+        return _dataclass(kind, value, name, readers)
+    if kind is bool and type(value) is int and value in (0, 1):
+        return bool(value)  # environment variables use 1 and 0 for flags
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, kind):
+        return _NO if kind is int and isinstance(value, bool) else value
+    return _read(kind, value, name, readers) if isinstance(value, str) and kind not in SCALARS else _NO
 
 
-def _member(members: tuple[Any, ...], value: Any, name: str, readers: Readers) -> Any:
-    """The first member of a union that accepts the value; those of its exact type first, so that 1 stays an int where ints are allowed."""
-    for member in sorted(members, key=lambda member: member is not type(value)):
-        if member is bool and not isinstance(value, bool) and any(_takes(other, int) for other in members):
-            continue  # 1 is a number here
-        found = _converted(member, value, name, readers)
-        if found is not _NO:
-            return found
-    return _NO
-
-
-def _mapping(arguments: tuple[Any, ...], value: Any, name: str, readers: Readers) -> Any:
-    if not isinstance(value, Mapping):
-        return _NO
-    if not arguments:
-        return dict(value)
-    key_hint, value_hint = arguments
-    return {
-        converted(key_hint, key, f"a key of {name}: {key}", readers): converted(
-            value_hint, each, f"{name}.{key}", readers
-        )
-        for key, each in value.items()
-    }
-
-
-_LISTS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
+def _mapping(arguments: tuple[Any, ...], value: Mapping[Any, Any], name: str, readers: Readers) -> Any:
+    key_hint, value_hint = arguments or (Any, Any)
+    found = {}
+    for key, each in value.items():
+        # JSON, and so a checkpoint's manifest, has keys of text only.
+        read = int(key) if key_hint is int and isinstance(key, str) and key.isdecimal() else key
+        read = converted(key_hint, read, f"a key of {name}: {key}", readers)
+        found[read] = converted(value_hint, each, f"{name}.{key}", readers)
+    return found
 
 
 def _list(kind: Any, arguments: tuple[Any, ...], value: Any, name: str, readers: Readers) -> Any:
-    if not isinstance(value, (list, tuple)):
+    if not isinstance(value, (list, kind if kind in _MADE else tuple)):
         return _NO
-    if kind is tuple and arguments and arguments[-1] is not Ellipsis:
-        if len(arguments) != len(value):
-            raise ValueError(f"{name}={value!r} has {len(value)} values: give {len(arguments)}")
-        return tuple(
-            converted(hint, each, f"{name}.{i}", readers)
-            for i, (hint, each) in enumerate(zip(arguments, value, strict=True))
-        )
-    inner = arguments[0] if arguments else Any
-    items = [converted(inner, each, f"{name}.{i}", readers) for i, each in enumerate(value)]
-    return tuple(items) if kind is tuple else items
+    fixed = kind is tuple and arguments and arguments[-1] is not Ellipsis
+    if fixed and len(arguments) != len(value):
+        raise ValueError(f"{name}={value!r} has {len(value)} values: give {len(arguments)}")
+    inner = arguments if fixed else (*arguments, Any)[:1] * len(value)
+    items = [converted(inner[i], each, f"{name}.{i}", readers) for i, each in enumerate(value)]
+    return kind(items) if kind in _MADE else items
 
 
-def _scalar(kind: type, value: Any) -> Any:
-    if kind is bool:
-        # Environment variables use 1 and 0 for flags.
-        return bool(value) if isinstance(value, bool) or (type(value) is int and value in (0, 1)) else _NO
-    if kind in (int, float) and isinstance(value, bool):
-        return _NO
-    if kind is float and isinstance(value, int):
-        return float(value)
-    if kind is Path and isinstance(value, str):
-        return Path(value).expanduser()
-    return value if isinstance(value, kind) else _NO
+def _dataclass(kind: Any, value: Mapping[Any, Any], name: str, readers: Readers) -> Any:
+    known = hints(kind)
+    for key in value:
+        if key not in known:
+            few = f"there is no {key!r}{nearest(key, known)}; possible: {', '.join(known)}"
+            raise ValueError(f"{name}.{key}={value[key]!r}: {few}")
+    return kind(**{key: converted(known[key], each, f"{name}.{key}", readers) for key, each in value.items()})
 
 
-def _takes(hint: Any, kind: type) -> bool:
-    return hint is kind or any(
-        _takes(each, kind)
-        for each in typing.get_args(hint)
-        if typing.get_origin(hint) in (typing.Union, types.UnionType)
-    )
+def _read(kind: type, text: str, name: str, readers: Readers) -> Any:
+    """An object of a type that YAML has no form for."""
+    if issubclass(kind, Enum):
+        if text not in kind.__members__:
+            raise unknown(name, text, kind.__members__, describe(kind))
+        return kind[text]
+    if kind is Path:
+        return Path(text).expanduser()
+    reader = readers.get(kind)
+    if reader is None:
+        from jsonargparse.typing import get_registered_type  # heavy, and rarely used
+
+        registered = get_registered_type(kind)
+        if registered is None:
+            return _NO
+        reader = registered.deserializer
+    try:
+        return reader(text)
+    except ValueError as error:
+        raise ValueError(f"{name}={text!r}: {error}") from None
+
+
+def is_data(hint: Any) -> bool:
+    """Whether values of a type consist of numbers, text, and mappings and lists of such."""
+    kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if kind is typing.Literal or kind is None or kind is Ellipsis:
+        return True
+    if dataclasses.is_dataclass(kind):
+        inner = tuple(hints(kind).values())  # type: ignore[arg-type]
+    elif kind not in (*_UNIONS, *_LISTS, *_MAPPINGS, *SCALARS, Path, typing.Annotated):
+        return isinstance(kind, type) and issubclass(kind, Enum)
+    return all(map(is_data, inner[:1] if kind is typing.Annotated else inner))
 
 
 def describe(hint: Any) -> str:
     """A readable type: ``bool, int or None``."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Union or origin is types.UnionType:
+    kind, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if kind in _UNIONS:
         words = list(dict.fromkeys(map(describe, arguments)))
         return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
-    if origin is typing.Literal:
+    if kind is typing.Literal:
         return " or ".join(map(repr, arguments))
-    if hint is None or hint is type(None):
+    if kind is type(None):
         return "None (null in YAML)"
-    kind = origin or hint
     if kind in _LISTS:
         return f"a list of {describe(arguments[0])}" if arguments else "a list"
-    if isinstance(kind, type) and issubclass(kind, collections.abc.Mapping):
-        return "a mapping"
-    return getattr(kind, "__name__", str(kind))
+    if not isinstance(kind, type):
+        return str(kind)
+    if issubclass(kind, Enum):
+        return " or ".join(kind.__members__)
+    return "a mapping" if issubclass(kind, collections.abc.Mapping) or dataclasses.is_dataclass(kind) else kind.__name__

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.utils.errors import nearest
+from engine.config.checks import unknown, wrong_type
 
 PRECISIONS: dict[str, str] = {
     **{name: name for name in ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "fp8-mixed")},
@@ -79,9 +79,7 @@ def precision_name(value: object) -> str:
     """
     name = PRECISIONS.get(str(value).lower())
     if name is None:
-        raise ValueError(
-            f"precision={value!r} is unknown{nearest(value, PRECISIONS)}; possible: {', '.join(PRECISIONS)}"
-        )
+        raise unknown("precision", value, PRECISIONS, ", ".join(PRECISIONS))
     return name
 
 
@@ -95,7 +93,7 @@ def strategy_setting(name: str, value: Any) -> Any:
         value = named(name, value)
     if value is None or value == "" or isinstance(value, (bool, int, float, type, *_LISTS)):
         possible = "the name of a strategy, a mapping with its name and settings, or a strategy object"
-        raise TypeError(f"{name}={value!r} is of type {type(value).__name__}: give {possible}")
+        raise wrong_type(name, value, possible)
     if isinstance(value, Named) and value.name == "auto":
         first = next(iter(value.options))
         raise ValueError(
@@ -120,7 +118,5 @@ def precision_setting(name: str, value: Any) -> Any:
             )
         return replace(value, name=known)
     if isinstance(value, _LISTS):
-        raise TypeError(
-            f"{name}={value!r} is of type {type(value).__name__}: give the name of a precision, or a mapping with its name and settings"
-        )
+        raise wrong_type(name, value, "the name of a precision, or a mapping with its name and settings")
     return precision_name(value) if value is None or isinstance(value, (str, bool, int, float, type)) else value

@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from engine.config.checks import Check, a_bool, a_choice, an_int, is_int, wrong, wrong_type
+from engine.config.checks import Check, a_bool, a_choice, an_int, is_int, unknown, wrong, wrong_type
 from engine.config.duration import Duration, parse
 from engine.config.name_and_options import PRECISIONS, precision_name, precision_setting, strategy_setting
 from engine.config.transform_settings import compile_setting, recompute_setting
@@ -197,7 +197,7 @@ def _devices(name: str, value: Any) -> int | str | tuple[int, ...]:
         try:
             numbers = [int(part) for part in value.split(",")]
         except ValueError:
-            raise ValueError(f"{name}={value!r} is unknown{nearest(value, ['auto'])}; possible: {possible}") from None
+            raise unknown(name, value, ["auto"], possible) from None
         value = numbers if "," in value else numbers[0]
     if value == "auto":
         return "auto"

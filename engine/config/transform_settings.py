@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from engine.config.checks import unknown, wrong, wrong_type
 from engine.utils.errors import nearest
 
 RECOMPUTED = ("full", "selective")
@@ -28,12 +29,12 @@ def recompute_setting(name: str, given: Any) -> Recompute:
         return "full"
     if isinstance(given, str):
         if given not in RECOMPUTED:
-            raise ValueError(f"{name}={given!r} is unknown{nearest(given, RECOMPUTED)}; possible: {possible}")
+            raise unknown(name, given, RECOMPUTED, possible)
         return given
     if not isinstance(given, int):
-        raise TypeError(f"{name}={given!r} is of type {type(given).__name__}: give {possible}")
+        raise wrong_type(name, given, possible)
     if given < 1:
-        raise ValueError(f"{name}={given!r} is not possible: give {possible}")
+        raise wrong(name, given, possible)
     return given
 
 
@@ -55,5 +56,5 @@ def compile_setting(name: str, given: Any) -> Compile:
     if isinstance(given, bool) or given == "blocks":
         return given
     if isinstance(given, str):
-        raise ValueError(f"{name}={given!r} is unknown{nearest(given, ['blocks'])}; possible: {possible}")
-    raise TypeError(f"{name}={given!r} is of type {type(given).__name__}: give {possible}")
+        raise unknown(name, given, ["blocks"], possible)
+    raise wrong_type(name, given, possible)

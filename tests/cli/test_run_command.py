@@ -264,9 +264,9 @@ ERRORS = [
     (("net:Net", "--set", "model.options.rl=1"), "model.options has no parameter 'rl'; did you mean 'lr'?"),
     (
         ("net:Net", "--set", "model.start=big"),
-        "command line model.start: model.start does not fit: Expected a <class 'float'>. Got value: big",
+        "command line model.start: model.start does not fit: start='big' is of type str: give float",
     ),
-    (("net:Net", "--set", "model.kind=FNCY"), "{PLAIN,FANCY}"),
+    (("net:Net", "--set", "model.kind=FNCY"), "did you mean 'FANCY'?; possible: PLAIN or FANCY"),
     (("net:Net", "--set", "model.optimizer=AdamW"), "AdamW is not a class with its module, such as torch.optim.AdamW"),
     (
         ("net:Net", "--set", "model.optimizer=torch.optim.Adm"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +11,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from processes import clean_environment
 
 from engine import DDP, FP8, FSDP, DeepSpeed, Engine, Fit, MeshParallel, Precision, Strategy, strategies
 from engine.config.construct import construct, converted
@@ -321,6 +324,26 @@ def test_conversions(hint: Any, given: Any, expected: Any) -> None:
 def test_no_conversion(hint: Any, given: Any) -> None:
     with pytest.raises(TypeError, match=r"x=.* is of type"):
         converted(hint, given, "x", {})
+
+
+IMPORTS = """
+import sys
+from engine import FSDP, Fit, strategies
+fit = Fit()
+strategy = strategies.get(Fit(strategy={"name": "fsdp", "reduce_dtype": "bf16", "cpu_offload": 1}).settings.strategy)
+named = strategies.get(Fit(strategy={"name": "fsdp", "blocks": ["evil.Block", "evil.Block"]}).settings.strategy)
+assert named.blocks == ["evil.Block", "evil.Block"], named.blocks
+print([name for name in ("jsonargparse", "evil") if name in sys.modules])
+"""
+
+
+def test_options_import_nothing(in_tmp: Path) -> None:
+    # A file of settings may come from anyone; and nobody pays for what is not used.
+    (in_tmp / "evil.py").write_text("class Block: ...\n")
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS], env=clean_environment(), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
 def test_an_error_of_a_json_file_keeps_its_place() -> None:
