@@ -66,7 +66,7 @@ class Net(Base):
     """Saves none itself."""
 
     def __init__(self, width: int = 2, scale: float = 1.0, options: Options = Options(), kind: Kind = Kind.PLAIN,
-                 widths: list[int] = [1], layer: nn.Module | None = None, anything=None):
+                 widths: list[int] = [1], layer: nn.Module | None = None, anything=None, loose: dict | None = None):
         super().__init__()
         self.build(width, scale * options.scale * (10 if kind is Kind.FANCY else 1) * sum(widths))
         self.layer = layer
@@ -219,6 +219,7 @@ HOSTILE: list[tuple[str, Any]] = [
     ("widths", [{"class_path": "evil.Evil"}]),
     ("widths", "hostile.yaml"),
     ("kind", {"class_path": "evil.Evil"}),
+    ("loose", {"a": [{"class_path": "evil.Evil"}]}),
 ]
 
 
