@@ -117,9 +117,7 @@ def _converted(hint: Any, value: Any, name: str, readers: Readers) -> Any:
     if kind is typing.Annotated:
         return converted(arguments[0], value, name, readers)
     if kind is typing.Literal:
-        if type(value) in map(type, arguments) and value not in arguments:
-            raise unknown(name, value, map(str, arguments), ", ".join(map(repr, arguments)))
-        return value if type(value) in map(type, arguments) else _NO
+        return _choice(arguments, value, name)
     if kind is Any or not isinstance(kind, type):
         return value
     if issubclass(kind, collections.abc.Mapping) and isinstance(value, Mapping):
@@ -135,6 +133,15 @@ def _converted(hint: Any, value: Any, name: str, readers: Readers) -> Any:
     if isinstance(value, kind):
         return _NO if kind is int and isinstance(value, bool) else value
     return _read(kind, value, name, readers) if isinstance(value, str) and kind not in SCALARS else _NO
+
+
+def _choice(arguments: tuple[Any, ...], value: Any, name: str) -> Any:
+    choices = {each.name if isinstance(each, Enum) else each: each for each in arguments}
+    if type(value) not in map(type, choices):
+        return value if any(value is each for each in arguments) else _NO
+    if value not in choices:
+        raise unknown(name, value, map(str, choices), ", ".join(map(repr, choices)))
+    return choices[value]
 
 
 def _mapping(arguments: tuple[Any, ...], value: Mapping[Any, Any], name: str, readers: Readers) -> Any:
@@ -165,7 +172,11 @@ def _dataclass(kind: Any, value: Mapping[Any, Any], name: str, readers: Readers)
         if key not in known:
             few = f"there is no {key!r}{nearest(key, known)}; possible: {', '.join(known)}"
             raise ValueError(f"{name}.{key}={value[key]!r}: {few}")
-    return kind(**{key: converted(known[key], each, f"{name}.{key}", readers) for key, each in value.items()})
+    values = {key: converted(known[key], each, f"{name}.{key}", readers) for key, each in value.items()}
+    try:
+        return kind(**values)
+    except (ValueError, TypeError) as error:
+        raise _kind(error)(f"{name}={dict(value)!r}: {error}") from error
 
 
 def _read(kind: type, text: str, name: str, readers: Readers) -> Any:

@@ -28,6 +28,11 @@ class Part:
     names: tuple[str, ...] = ()
 
 
+@dataclass
+class Needed:
+    rate: float
+
+
 def taking(hint: Any) -> Callable[..., Any]:
     """A function with one parameter of this type, which it returns."""
 
@@ -59,6 +64,8 @@ def on_command_line(hint: Any, value: Any) -> Any:
         (float | None, 2, 2.0),
         (Mode | None, "last", "last"),
         (Mode | None, None, None),
+        (Literal[1, 2] | None, 2, 2),
+        (Literal[Kind.PLAIN] | None, "PLAIN", Kind.PLAIN),
         (int | Mode, "best", "best"),
         (list[float], [1, 2.5], [1.0, 2.5]),
         (tuple[int, str], [1, "a"], (1, "a")),
@@ -84,6 +91,7 @@ WRONG: list[tuple[Any, Any, str]] = [
     (float, "big", "x='big' is of type str: give float"),
     (int | None, 1.5, "x=1.5 is of type float: give int or None (null in YAML)"),
     (int, True, "x=True is of type bool: give int"),
+    (Literal[1, 2], True, "x=True is of type bool: give 1 or 2"),
     (Mode | None, "bst", "x='bst' is unknown; did you mean 'best'?; possible: 'best', 'last'"),
     (list[int], [1, "a"], "x.1='a' is of type str: give int"),
     (dict[str, int], {"a": "b"}, "x.a='b' is of type str: give int"),
@@ -118,6 +126,8 @@ def test_a_wrong_value_of_the_file_has_its_line_though_the_command_line_replaces
         Parsed(component)
 
 
-def test_an_unknown_field_is_named() -> None:
+def test_a_field_that_is_unknown_or_missing_is_named() -> None:
     with pytest.raises(ValueError, match=r"^here: strategy.x.rte=1: there is no 'rte'; did you mean 'rate'\?"):
         option(Part, {"rte": 1})
+    with pytest.raises(TypeError, match=r"^here: strategy.x={}: .*missing 1 required .*'rate'"):
+        option(Needed, {})
