@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser
@@ -19,7 +18,7 @@ from jsonargparse.typing import register_type
 
 from engine.cli.exits import UsageError
 from engine.config import yaml_reader
-from engine.config.construct import converted, is_data
+from engine.config.construct import READERS, converted, is_data
 from engine.config.masked import plain
 from engine.config.yaml_writer import flow
 from engine.utils.errors import nearest
@@ -28,7 +27,8 @@ _SECTION = "fit-section"
 """The option under which a parser takes the file's values; no parameter has this name."""
 COMMAND_LINE = "command line"
 
-register_type(Path, deserializer=lambda text: Path(text).expanduser(), type_check=isinstance)
+for _type, _reader in READERS.items():
+    register_type(_type, deserializer=_reader, type_check=isinstance)
 
 
 @dataclass
@@ -215,7 +215,7 @@ def _check_value(component: Component, key: str, value: Any, origin: str, names:
     if key not in names or not is_data(hint := type_of(names[key])):
         return
     try:
-        converted(hint, value, key, {})
+        converted(hint, value, key)
     except (TypeError, ValueError) as error:
         raise UsageError(f"{origin}: {component.name}.{key} does not fit: {error}") from None
 

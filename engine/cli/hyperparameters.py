@@ -132,7 +132,7 @@ def _fits(hint: Any, value: Any) -> bool:
     if not is_data(hint) or not _is_plain(value):
         return False
     try:
-        converted(hint, value, "", {})
+        converted(hint, value, "")
     except (TypeError, ValueError):
         return False
     return True

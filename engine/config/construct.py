@@ -16,15 +16,36 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from engine.config.checks import unknown, wrong_type
 from engine.config.name_and_options import Named
 from engine.utils.errors import nearest
 
-Readers = Mapping[Any, Callable[[str], Any]]
-"""For types without a YAML form: a function that converts text, or raises a ValueError that lists the possible values."""
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
 
 
-def construct(setting: str, given: Named, make: Callable[..., Any], readers: Readers | None = None) -> Any:
+def dtype(text: str) -> torch.dtype:
+    """``"bf16"``, ``"bfloat16"`` and ``"torch.bfloat16"`` are ``torch.bfloat16``."""
+    name = text.removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ValueError(f"unknown dtype{nearest(name, _DTYPES)}; possible: {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+READERS: dict[Any, Callable[[str], Any]] = {Path: lambda text: Path(text).expanduser(), torch.dtype: dtype}
+"""How text becomes an object of a type that YAML has no form for; :mod:`engine.cli.building` gives these to jsonargparse."""
+
+
+def construct(setting: str, given: Named, make: Callable[..., Any]) -> Any:
     """``make(**given.options)``.
 
     Args:
@@ -42,7 +63,7 @@ def construct(setting: str, given: Named, make: Callable[..., Any], readers: Rea
             few = f"possible: {', '.join(known)}" if known else "it takes none"
             raise ValueError(f"{given.at(key)}{given.name!r} has no setting {key!r}{nearest(key, known)}; {few}")
         try:
-            values[key] = converted(known[key], value, f"{setting}.{key}", readers or {})
+            values[key] = converted(known[key], value, f"{setting}.{key}")
         except (ValueError, TypeError) as error:
             raise _kind(error)(f"{_origin(given, str(error), key)}{error}") from None
     try:
@@ -85,7 +106,7 @@ _UNIONS = (typing.Union, types.UnionType)
 SCALARS = (bool, int, float, str, type(None))
 
 
-def converted(hint: Any, value: Any, name: str, readers: Readers) -> Any:
+def converted(hint: Any, value: Any, name: str) -> Any:
     """``value`` as the type ``hint``.
 
     Text becomes a path, an enum's member, or what jsonargparse reads it as for a type without a YAML form (``timedelta``); a whole
@@ -102,7 +123,7 @@ def converted(hint: Any, value: Any, name: str, readers: Readers) -> Any:
         if member is bool and not isinstance(value, bool) and int in members:
             continue  # 1 is a number here
         try:
-            found = _converted(member, value, name, readers)
+            found = _converted(member, value, name)
         except (ValueError, TypeError) as error:
             failed = failed or error
             continue
@@ -112,27 +133,27 @@ def converted(hint: Any, value: Any, name: str, readers: Readers) -> Any:
     raise failed or wrong_type(name, value, f"{describe(hint)}{quotes}")
 
 
-def _converted(hint: Any, value: Any, name: str, readers: Readers) -> Any:
+def _converted(hint: Any, value: Any, name: str) -> Any:
     kind, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind is typing.Annotated:
-        return converted(arguments[0], value, name, readers)
+        return converted(arguments[0], value, name)
     if kind is typing.Literal:
         return _choice(arguments, value, name)
     if kind is Any or not isinstance(kind, type):
         return value
     if issubclass(kind, collections.abc.Mapping) and isinstance(value, Mapping):
-        return _mapping(arguments, value, name, readers)
+        return _mapping(arguments, value, name)
     if kind in _LISTS:
-        return _list(kind, arguments, value, name, readers)
+        return _list(kind, arguments, value, name)
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
-        return _dataclass(kind, value, name, readers)
+        return _dataclass(kind, value, name)
     if kind is bool and type(value) is int and value in (0, 1):
         return bool(value)  # environment variables use 1 and 0 for flags
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, kind):
         return _NO if kind is int and isinstance(value, bool) else value
-    return _read(kind, value, name, readers) if isinstance(value, str) and kind not in SCALARS else _NO
+    return _read(kind, value, name) if isinstance(value, str) and kind not in SCALARS else _NO
 
 
 def _choice(arguments: tuple[Any, ...], value: Any, name: str) -> Any:
@@ -144,50 +165,48 @@ def _choice(arguments: tuple[Any, ...], value: Any, name: str) -> Any:
     return choices[value]
 
 
-def _mapping(arguments: tuple[Any, ...], value: Mapping[Any, Any], name: str, readers: Readers) -> Any:
+def _mapping(arguments: tuple[Any, ...], value: Mapping[Any, Any], name: str) -> Any:
     key_hint, value_hint = arguments or (Any, Any)
     found = {}
     for key, each in value.items():
         # JSON, and so a checkpoint's manifest, has keys of text only.
         read = int(key) if key_hint is int and isinstance(key, str) and key.isdecimal() else key
-        read = converted(key_hint, read, f"a key of {name}: {key}", readers)
-        found[read] = converted(value_hint, each, f"{name}.{key}", readers)
+        read = converted(key_hint, read, f"a key of {name}: {key}")
+        found[read] = converted(value_hint, each, f"{name}.{key}")
     return found
 
 
-def _list(kind: Any, arguments: tuple[Any, ...], value: Any, name: str, readers: Readers) -> Any:
+def _list(kind: Any, arguments: tuple[Any, ...], value: Any, name: str) -> Any:
     if not isinstance(value, (list, kind if kind in _MADE else tuple)):
         return _NO
     fixed = kind is tuple and arguments and arguments[-1] is not Ellipsis
     if fixed and len(arguments) != len(value):
         raise ValueError(f"{name}={value!r} has {len(value)} values: give {len(arguments)}")
     inner = arguments if fixed else (*arguments, Any)[:1] * len(value)
-    items = [converted(inner[i], each, f"{name}.{i}", readers) for i, each in enumerate(value)]
+    items = [converted(inner[i], each, f"{name}.{i}") for i, each in enumerate(value)]
     return kind(items) if kind in _MADE else items
 
 
-def _dataclass(kind: Any, value: Mapping[Any, Any], name: str, readers: Readers) -> Any:
+def _dataclass(kind: Any, value: Mapping[Any, Any], name: str) -> Any:
     known = hints(kind)
     for key in value:
         if key not in known:
             few = f"there is no {key!r}{nearest(key, known)}; possible: {', '.join(known)}"
             raise ValueError(f"{name}.{key}={value[key]!r}: {few}")
-    values = {key: converted(known[key], each, f"{name}.{key}", readers) for key, each in value.items()}
+    values = {key: converted(known[key], each, f"{name}.{key}") for key, each in value.items()}
     try:
         return kind(**values)
     except (ValueError, TypeError) as error:
         raise _kind(error)(f"{name}={dict(value)!r}: {error}") from error
 
 
-def _read(kind: type, text: str, name: str, readers: Readers) -> Any:
+def _read(kind: type, text: str, name: str) -> Any:
     """An object of a type that YAML has no form for."""
     if issubclass(kind, Enum):
         if text not in kind.__members__:
             raise unknown(name, text, kind.__members__, describe(kind))
         return kind[text]
-    if kind is Path:
-        return Path(text).expanduser()
-    reader = readers.get(kind)
+    reader = READERS.get(kind)
     if reader is None:
         from jsonargparse.typing import get_registered_type  # heavy, and rarely used
 
@@ -208,7 +227,7 @@ def is_data(hint: Any) -> bool:
         return True
     if dataclasses.is_dataclass(kind):
         inner = tuple(hints(kind).values())  # type: ignore[arg-type]
-    elif kind not in (*_UNIONS, *_LISTS, *_MAPPINGS, *SCALARS, Path, typing.Annotated):
+    elif kind not in (*_UNIONS, *_LISTS, *_MAPPINGS, *SCALARS, *READERS, typing.Annotated):
         return isinstance(kind, type) and issubclass(kind, Enum)
     return all(map(is_data, inner[:1] if kind is typing.Annotated else inner))
 

@@ -8,8 +8,6 @@ from dataclasses import fields, replace
 from importlib.metadata import entry_points
 from typing import Any
 
-import torch
-
 from engine.config.construct import construct
 from engine.config.masked import fields_of
 from engine.config.name_and_options import Named
@@ -90,7 +88,7 @@ def _configured(asked: Named) -> Strategy:
                     f"give another name, such as {_class_name(make)!r}"
                 )
         asked = replace(asked, options={**fixed, **asked.options})
-    built: Strategy = construct("strategy", asked, make, {torch.dtype: _dtype})
+    built: Strategy = construct("strategy", asked, make)
     return built
 
 
@@ -109,22 +107,5 @@ def _class_name(make: type) -> str:
     )
     return next(names, make.__name__)
 
-
-def _dtype(text: str) -> torch.dtype:
-    text = text.removeprefix("torch.")
-    if text not in _DTYPES:
-        raise ValueError(f"unknown dtype{nearest(text, _DTYPES)}; possible: {', '.join(_DTYPES)}")
-    return _DTYPES[text]
-
-
-_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-}
 
 __all__ = ["Single", "Strategy", "describe", "get"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 
 from engine.cli.building import Component, Parsed
 from engine.cli.exits import UsageError
@@ -75,6 +76,7 @@ def on_command_line(hint: Any, value: Any) -> Any:
         (dict[int, float], {"3": 1}, {3: 1.0}),
         (Path | None, "~/x", Path.home() / "x"),
         (timedelta, "1:30:00", timedelta(minutes=90)),
+        (torch.dtype | None, "bf16", torch.bfloat16),
         (Kind, "FANCY", Kind.FANCY),
         (list[Kind], ["FANCY"], [Kind.FANCY]),
         (Part, {"rate": 2, "names": ["a"]}, Part(2.0, ("a",))),

@@ -310,7 +310,7 @@ def test_strategies_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_conversions(hint: Any, given: Any, expected: Any) -> None:
-    found = converted(hint, given, "x", {})
+    found = converted(hint, given, "x")
     assert (found, type(found)) == (expected, type(expected))
 
 
@@ -323,7 +323,7 @@ def test_conversions(hint: Any, given: Any, expected: Any) -> None:
 )
 def test_no_conversion(hint: Any, given: Any) -> None:
     with pytest.raises(TypeError, match=r"x=.* is of type"):
-        converted(hint, given, "x", {})
+        converted(hint, given, "x")
 
 
 IMPORTS = """
