@@ -270,7 +270,7 @@ def test_the_traceback_of_the_rank_that_failed_is_shown(here: Path, rank: int) -
 def test_a_reader_that_has_seen_enough_is_no_error_of_ours() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "engine.cli.main", "complete", ""]
+    command = [sys.executable, "-m", "engine.cli.main", "completion", "bash"]
     done = subprocess.run(
         command, env=clean_environment(), stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300
     )
