@@ -98,6 +98,7 @@ def two() -> dict[str, list[Any]]:
     return on_ranks(__file__, 2, "two_")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_whole_model_is_on_no_rank() -> None:
     for held, whole in on_ranks(__file__, 4, "four_")["peaks"]:
