@@ -231,8 +231,8 @@ def _explained(component: Component, message: str, names: Mapping[str, argparse.
     if found := re.match(r'Parser key "([^"]+)": (.*)', text):
         key, reason = found.groups()
         with suppress(ValueError):  # of text that is not YAML
-            for text in (text for given, text in component.overrides if given == key):
-                value = yaml_reader.construct(yaml_reader.compose(text, component.origin(key)))
+            for written in (written for given, written in component.overrides if given == key):
+                value = yaml_reader.construct(yaml_reader.compose(written, component.origin(key)))
                 _check_value(component, key, value, component.origin(key), names)
         return f"{component.origin(key)}: {component.name}.{key} does not fit: {_reason(reason)}"
     if found := re.match(r"the following arguments are required: (.*)", text):

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import clean_environment, rank_variables
+from processes import PATIENCE_S, clean_environment, rank_variables
 
 from engine.checkpoint.listing import entries
 from engine.distributed import failures
@@ -182,8 +182,11 @@ def _stopped(here: Path, sent: signal.Signals, status: int, devices: str) -> Non
         command, env=clean_environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
+        deadline = time.monotonic() + PATIENCE_S
         while not (here / "told").exists() and process.poll() is None:
+            assert time.monotonic() < deadline
             time.sleep(0.01)
+        assert process.poll() is None, process.communicate()[1]
         os.killpg(process.pid, sent)
         _, err = process.communicate(timeout=300)
     finally:

@@ -54,7 +54,7 @@ def run(case):
         while case == "python" and g.rank == 0:
             time.sleep(0.01)
         if case == "native" and g.rank == 0:
-            time.sleep(100)
+            time.sleep(600)
         if case == "own" and g.rank == 0:
             raise KeyError("rank 0's own")
         if case == "all":

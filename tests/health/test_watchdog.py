@@ -95,7 +95,8 @@ def test_alone_it_tells_once_for_each_stall_and_goes_on(tmp_path: Path, caplog: 
     progress = 0
     dog = Watchdog(alone(), lambda: progress, first_s=0.3, limit_s=60, directory=tmp_path / "hang")
     with caplog.at_level(logging.WARNING, "engine"):
-        while not caplog.records:
+        deadline = time.monotonic() + PATIENCE_S
+        while not caplog.records and time.monotonic() < deadline:
             time.sleep(0.9)  # longer than first_s
         assert len(caplog.records) == 1
         assert "test_watchdog.py" in caplog.text
