@@ -43,7 +43,8 @@ class Callback:
 
     A test has ``on_test_start``, ``on_test_epoch_start``, ``on_test_batch_start``, ``on_test_batch_end``, ``on_test_epoch_end`` and ``on_test_end``,
     a prediction ``on_predict_start``, ``on_predict_epoch_start``, ``on_predict_batch_start``, ``on_predict_batch_end``, ``on_predict_epoch_end`` and
-    ``on_predict_end`` in the same order. ``on_save_checkpoint`` and ``on_load_checkpoint`` come when a checkpoint is made and when one is loaded.
+    ``on_predict_end`` in the same order. ``on_save_checkpoint`` and ``on_load_checkpoint`` come when a checkpoint is made and when one is loaded,
+    ``on_checkpoint_saved`` and ``on_checkpoint_removed`` at the end of a step soon after one is complete, or gone.
 
     Their arguments:
 
@@ -54,6 +55,7 @@ class Callback:
     - ``outputs``: what the module's step returned, without its graph; ``loss``: the loss whose backward pass comes.
     - ``optimizer``: the one that is about to step, or to clear its gradients.
     - ``checkpoint``: a dict of JSON values and tensors, which the callback may add to or read from.
+    - ``path``: where a checkpoint is, or was; a ``str`` if it is a URL.
     - ``exception``: what was raised.
     """
 
@@ -127,6 +129,15 @@ class Callback:
 
     def on_save_checkpoint(self, run: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None: ...
     def on_load_checkpoint(self, run: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None: ...
+
+    def on_checkpoint_saved(self, run: Run, module: nn.Module, path: Path | str, score: float | None) -> None:
+        """The checkpoint at ``path`` is complete: called on every rank after the same step, in a training, before ``on_fit_end`` at the latest.
+
+        ``score``: the value by which ``resume="best"`` compares it; ``None``: none was measured.
+        """
+
+    def on_checkpoint_removed(self, run: Run, module: nn.Module, path: Path | str) -> None:
+        """The checkpoint at ``path`` was deleted, because others are kept; otherwise as :meth:`on_checkpoint_saved`."""
 
     @property
     def state_key(self) -> str:

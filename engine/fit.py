@@ -216,6 +216,7 @@ class Fit:
                 train(run)
             run.over = True
             call_all(run, run.hooks.on_train_end)
+            run.finish_checkpoints()
             call_all(run, run.hooks.on_fit_end)
         return run.result()
 

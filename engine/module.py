@@ -532,6 +532,12 @@ class TrainModule(nn.Module):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Read the entries of :meth:`on_save_checkpoint` from ``checkpoint``."""
 
+    def on_checkpoint_saved(self, path: Path | str, score: float | None) -> None:
+        """As :meth:`engine.Callback.on_checkpoint_saved`, of the checkpoint at ``path`` with its ``score``."""
+
+    def on_checkpoint_removed(self, path: Path | str) -> None:
+        """The checkpoint at ``path`` was deleted."""
+
     # -- the module's own loaders, used when ``Fit`` gets none ---------------------------------------------------------------
 
     def train_dataloader(self) -> Any:

@@ -92,6 +92,8 @@ class Saver:
         """Names that retention never removes: the one this run was resumed from, and those that were damaged then."""
         self.postponed: list[str] = []
         """Names that are still to be removed."""
+        self.noticed: Callable[[str, str], None] = lambda event, name: None
+        """Called on the main process, perhaps in the writing thread, with ``"saved"`` or ``"removed"`` and a checkpoint's name, when it is so."""
         self._failures = 0
         self._job: _Job | None = None
         self._side: Group | None = None
@@ -243,10 +245,13 @@ class Saver:
 
     def _remove(self, name: str) -> bool:
         try:
-            return self.location.remove(name)
+            gone = self.location.remove(name)
         except (OSError, ValueError) as error:  # not a reason to give up the checkpoint that is being written
             logger.warning("checkpoint %s could not be removed: %s: %s", name, type(error).__name__, error)
             return True
+        if gone:
+            self.noticed("removed", name)
+        return gone
 
     def _free(self, name: str) -> str:
         """The name, numbered if a checkpoint of this name must stay: it is being read, resumed from, to be removed, or unreadable."""
@@ -369,6 +374,7 @@ class Saver:
         self.location.seal(
             job.name, group.world_size, job.facts, {name: known for own in files for name, known in own.items()}
         )
+        self.noticed("saved", job.name)
 
 
 def _finish() -> None:

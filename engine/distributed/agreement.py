@@ -1,4 +1,4 @@
-"""The ranks agree to stop, without a collective in every step."""
+"""The ranks agree to stop, and on news of one of them, without a collective in every step."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ STOP, HURRY, TERMINATE = 1, 2, 3
 
 
 class Agreement:
-    """A flag that becomes true on every rank at the same call after any rank has set it, and its urgency.
+    """Flags that become true on every rank at the same call after any rank has set them: a request to stop, with its urgency, and news.
 
     All ranks make the same calls in the same order. The interval between two checks follows the slowest rank's steps, from
     values that the check itself has reduced, so that all ranks compute the same one.
     """
 
-    __slots__ = ("_cpu", "_interval", "_left", "_slowest_s", "_stop", "clock", "elapsed_s", "level")
+    __slots__ = ("_cpu", "_interval", "_left", "_news", "_slowest_s", "_stop", "clock", "elapsed_s", "level", "news")
 
     def __init__(self, group: Group) -> None:
         self._cpu = group.cpu
@@ -35,9 +35,19 @@ class Agreement:
         """The maximum of the ranks' clocks at the last check: a time that is the same on all ranks."""
         self.level = 0
         """The highest request at the last check: :data:`STOP`, :data:`HURRY`, :data:`TERMINATE`, or 0."""
+        self.news = False
+        """Some rank has news (:meth:`notify`), for the caller to act upon and to clear; the same on all ranks."""
         self._interval = self._left = 1
         self._stop = 0
         self._slowest_s = 0.0
+        self._news = False
+
+    def notify(self) -> None:
+        """This rank has news: :attr:`news` becomes true on all ranks at their next check. Any thread may call this."""
+        if self._cpu is None:
+            self.news = True
+        else:
+            self._news = True
 
     @property
     def interval(self) -> int:
@@ -75,9 +85,14 @@ class Agreement:
 
     def _check(self) -> bool:
         # An infinite duration would make the interval's division meaningless; NaN never passes poll's comparison.
-        flags = torch.tensor([float(self._stop), min(self._slowest_s, 1e6), self.clock()], dtype=torch.float64)
+        news = float(self._news)
+        flags = torch.tensor([float(self._stop), min(self._slowest_s, 1e6), self.clock(), news], dtype=torch.float64)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._cpu)
-        stop, slowest_s, self.elapsed_s = flags.tolist()
+        stop, slowest_s, self.elapsed_s, any_news = flags.tolist()
+        if news:
+            self._news = False  # what came in the meantime is there when the caller acts
+        if any_news:
+            self.news = True
         if slowest_s > 0.0:  # no step since the last check: the interval stays
             # At most four times the last interval: the first durations after a change may not be typical.
             self._interval = max(1, min(MAX_INTERVAL, 4 * self._interval, round(PERIOD_S / slowest_s)))

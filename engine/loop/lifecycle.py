@@ -10,7 +10,6 @@ from typing import Any
 
 from engine.checkpoint.resume import Resume
 from engine.checkpoint.run_folder import RunFolder, Trained
-from engine.checkpoint.writer import Saver
 from engine.data.datamodule import DataModule
 from engine.data.sampler import mixed
 from engine.distributed import relaunch
@@ -58,7 +57,7 @@ def housed(run: Run, wanted: str | Path | Resume | None, earlier: Trained | None
     except BaseException:
         run.release()
         raise
-    run.saver = Saver(run.engine.group, run.home.checkpoints)
+    run.keep_in(run.home.checkpoints)
     failed = True
     try:
         yield
@@ -130,11 +129,15 @@ def _report(run: Run, error: BaseException) -> None:
     hooks: list[Callable[[], Any]] = [partial(hook, run, run.module, error) for hook in run.hooks.on_exception]
     if run.datamodule is not None:
         hooks.append(partial(run.datamodule.on_exception, error))
+    if run.world_size == 1:
+        hooks.append(run.announce_checkpoints)  # what callbacks have saved just now
     for hook in hooks:
         try:
             hook()
         except Exception:
-            logger.exception("on_exception failed while %s was handled", type(error).__name__)
+            logger.exception(
+                "%s failed while %s was handled", getattr(hook, "__name__", "on_exception"), type(error).__name__
+            )
 
 
 def _tear_down(run: Run, datamodule: DataModule | None) -> None:

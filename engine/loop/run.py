@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
@@ -125,7 +126,9 @@ class Run:
         self.optimizers: list[Any] = []
         self.schedulers: list[Schedule] = []
         self._step_schedules: list[Schedule] = []
-        self.saver = Saver(engine.group, settings.root_dir / "checkpoints")
+        self._checkpoint_news: deque[tuple[str, str]] = deque()  # event and name, on the main process
+        self._checkpoint_scores: dict[str, float | None] = {}
+        self.keep_in(settings.root_dir / "checkpoints")
         self.val_loaders: list[PreparedLoader] = []
         self.loaders: list[PreparedLoader] = []
         """All loaders that this run has prepared."""
@@ -361,6 +364,36 @@ class Run:
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------
 
+    def keep_in(self, location: Path | str) -> None:
+        """Keep checkpoints at ``location``, a folder or a URL, from now on."""
+        self.saver = Saver(self.engine.group, location)
+        if self.hooks.on_checkpoint_saved or self.hooks.on_checkpoint_removed:
+            self.saver.noticed = self._notice
+
+    def _notice(self, event: str, name: str) -> None:
+        self._checkpoint_news.append((event, name))
+        self.agreement.notify()
+
+    def announce_checkpoints(self) -> None:
+        """Call the events of checkpoints that are complete, or gone; all ranks call this together."""
+        self.agreement.news = False
+        mine = [self._checkpoint_news.popleft() for _ in range(len(self._checkpoint_news))]
+        for event, name in gather_json(self.engine.group, mine)[0]:
+            path = self.saver.location.path(name)
+            if event == "saved":
+                score = self._checkpoint_scores.pop(name, None)
+                for hook in self.hooks.on_checkpoint_saved:
+                    hook(self, self.module, path, score)
+            else:
+                for hook in self.hooks.on_checkpoint_removed:
+                    hook(self, self.module, path)
+
+    def finish_checkpoints(self) -> None:
+        """Wait for the checkpoint in progress if anybody wants its event; all ranks call this together."""
+        if self.hooks.on_checkpoint_saved or self.hooks.on_checkpoint_removed:
+            self.wait_for_checkpoint()
+            self.announce_checkpoints()
+
     def checkpoints_at(self, root: str | Path | None, max_failures: int = 1) -> None:
         """Keep checkpoints in ``root``, a directory or a URL that fsspec knows (in a numbered folder of it, when another run has ``root``), rather
         than in ``checkpoints`` of the run's folder. All ranks call this together, in ``setup``.
@@ -378,7 +411,7 @@ class Run:
                 f"checkpoints are to be kept in {self._chosen} and in {location}: give one dirpath to all ModelCheckpoints of a run"
             )
         if str(location) != self.saver.location.root:
-            self.saver = Saver(self.engine.group, location)
+            self.keep_in(location)
         self._chosen, self.saver.max_failures = str(location), max_failures
 
     def checkpoint_path(self, name: str) -> Path | str:
@@ -449,6 +482,7 @@ class Run:
                 name, content, asynchronous=asynchronous, tolerant=tolerant, remove=remove, unchanging=unchanging
             )
         self._saved = (key, name_of(path))
+        self._checkpoint_scores[name_of(path)] = None if score is None else score["value"]
         if asynchronous:
             self.engine.before_step(self.saver.hold)
         self.times.checkpoint += time.perf_counter() - began

@@ -87,6 +87,8 @@ def end_step(run: Run, seconds: float) -> bool:
     """Do what is due after an optimizer step; return whether the epoch ends here."""
     if run.agreement.poll(run.stop_level, seconds):
         run.accept_stop()
+    if run.agreement.news:
+        run.announce_checkpoints()
     left = run.due_step - run.state.step
     if left <= 0 or (left == 1 and run.engine.pending_steps) or run.stop_reason:
         due(run)
@@ -179,6 +181,8 @@ def end_epoch(run: Run) -> None:
         run.recall_stop()
         if run.agreement.now(run.stop_level):
             run.accept_stop()
+        if run.agreement.news:
+            run.announce_checkpoints()
 
 
 def next_epoch(run: Run) -> None:

@@ -40,6 +40,15 @@ agreement = Agreement(group)
 agreement.poll(False, 0.001)
 agreement.poll(r == 1, 0.001)
 out["now takes a pending wish"] = [agreement.now(False), agreement.now(False)]
+agreement = Agreement(group)
+if r == 1:
+    agreement.notify()
+heard = []
+for i in range(3):
+    agreement.poll(0, 5.0)
+    heard.append(agreement.news)
+    agreement.news = False
+out["news"] = heard
 report(out)
 """
 
@@ -62,6 +71,7 @@ def results():
         ("negative", [2, 1, 1]),
         ("now", [True, False, True]),
         ("now takes a pending wish", [True, False]),
+        ("news", [True, False, False]),
     ],
 )
 def test_ranks_agree_at_the_same_call(results, name, expected):
@@ -73,6 +83,8 @@ def test_alone_the_wish_is_the_answer_at_once_and_costs_nothing():
     assert agreement.poll(True, 0.1) is True
     assert agreement.poll(False, 0.1) is False
     assert agreement.now(True) is True
+    agreement.notify()
+    assert agreement.news
     best = float("inf")
     for _ in range(5):
         begun = time.perf_counter()

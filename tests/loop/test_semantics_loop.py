@@ -368,8 +368,14 @@ class Watch(Callback):
 
 
 class Saves(Callback):
-    def on_train_batch_end(self, run: Any, *args: Any) -> None:
-        run.save_checkpoint()
+    """Saves at the end of each epoch, and removes the checkpoint before."""
+
+    before: Any = None
+
+    def on_train_epoch_end(self, run: Any, module: Any) -> None:
+        earlier, self.before = self.before, run.save_checkpoint()
+        if earlier is not None:
+            run.remove_checkpoint(earlier)
 
 
 class Logs(Weight):
