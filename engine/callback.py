@@ -67,6 +67,11 @@ class Callback:
     runs_last = False
     """Called after the others at each event (checkpointing sees what they logged)."""
 
+    critical = True
+    """Whether an error in this callback ends the run. ``False``, for what only watches: after an error, which is logged, the callback is not
+    called again in this run, except for ``teardown``. An error in ``setup`` or ``load_state_dict`` ends the run, before its first step.
+    Such a callback must not communicate with other ranks, which would wait for one that has failed."""
+
     @property
     def checkpoints_in(self) -> str | Path | None:
         """The directory or URL where this callback saves checkpoints; ``None``: in the run's folder, or nowhere. Read before ``setup``."""

@@ -39,8 +39,16 @@ def check_keys(callbacks: Sequence[Hooked], base: type) -> None:
 
 
 def states(callbacks: Sequence[Hooked]) -> dict[str, Any]:
-    """The callbacks' states, by key."""
-    return {callback.state_key: callback.state_dict() for callback in callbacks}
+    """The callbacks' states, by key; without those that fail and are not critical."""
+    found = {}
+    for callback in callbacks:
+        try:
+            found[callback.state_key] = callback.state_dict()
+        except Exception:
+            if callback.critical:
+                raise
+            logger.exception("%s.state_dict failed; the checkpoint does not have its state", type(callback).__name__)
+    return found
 
 
 def load_states(

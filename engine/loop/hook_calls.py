@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from engine.utils.log import logger
 from engine.utils.overrides import overridden
 
 Hook = Callable[..., Any]
@@ -17,6 +18,7 @@ class Hooked(Protocol):
     """What a run needs of a callback."""
 
     runs_last: bool
+    critical: bool
 
     @property
     def state_key(self) -> str: ...
@@ -55,18 +57,41 @@ class Hooks:
     """
 
     def __init__(self, callbacks: Sequence[Hooked], module: nn.Module, base: type, module_base: type) -> None:
+        self._failed: set[int] = set()  # ids of callbacks that are not called any more
         early = [c for c in callbacks if not c.runs_last]
         late = [c for c in callbacks if c.runs_last]
         for event in (name for name in vars(base) if name.startswith("on_") or name in ("setup", "teardown")):
-            found = [_of_callback(c, event, base) for c in early]
+            found = [self._of_callback(c, event, base) for c in early]
             found += [_of_module(module, module_base, event)]
-            last = [_of_callback(c, event, base) for c in late]
+            last = [self._of_callback(c, event, base) for c in late]
             if event in APART:
                 setattr(self, f"last_{event}", tuple(hook for hook in last if hook is not None))
             else:
                 found += last
             called = [hook for hook in found if hook is not None]
             setattr(self, event, (_hold, *called) if called and event in HOLDING else tuple(called))
+
+    def _of_callback(self, callback: Hooked, event: str, base: type) -> Hook | None:
+        method: Hook | None = getattr(callback, event, None)
+        if method is None or getattr(method, "__func__", None) is getattr(base, event):
+            return None
+        return method if callback.critical or event == "setup" else self._surviving(callback, event, method)
+
+    def _surviving(self, callback: Hooked, event: str, method: Hook) -> Hook:
+        """A hook whose errors do not end the run."""
+
+        def hook(*args: Any) -> Any:
+            if id(callback) in self._failed and event != "teardown":
+                return None
+            try:
+                return method(*args)
+            except Exception:
+                name = type(callback).__name__
+                logger.exception("%s.%s failed; the run continues without %s (critical = False)", name, event, name)
+                self._failed.add(id(callback))
+                return None
+
+        return hook
 
     def __getattr__(self, name: str) -> tuple[Hook, ...]:
         raise AttributeError(f"there is no event {name!r}")  # also tells type checkers that events are attributes
@@ -75,13 +100,6 @@ class Hooks:
 def _hold(run: Any, *args: Any) -> None:
     """The first of the hooks of an event in :data:`HOLDING`."""
     run.saver.hold()
-
-
-def _of_callback(callback: Hooked, event: str, base: type) -> Hook | None:
-    method: Hook | None = getattr(callback, event, None)
-    if method is None or getattr(method, "__func__", None) is getattr(base, event):
-        return None
-    return method
 
 
 def _of_module(module: nn.Module, base: type, event: str) -> Hook | None:

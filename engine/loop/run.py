@@ -166,6 +166,11 @@ class Run:
     # -- where am I -------------------------------------------------------------------------------------------------------------
 
     @property
+    def id(self) -> str:
+        """The run's id, the same after it is resumed and in each of its evaluations; known from ``setup`` on."""
+        return self.home.id
+
+    @property
     def step(self) -> int:
         """Optimizer steps so far."""
         return self.state.step
