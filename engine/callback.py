@@ -67,6 +67,8 @@ class Callback:
     runs_last = False
     """Called after the others at each event (checkpointing sees what they logged)."""
 
+    logs = False
+    """Whether this is a logger: ``run.loggers``, and ``self.loggers`` of the module, have it."""
     critical = True
     """Whether an error in this callback ends the run. ``False``, for what only watches: after an error, which is logged, the callback is not
     called again in this run, except for ``teardown``. An error in ``setup`` or ``load_state_dict`` ends the run, before its first step.

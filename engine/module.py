@@ -75,6 +75,12 @@ class TrainModule(nn.Module):
     """Steps and epochs of the latest run."""
     strict_loading: bool = True
     """Set to False to load checkpoints that lack some parameters, or have more."""
+    run: Any
+    """The :class:`engine.Run` under way; outside of one an ``AttributeError``. A module's own attribute of this name takes precedence."""
+    loggers: list[Any]
+    """The loggers among the run's callbacks; as :attr:`run`."""
+    logger: Any
+    """The first of :attr:`loggers`, or ``None``; as :attr:`run`."""
     built: bool = False
     """:meth:`configure_model` was called already, and the values of what it built are kept."""
 
@@ -93,6 +99,10 @@ class TrainModule(nn.Module):
         for kind in ("_modules", "_parameters", "_buffers"):
             if kind in found and name in found[kind]:
                 return found[kind][name]
+        if name in _OF_RUN:
+            if found.get("_context") is None:
+                raise AttributeError(f"{type(self).__name__}.{name} is there during a Fit run only")
+            return _OF_RUN[name](found["_context"])
         raise missing(self, MODULE, name)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -551,6 +561,13 @@ class TrainModule(nn.Module):
 
     def predict_dataloader(self) -> Any:
         """The loader of a prediction; several in a list or a dict."""
+
+
+_OF_RUN: dict[str, Callable[[Any], Any]] = {
+    "run": lambda run: run,
+    "loggers": lambda run: run.loggers,
+    "logger": lambda run: next(iter(run.loggers), None),
+}
 
 
 def overrides(module: TrainModule, name: str) -> bool:

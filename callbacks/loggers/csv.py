@@ -29,6 +29,8 @@ class CSVLogger(Callback):
     ``config.yaml`` in the same folder has the settings of the run with their origins, in the form of ``fit.yaml``, without secrets.
     """
 
+    logs = True
+
     def __init__(self, dir: str | os.PathLike[str] | None = None, name: str = "metrics.csv") -> None:
         """
         Args:

@@ -245,8 +245,8 @@ _OF_TRAINERS = {
 }
 
 
-_OF_RUN = ("callbacks", "gc_every_n_steps", "max_epochs", "max_steps", "val_every")
-"""Settings that a run has under the same name."""
+_OF_RUN = ("callbacks", "gc_every_n_steps", "loggers", "max_epochs", "max_steps", "val_every")
+"""What a run has under the same name."""
 
 
 ATTRIBUTES: dict[str, dict[str, str]] = {
@@ -275,6 +275,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "current_epoch": "use epoch",
         "global_step": "use step",
         "global_rank": "use rank",
+        "logger": "use loggers",
         "should_stop": "call stop(reason)",
         **dict.fromkeys(("callback_metrics", "logged_metrics"), "use metrics"),
         "progress_bar_metrics": "use progress",

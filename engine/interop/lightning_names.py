@@ -9,8 +9,8 @@ from typing import Any
 
 _KEYS = "hyperparameters are part of every checkpoint (save_hyperparameters, load_from_checkpoint)"
 _TRAINER = (
-    "a module does not see its trainer: use self.global_step, self.current_epoch, self.global_rank, self.world_size, self.device, "
-    "self.optimizers(), self.log; a callback gets the run (run.step, run.epoch, run.settings, run.datamodule, run.engine, run.stop())"
+    "a module sees its run, not a trainer: use self.run (run.step, run.epoch, run.settings, run.datamodule, run.engine, run.stop(); a "
+    "callback gets it too), self.global_step, self.current_epoch, self.global_rank, self.world_size, self.device, self.optimizers(), self.log"
 )
 
 MODULE = {
@@ -22,8 +22,6 @@ MODULE = {
     "example_input_array": "define it yourself where you need it",
     "fabric": "your own loop uses engine.Engine",
     "hparams_initial": "use self.hparams",
-    "logger": "loggers are callbacks (callbacks.CSVLogger, ...): keep a reference, or use self.log",
-    "loggers": "loggers are callbacks (callbacks.CSVLogger, ...): keep references, or use self.log",
     "on_gpu": "use self.device.type == 'cuda'",
     "remove_ignored_hparams": "use save_hyperparameters(ignore=...)",
     "to_onnx": "use torch.onnx.export(module, (sample,), path)",

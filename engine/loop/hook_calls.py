@@ -19,6 +19,7 @@ class Hooked(Protocol):
 
     runs_last: bool
     critical: bool
+    logs: bool
 
     @property
     def state_key(self) -> str: ...

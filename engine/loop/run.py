@@ -153,6 +153,11 @@ class Run:
         self._started = time.monotonic()
         self._logs_itself = not hooks.on_log
 
+    @property
+    def loggers(self) -> list[Any]:
+        """The callbacks that are loggers, in their order."""
+        return [callback for callback in self.callbacks if callback.logs]
+
     def config_as_yaml(self) -> str:
         """:attr:`config` in the form of ``fit.yaml``, each line with its origin."""
         return as_yaml(self.config)

@@ -55,7 +55,8 @@ for call, other in calls.items():
 
 report({
     "arguments": arguments, "fabric": sorted(name for name in dir(Fabric) if not name.startswith("_") and not hasattr(engine.Engine, name)),
-    "module": public(LightningModule(), nn.Module()), "data": public(LightningDataModule(), object()),
+    "module": sorted({*public(LightningModule(), nn.Module())} - {*engine.TrainModule.__annotations__}),
+    "data": public(LightningDataModule(), object()),
     "callback": public(Callback(), object()), "hooks": hooks,
     "trainer": list(inspect.signature(Trainer).parameters),
 })

@@ -12,6 +12,7 @@ import torch
 from models import Weight, fit, ones
 from torch import Tensor
 
+from callbacks import CSVLogger
 from engine import Callback, Run
 
 
@@ -185,3 +186,39 @@ def test_resume_without_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="resume='last': no complete checkpoint in"):
         fit(tmp_path).run(Weight(), ones(1), resume="last")
     assert fit(tmp_path).run(Weight(), ones(1), resume="auto").step == 1
+
+
+def test_a_module_sees_its_run_and_its_loggers(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class Sees(Weight):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            seen.extend([self.run, self.logger, self.loggers])
+            return super().training_step(batch, batch_idx)
+
+    first, second = CSVLogger(), CSVLogger(name="again.csv")
+    module = Sees()
+    fit(tmp_path, callbacks=[Callback(), first, second]).run(module, ones(1))
+    assert isinstance(seen[0], Run)
+    assert seen[1] is first
+    assert seen[2] == [first, second]
+    for name in ("run", "logger", "loggers"):
+        assert not hasattr(module, name)
+    fit(tmp_path).run(module, ones(1))
+    assert seen[-2:] == [None, []]
+
+
+def test_a_modules_own_names_take_precedence(tmp_path: Path) -> None:
+    class Own(Weight):
+        def __init__(self) -> None:
+            super().__init__()
+            self.logger = "mine"
+            self.run = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            assert self.logger == "mine"
+            return super().training_step(batch, batch_idx) + self.run(batch).sum() * 0
+
+    module = Own()
+    fit(tmp_path, callbacks=CSVLogger()).run(module, ones(1))
+    assert "run.weight" in module.state_dict()
