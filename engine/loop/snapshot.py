@@ -137,10 +137,15 @@ def reseed(run: Run, seed: int, order: str | None) -> None:
 
 
 def load_weights(run: Run, wanted: str | Path | None, strict: bool = True) -> None:
-    """Take only the parameters and buffers of a checkpoint."""
+    """Take only the parameters and buffers of a checkpoint, and its step and epoch, at which an evaluation is logged."""
     if wanted is not None:
         with opening(run.engine.group, *run.home.source(str(wanted)), ("model",), "checkpoint") as loaded:
             _load_weights(run, loaded, strict)
+            counters = loaded.manifest.get("counters")
+            if isinstance(counters, dict):
+                for name in ("step", "epoch"):
+                    if type(value := counters.get(name)) is int and value >= 0:
+                        setattr(run.state, name, value)
 
 
 def _load_weights(run: Run, loaded: Loaded, strict: bool) -> None:
