@@ -69,6 +69,8 @@ class Callback:
 
     logs = False
     """Whether this is a logger: ``run.loggers``, and ``self.loggers`` of the module, have it."""
+    takes: frozenset[str] = frozenset()
+    """What :meth:`on_media` takes of ``image``, ``histogram``, ``text``, ``audio``, ``figure``, ``table`` and ``artifact``."""
     critical = True
     """Whether an error in this callback ends the run. ``False``, for what only watches: after an error, which is logged, the callback is not
     called again in this run, except for ``teardown``. An error in ``setup`` or ``load_state_dict`` ends the run, before its first step.
@@ -130,6 +132,12 @@ class Callback:
 
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
         """``metrics`` over all ranks, on every rank: of the first step, every ``log_every_n_steps``-th, the last one, each epoch and evaluation."""
+
+    def on_media(self, run: Run, module: nn.Module, kind: str, name: str, value: Any, options: dict[str, Any]) -> None:
+        """``module.log_<kind>(name, value, **options)`` was called; on rank 0 only, for the kinds that some callback takes.
+
+        ``value``: as :func:`engine.metrics.media.checked` gives it; a tensor is a copy, on its device.
+        """
 
     def on_exception(self, run: Run, module: nn.Module, exception: BaseException) -> None:
         """An exception was raised (also Ctrl-C); it propagates afterwards. Other ranks may be gone: no collectives here."""

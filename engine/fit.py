@@ -24,7 +24,7 @@ from engine.distributed.environment import detect
 from engine.engine import Engine
 from engine.interop.lightning_names import refuse_replaced
 from engine.launch.local_ranks import crew
-from engine.loop import compatibility, setup, snapshot
+from engine.loop import checkpoint_events, compatibility, setup, snapshot
 from engine.loop.callback_states import check_keys
 from engine.loop.evaluate import call_all, evaluate, predict, validate
 from engine.loop.hook_calls import Hooks
@@ -216,7 +216,7 @@ class Fit:
                 train(run)
             run.over = True
             call_all(run, run.hooks.on_train_end)
-            run.finish_checkpoints()
+            checkpoint_events.finish(run)
             call_all(run, run.hooks.on_fit_end)
         return run.result()
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Never, Protocol, Self
+from typing import Any, Never, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,31 +29,8 @@ from engine.step.gradients import Loss
 from engine.strategies.deferred_init import reset
 from engine.utils.log import logger, warn_once
 from engine.utils.overrides import overridden
+from engine.utils.run_context import Context
 from engine.utils.tree import move
-
-
-class Context(Protocol):
-    """What a module can access of its current run."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def local_rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def optimizers(self) -> list[Any]: ...
-    @property
-    def schedulers(self) -> list[Any]: ...
-    def manual_backward(self, loss: Any, *args: Any, **kwargs: Any) -> None: ...
-    def clip_gradients(self, optimizer: Any, value: float | None, algorithm: str | None) -> None: ...
-    def all_gather(self, data: Any) -> Any: ...
 
 
 @knows_other_trainers
@@ -193,6 +170,47 @@ class TrainModule(nn.Module):
             if isinstance(value, Mapping):
                 raise TypeError(f"log_dict: the value of {name!r} is a dict; give one flat dict of numbers")
             self.log(name, value, **options)
+
+    def log_image(self, name: str, image: Any, *, caption: str | None = None) -> None:
+        """Log a tensor [height, width], [channels, height, width] or [n, channels, height, width], uint8 or floats from 0 to 1, or a PIL image.
+
+        This and the other ``log_<kind>`` give rank 0's value to every logger that takes this kind; the other ranks' values are only checked.
+        Tensors are copied and may change afterwards; the logger writes them in a thread of its own.
+
+        Raises:
+            TypeError, ValueError: the value has another type or shape.
+        """
+        self._log_media("image", name, image, caption=caption)
+
+    def log_histogram(self, name: str, values: Any) -> None:
+        """Log the distribution of a tensor of any shape."""
+        self._log_media("histogram", name, values)
+
+    def log_text(self, name: str, text: str) -> None:
+        """Log a text, which may be Markdown."""
+        self._log_media("text", name, text)
+
+    def log_audio(self, name: str, audio: Any, sample_rate: int) -> None:
+        """Log a tensor [samples] or [channels, samples] of floats from -1 to 1; ``sample_rate`` in Hz."""
+        self._log_media("audio", name, audio, sample_rate=sample_rate)
+
+    def log_figure(self, name: str, figure: Any) -> None:
+        """Log a matplotlib figure."""
+        self._log_media("figure", name, figure)
+
+    def log_table(self, name: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+        """Log ``rows``, with one value for each of ``columns``."""
+        self._log_media("table", name, (columns, rows))
+
+    def log_artifact(self, name: str, path: str | Path) -> None:
+        """Log the file or directory at ``path``, which must not change until the run ends."""
+        self._log_media("artifact", name, path)
+
+    def _log_media(self, kind: str, name: str, value: Any, **options: Any) -> None:
+        if self._context is None:
+            warn_once(f"{type(self).__name__}.log_{kind}() outside a Fit run records nothing")
+        else:
+            self._context.log_media(kind, name, value, **options)
 
     # -- hyperparameters --------------------------------------------------------------------------------------------------------
 

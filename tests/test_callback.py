@@ -49,7 +49,14 @@ def test_every_hook_of_the_module_is_an_event_of_callbacks() -> None:
         name for name in dir(TrainModule) if "_batch_transfer" in name or "_model_" in name
     }  # they do something, or return it
     of_module = {name for name in dir(TrainModule) if name.startswith("on_")} - acting
-    only_callbacks = {"on_sanity_check_start", "on_sanity_check_end", "on_before_log", "on_log", "on_exception"}
+    only_callbacks = {
+        "on_sanity_check_start",
+        "on_sanity_check_end",
+        "on_before_log",
+        "on_log",
+        "on_media",
+        "on_exception",
+    }
     assert of_module == {name for name in vars(Callback) if name.startswith("on_")} - only_callbacks
 
 

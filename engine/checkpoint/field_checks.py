@@ -15,7 +15,7 @@ from engine.checkpoint.tensors import Stored
 COUNT = range(1 << 62)
 NUMBER = (int, float)
 _INTERVAL = {"last_step": range(-1, 1 << 62), "last_s": NUMBER, "count": (COUNT, None), "every": str}
-_COUNTERS = dict.fromkeys(("epoch", "step", "batch_idx", "batches", "position", "whole_batches"), COUNT)
+_COUNTERS = dict.fromkeys(("epoch", "step", "batch_idx", "batches", "position", "whole_batches", "samples"), COUNT)
 SHARED_FORM = {
     "state": {**_COUNTERS, "epoch_done": bool, "validated_step": range(-1, 1 << 62)},
     "seed": (range(1 << 64), None),
@@ -25,6 +25,7 @@ SHARED_FORM = {
     "window": ({"scalars": bool, "reference": (*NUMBER, None)}, None),
     "metrics": dict,
     "elapsed_s": NUMBER,
+    "items": (*NUMBER, None),
     "val_every": _INTERVAL,
     "hparams": dict,
     "hparams_name": (str, None),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from engine.data.feed import feed_for
 from engine.distributed.group import Group
 from engine.step.share import ALONE
 from engine.step.window import Window
+from engine.utils.seed import isolated
 from engine.utils.tree import move
 
 
@@ -82,7 +83,7 @@ class PreparedLoader:
             self._epoch, self._start, self._stream = epoch, 0, None
         self._begun = self._over = False
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Generator[Any, None, None]:
         if self._begun:
             self._epoch, self._start, self._stream = self._epoch + 1, 0, None
         self._begun, self._over = True, False
@@ -116,6 +117,20 @@ class PreparedLoader:
                 f"{type(self.loader).__name__} yielded no batch in epoch {self._epoch}: "
                 "it is empty, or a generator, which can be read only once (pass a list, a DataLoader or an object whose __iter__ starts again)"
             )
+
+    def first(self) -> Any:
+        """The first batch of the next pass, which stays the same; all ranks call this together, between two passes.
+
+        ``None`` for data whose position cannot be set (a stream, a sampler with a state of its own): a batch taken would be lost.
+        """
+        if self.samples is None or self.carried() is not None:
+            return None
+        epoch, start, stream = self._epoch, self._start, self._stream
+        with isolated(), contextlib.closing(iter(self)) as batches:
+            batch = next(batches, None)
+        self.close()
+        self.resume(epoch, start, stream)
+        return batch
 
     def close(self) -> None:
         """End the loader's worker processes now: otherwise an error's traceback would keep them alive."""

@@ -20,6 +20,7 @@ class Hooked(Protocol):
     runs_last: bool
     critical: bool
     logs: bool
+    takes: frozenset[str]
 
     @property
     def state_key(self) -> str: ...

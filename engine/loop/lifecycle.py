@@ -13,6 +13,7 @@ from engine.checkpoint.run_folder import RunFolder, Trained
 from engine.data.datamodule import DataModule
 from engine.data.sampler import mixed
 from engine.distributed import relaunch
+from engine.loop.checkpoint_events import announce
 from engine.loop.evaluate import Preempted
 from engine.loop.run import Run
 from engine.loop.signals import interruptible
@@ -130,7 +131,7 @@ def _report(run: Run, error: BaseException) -> None:
     if run.datamodule is not None:
         hooks.append(partial(run.datamodule.on_exception, error))
     if run.world_size == 1:
-        hooks.append(run.announce_checkpoints)  # what callbacks have saved just now
+        hooks.append(partial(announce, run))  # what callbacks have saved just now
     for hook in hooks:
         try:
             hook()

@@ -43,4 +43,5 @@ def state_of_loop(
                 f'save_state(path, facts={{"step": n}}), or {only}'
             )
         step = sum(-(-(batches or 0) // window_at(each)) for each in range(epoch)) + -(-index // window_at(epoch))
-    return TrainState(epoch, step, index, epoch * (batches or 0) + index, position, index)
+    samples = epoch * (loaders[0]["samples"] or 0) + position
+    return TrainState(epoch, step, index, epoch * (batches or 0) + index, position, index, samples=samples)

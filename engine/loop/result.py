@@ -26,6 +26,8 @@ class TrainState:
     """The epoch is over and its schedulers have stepped; only the counter is not increased yet."""
     validated_step: int = -1
     """The step at which validation ran last."""
+    samples: int = 0
+    """Samples in the windows done, over all ranks and epochs."""
 
 
 @dataclass(slots=True)

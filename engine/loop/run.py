@@ -18,7 +18,7 @@ from engine.checkpoint.run_folder import RunFolder
 from engine.checkpoint.storage import same, split
 from engine.checkpoint.writer import Content, Saver
 from engine.config.duration import Every
-from engine.config.masked import Config
+from engine.config.masked import Config, plain, without_secrets
 from engine.config.other_trainers import knows_other_trainers
 from engine.config.settings import Settings
 from engine.config.yaml_writer import as_yaml
@@ -31,12 +31,14 @@ from engine.health.garbage import Collector
 from engine.health.watchdog import collective_limit
 from engine.loop.hook_calls import Hooked, Hooks
 from engine.loop.result import Result, Times, TrainState
+from engine.loop.tally import Tally
+from engine.metrics import media
 from engine.metrics.recorder import Recorder
 from engine.module import TrainModule
 from engine.step.optimizers import Modes, Schedule
 from engine.step.wrappers import raw
 from engine.utils.errors import nearest
-from engine.utils.log import logger
+from engine.utils.log import logger, warn_once
 from engine.utils.parameters import parameters_of
 from engine.utils.tree import map_tensors
 
@@ -97,6 +99,9 @@ class Run:
     stop_reason = ""
     stop_wish: str | None = None
     """Why this rank wants to stop; the ranks agree on it."""
+    items: Tally
+    """The counts of the :class:`engine.Loss` objects, over all ranks."""
+    _example: Any = None
     stop_level = 0
     """How urgent it is, see :mod:`engine.distributed.agreement`."""
     elapsed_before = 0.0
@@ -115,8 +120,7 @@ class Run:
     ) -> None:
         self.settings, self.engine, self.module = settings, engine, module
         self.callbacks, self.config, self.hooks, self.stage = callbacks, config, hooks, stage
-        self._content = content
-        """This rank's content of a checkpoint at this moment."""
+        self._content = content  # this rank's, of a checkpoint at this moment
         self.state = TrainState() if stage == "fit" else TrainState(epoch=module.current_epoch, step=module.global_step)
         self.record_to(engine.recorder(on_step=True, on_epoch=False))
         self.metrics: dict[str, float] = {}
@@ -126,8 +130,8 @@ class Run:
         self.optimizers: list[Any] = []
         self.schedulers: list[Schedule] = []
         self._step_schedules: list[Schedule] = []
-        self._checkpoint_news: deque[tuple[str, str]] = deque()  # event and name, on the main process
-        self._checkpoint_scores: dict[str, float | None] = {}
+        self.checkpoint_news: deque[tuple[str, str]] = deque()  # event and name, on the main process
+        self.checkpoint_scores: dict[str, float | None] = {}
         self.keep_in(settings.root_dir / "checkpoints")
         self.val_loaders: list[PreparedLoader] = []
         self.loaders: list[PreparedLoader] = []
@@ -136,6 +140,7 @@ class Run:
         self.max_steps: int | None = settings.max_steps
         self.max_epochs: int | None = settings.max_epochs
         self.times = Times()
+        self.items = Tally()
         intervals = settings.val_every, settings.log_every_n_steps or None, settings.gc_every_n_steps or None
         self.val_every, self._log_every, self.gc_every = map(Every, intervals)
         self.agreement = Agreement(engine.group)
@@ -193,6 +198,34 @@ class Run:
         window = self.window_at(self.epoch)
         done, length = (-(-batches // window) for batches in (self.state.batch_idx, self.num_train_batches))
         return self.epoch + Fraction(min(done, length), length)
+
+    @property
+    def samples(self) -> int:
+        """Samples trained on, over all ranks and epochs; in complete windows."""
+        return self.state.samples
+
+    @property
+    def tokens(self) -> float | None:
+        """The sum of ``count`` of each :class:`engine.Loss`, over all ranks, as :attr:`samples`; ``None`` for scalar losses. If several optimizers
+        step by themselves, of the first one's losses. Waits for the device if the counts are tensors."""
+        return self.items.total()
+
+    @property
+    def example_batch(self) -> Any:
+        """The first batch of the training, or of an evaluation's first loader, on the device, which is still to come; ``None`` for a stream.
+        All ranks read it first together, in ``on_fit_start`` or at an evaluation's start."""
+        if self._example is None:
+            loaders = [loader for loader in (self.train_loader, *self.loaders) if loader is not None]
+            self._example = loaders[0].first() if loaders else None
+        return self._example
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """The module's and the data module's ``save_hyperparameters`` as JSON values, without secrets: for loggers."""
+        found: dict[str, Any] = without_secrets(
+            plain({**getattr(self.datamodule, "hparams", {}), **self.module.hparams})
+        )
+        return found
 
     @property
     def rank(self) -> int:
@@ -302,24 +335,6 @@ class Run:
         self.optimizers, self.schedulers, self.modes = optimizers, schedules, Modes(optimizers)
         self._step_schedules = [s for s in schedules if s.interval == "step"] if automatic else []
 
-    # -- schedule ---------------------------------------------------------------------------------------------------------------
-
-    def plan_next(self) -> None:
-        """Find the next step after which something is due, so that the steps before it need one comparison."""
-        step, settings = self.state.step, self.settings
-        marks = [mark for mark in (self.max_steps, settings.min_steps) if mark is not None and mark > step]
-        every = self.val_every.duration
-        intervals = [settings.log_every_n_steps, settings.gc_every_n_steps]
-        if not self.started:
-            intervals.append(1)
-        if every is not None and self.val_loaders:
-            whole_epochs = every.unit == "epochs" and isinstance(every.value, int)
-            intervals.append(int(every.value) if every.unit == "steps" else 0 if whole_epochs else 1)
-        if settings.max_time is not None:
-            intervals.append(1)
-        marks += [(step // n + 1) * n for n in intervals if n]
-        self.due_step = max(step + 1, min(marks, default=1 << 62))
-
     # -- logging ----------------------------------------------------------------------------------------------------------------
 
     def record_to(self, recorder: Recorder) -> None:
@@ -381,28 +396,8 @@ class Run:
             self.saver.noticed = self._notice
 
     def _notice(self, event: str, name: str) -> None:
-        self._checkpoint_news.append((event, name))
+        self.checkpoint_news.append((event, name))
         self.agreement.notify()
-
-    def announce_checkpoints(self) -> None:
-        """Call the events of checkpoints that are complete, or gone; all ranks call this together."""
-        self.agreement.news = False
-        mine = [self._checkpoint_news.popleft() for _ in range(len(self._checkpoint_news))]
-        for event, name in gather_json(self.engine.group, mine)[0]:
-            path = self.saver.location.path(name)
-            if event == "saved":
-                score = self._checkpoint_scores.pop(name, None)
-                for hook in self.hooks.on_checkpoint_saved:
-                    hook(self, self.module, path, score)
-            else:
-                for hook in self.hooks.on_checkpoint_removed:
-                    hook(self, self.module, path)
-
-    def finish_checkpoints(self) -> None:
-        """Wait for the checkpoint in progress if anybody wants its event; all ranks call this together."""
-        if self.hooks.on_checkpoint_saved or self.hooks.on_checkpoint_removed:
-            self.wait_for_checkpoint()
-            self.announce_checkpoints()
 
     def checkpoints_at(self, root: str | Path | None, max_failures: int = 1) -> None:
         """Keep checkpoints in ``root``, a directory or a URL that fsspec knows (in a numbered folder of it, when another run has ``root``), rather
@@ -492,7 +487,7 @@ class Run:
                 name, content, asynchronous=asynchronous, tolerant=tolerant, remove=remove, unchanging=unchanging
             )
         self._saved = (key, name_of(path))
-        self._checkpoint_scores[name_of(path)] = None if score is None else score["value"]
+        self.checkpoint_scores[name_of(path)] = None if score is None else score["value"]
         if asynchronous:
             self.engine.before_step(self.saver.hold)
         self.times.checkpoint += time.perf_counter() - began
@@ -566,13 +561,26 @@ class Run:
         clip = self.engine.clip_grad_norm_ if algorithm == "norm" else self.engine.clip_grad_value_
         clip(parameters_of([raw(optimizer)]), value)
 
+    def log_media(self, kind: str, name: str, value: Any, **options: Any) -> None:
+        """Give an image, an artifact or another of :data:`engine.metrics.media.KINDS` to each callback that takes this ``kind``, on the main process.
+
+        ``options``: the keywords of the module's ``log_<kind>``.
+
+        Raises:
+            TypeError, ValueError: a value that is not of this kind; on every rank.
+        """
+        taken = media.checked(kind, name, value, **options)
+        if not any(kind in callback.takes for callback in self.callbacks):
+            warn_once(f"log_{kind}: no logger of this run takes it; {name!r} and others of this kind are left out")
+        elif self.is_main_process:
+            for hook in self.hooks.on_media:
+                hook(self, self.module, kind, name, taken, options)
+
     def all_gather(self, data: Any) -> Any:
         """Implements ``module.all_gather`` of ``data``."""
-        return (
-            data
-            if self.world_size == 1
-            else self.engine.gather(map_tensors(lambda tensor: tensor.detach()[None], data))
-        )
+        if self.world_size == 1:
+            return data
+        return self.engine.gather(map_tensors(lambda tensor: tensor.detach()[None], data))
 
     def result(self) -> Result:
         """The result that ``Fit.run`` returns."""

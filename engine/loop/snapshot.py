@@ -33,6 +33,7 @@ from engine.loop.callback_states import load_states, states
 from engine.loop.own_loop_counters import state_of_loop
 from engine.loop.result import TrainState
 from engine.loop.run import Run
+from engine.loop.tally import Tally
 from engine.metrics.recorder import named
 from engine.metrics.torchmetrics_states import load_metric_states, metric_states
 from engine.step.optimizers import counters
@@ -86,6 +87,7 @@ def _shared(run: Run) -> dict[str, Any]:
         "state": asdict(state),
         "metrics": dict(run.metrics),
         "elapsed_s": run.clock(),
+        "items": run.items.total(),
         "val_every": run.val_every.state_dict(),
         "datamodule": None if run.datamodule is None else run.datamodule.state_dict(),
         "hparams": _storable(run.module.hparams),
@@ -184,6 +186,7 @@ def _go_on_with_run(run: Run, loaded: Loaded, shared: Any) -> None:
     run.state.batch_idx = run.state.whole_batches
     run.metrics.update(shared["metrics"])
     run.elapsed_before = shared["elapsed_s"]
+    run.items = Tally(shared.get("items"))
     loaded.give("val_every", run.val_every.load_state_dict, shared["val_every"])
     if run.datamodule is not None and shared["datamodule"] is not None:
         loaded.give(type(run.datamodule).__name__, run.datamodule.load_state_dict, shared["datamodule"])

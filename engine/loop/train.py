@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from engine.loop.checkpoint_events import announce
 from engine.loop.epoch_clock import EpochClock
 from engine.loop.evaluate import validate
 from engine.loop.rank_checks import checked
@@ -68,6 +69,10 @@ def train_epoch(run: Run) -> None:
             optimization.step()
             state.position += run.stride
             state.whole_batches = state.batch_idx
+            state.samples += share.samples if share.samples >= 0 else recorder.samples()
+            if window.items is not None:
+                run.items.add(window.items)
+                window.items = None
             run.stepping = False
         for hook in hooks.on_train_batch_end:
             hook(run, module, outputs, batch, index)
@@ -88,7 +93,7 @@ def end_step(run: Run, seconds: float) -> bool:
     if run.agreement.poll(run.stop_level, seconds):
         run.accept_stop()
     if run.agreement.news:
-        run.announce_checkpoints()
+        announce(run)
     left = run.due_step - run.state.step
     if left <= 0 or (left == 1 and run.engine.pending_steps) or run.stop_reason:
         due(run)
@@ -112,7 +117,24 @@ def due(run: Run) -> None:
     reached_limit(run)
     if run.gc_every.due(step, None, 0.0):
         run.garbage.collect()
-    run.plan_next()
+    plan_next(run)
+
+
+def plan_next(run: Run) -> None:
+    """Find the next step after which something is due, so that the steps before it need one comparison."""
+    step, settings = run.state.step, run.settings
+    marks = [mark for mark in (run.max_steps, settings.min_steps) if mark is not None and mark > step]
+    every = run.val_every.duration
+    intervals = [settings.log_every_n_steps, settings.gc_every_n_steps]
+    if not run.started:
+        intervals.append(1)
+    if every is not None and run.val_loaders:
+        whole_epochs = every.unit == "epochs" and isinstance(every.value, int)
+        intervals.append(int(every.value) if every.unit == "steps" else 0 if whole_epochs else 1)
+    if settings.max_time is not None:
+        intervals.append(1)
+    marks += [(step // n + 1) * n for n in intervals if n]
+    run.due_step = max(step + 1, min(marks, default=1 << 62))
 
 
 def reached_limit(run: Run) -> bool:
@@ -146,7 +168,7 @@ def begin_epoch(run: Run) -> Iterator[Any]:
     assert loader is not None
     locate(run)
     loader.resume(state.epoch, state.position, run.take_stream())
-    run.plan_next()
+    plan_next(run)
     for hook in run.hooks.on_train_epoch_start:
         hook(run, run.module)
     return checked(run, iter(loader)) if run.settings.check and not run.started else iter(loader)
@@ -182,7 +204,7 @@ def end_epoch(run: Run) -> None:
         if run.agreement.now(run.stop_level):
             run.accept_stop()
         if run.agreement.news:
-            run.announce_checkpoints()
+            announce(run)
 
 
 def next_epoch(run: Run) -> None:

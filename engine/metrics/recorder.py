@@ -83,9 +83,7 @@ class Recorder:
         if not self.size:
             return
         if batch_size is None:
-            if self.size < 0:
-                self.size = samples(self.batch) or 1
-            batch_size = self.size
+            batch_size = self.size if self.size > 0 else self.samples()
         if slot.on_step:
             if slot.window != self.window:
                 slot.window, slot.window_values, slot.window_weights = self.window, [], []
@@ -96,6 +94,12 @@ class Recorder:
             slot.weights.append(batch_size)
             if len(slot.values) >= FOLD:
                 slot.fold()
+
+    def samples(self) -> int:
+        """Samples in the current micro-batch."""
+        if self.size < 0:
+            self.size = samples(self.batch) or 1
+        return self.size
 
     def _slot(self, name: str, given: tuple[bool | None, bool | None, bool, str], value: Any) -> Slot:
         """The slot of a name that is new, that has a torchmetrics object, or whose options are passed differently than before."""

@@ -75,3 +75,11 @@ def _wide(count: Tensor | float) -> Tensor | float:
     if isinstance(count, Tensor) and count.dtype not in (torch.float32, torch.float64, torch.int64):
         return count.double()
     return count
+
+
+def packed(count: Tensor | float | None, fed: bool, device: torch.device) -> Tensor:
+    """A rank's items and whether it had a loss: always a tensor on the device, so that all ranks use the same backend. Shape [2], fp64."""
+    if isinstance(count, Tensor):
+        count = count.to(device, torch.float64, non_blocking=True).reshape(())
+        return torch.stack([count, torch.full_like(count, float(fed))])
+    return torch.tensor([count or 0.0, float(fed)], dtype=torch.float64).to(device, non_blocking=True)

@@ -19,6 +19,8 @@ class Share(NamedTuple):
     """Whether it closes its window."""
     repeats: bool = False
     """Whether some rank repeats a micro-batch in this window."""
+    samples: int = -1
+    """Samples in the window, over all ranks; -1: those of this micro-batch, see the batch."""
 
 
 ALONE = Share(size=-1, divisor=1.0, alone=1.0, last=True)
@@ -37,6 +39,7 @@ def shares(sizes: tuple[tuple[int, ...], ...], rank: int) -> tuple[Share, ...]:
             alone=sum(micro) / (micro[rank] * world_size) if micro[rank] else 1.0,
             last=j == len(sizes) - 1,
             repeats=repeats,
+            samples=total,
         )
         for j, micro in enumerate(sizes)
     )

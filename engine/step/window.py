@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine.distributed.group import Group
-from engine.step.gathered_gradients import SCALAR, WEIGHTED, Gathered
+from engine.step.gathered_gradients import SCALAR, WEIGHTED, Gathered, packed
 from engine.step.gradients import Loss, nonzero, scalar, traces
 from engine.step.share import ALONE, Share
 from engine.utils.parameters import parameters_of
@@ -44,6 +44,7 @@ class Window:
         "fed",
         "groups",
         "held",
+        "items",
         "lockstep",
         "only",
         "reference",
@@ -81,6 +82,8 @@ class Window:
         """Whether the latest backward pass was of a window's last micro-batch."""
         self.scalars = False
         """Whether there was a scalar loss: on this rank, and on any rank when the ranks last agreed."""
+        self.items: Tensor | float | None = None
+        """The ``count`` of the latest finished window over all ranks, until it is taken; of the first optimizer, if several step by themselves."""
         self.watching = False
         """Whether :meth:`attribute` is to be called after the backward pass."""
         self._newest = self.groups[0]  # with several groups: the state of the latest loss, until its groups are known
@@ -343,6 +346,8 @@ class Window:
             self._agree_on_kind(group)
         weighted = group.count is not None or (group.kind == WEIGHTED and not group.scalars)
         if ranks.world_size == 1 or not weighted or self._unit is not None:
+            if group is self.groups[0]:
+                self.items = group.count
             group.total = self._alone(group)
             group.kind = SCALAR if group.kind and not weighted else group.kind
         else:
@@ -350,6 +355,8 @@ class Window:
             summed = sum_over_ranks(packed(group.count, self.fed, ranks.device))
             if not self.fed:  # this rank alone waits for the device
                 self.fed = bool(summed[1])
+            if group is self.groups[0]:
+                self.items = summed[0]
             group.total = nonzero(summed[0] / (data_ranks * (self.reference or 1.0)))
         group.closed = True
         return group.total
@@ -389,11 +396,3 @@ class Window:
         for group in self.groups:
             group.cleared()
             group.held = False
-
-
-def packed(count: Tensor | float | None, fed: bool, device: torch.device) -> Tensor:
-    """A rank's items and whether it had a loss: always a tensor on the device, so that all ranks use the same backend. Shape [2], fp64."""
-    if isinstance(count, Tensor):
-        count = count.to(device, torch.float64, non_blocking=True).reshape(())
-        return torch.stack([count, torch.full_like(count, float(fed))])
-    return torch.tensor([count or 0.0, float(fed)], dtype=torch.float64).to(device, non_blocking=True)
