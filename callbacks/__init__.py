@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from callbacks.early_stopping import EarlyStopping
+    from callbacks.gradient_norm import GradientNorm
     from callbacks.loggers.csv import CSVLogger
     from callbacks.lr_monitor import LearningRateMonitor
     from callbacks.model_checkpoint import ModelCheckpoint
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
 _PLACES = {
     "CSVLogger": ".loggers.csv",
     "EarlyStopping": ".early_stopping",
+    "GradientNorm": ".gradient_norm",
     "LearningRateMonitor": ".lr_monitor",
     "ModelCheckpoint": ".model_checkpoint",
     "RichProgressBar": ".progress_bar",
 }
 
-__all__ = ["CSVLogger", "EarlyStopping", "LearningRateMonitor", "ModelCheckpoint", "RichProgressBar"]
+__all__ = ["CSVLogger", "EarlyStopping", "GradientNorm", "LearningRateMonitor", "ModelCheckpoint", "RichProgressBar"]
 
 
 def __getattr__(name: str) -> Any:

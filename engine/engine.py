@@ -27,6 +27,7 @@ from engine.metrics.recorder import Recorder
 from engine.prepared.registry import Registry
 from engine.prepared.snapshot import Snapshot
 from engine.step import gradients
+from engine.step.gradient_norms import named_norms
 from engine.step.gradients import Loss
 from engine.step.optimizer_step import Optimizers, Then
 from engine.step.precision import Precision
@@ -202,11 +203,7 @@ class Engine:
         return self._prepared.unwrap(model)
 
     def share_buffers(self, model: nn.Module) -> None:
-        """Give every rank the buffers of rank 0, which are the ones saved in checkpoints; all ranks call this.
-
-        Each rank's running statistics (of batch norms) come from its own batches. Call this before an evaluation in your own loop, so that
-        its result belongs to the checkpoint; :class:`engine.Fit` does it by itself.
-        """
+        """Give every rank the buffers of rank 0, which are saved in checkpoints, before an evaluation in your own loop; all ranks call this."""
         self.strategy.share_buffers(self.unwrap_model(model))
 
     def free_memory(self, *objects: Any) -> list[None]:
@@ -281,11 +278,7 @@ class Engine:
         Args:
             function: receives a scalar; its plain ``backward()`` gives this micro-batch's exact share of the gradients (scaled under fp16).
 
-        Returns:
-            This micro-batch's contribution to the step's loss, in fp64 without a graph. Shape ().
-
-        Raises:
-            TypeError, ValueError, RuntimeError: as :meth:`backward`.
+        Returns this micro-batch's contribution to the step's loss, in fp64 without a graph, shape (). Raises as :meth:`backward`.
         """
         return self._passes.by(loss, function)
 
@@ -332,6 +325,14 @@ class Engine:
         return (
             self._stepper.clip_norm(gradients.listed(parameters), max_norm, norm_type) if self.sync_gradients else None
         )
+
+    def grad_norms(self, model: nn.Module, norm_type: float = 2.0, *, optimizer: Any = None) -> dict[str, Tensor]:
+        """The norm of each gradient by its parameter's name, before a step; their norm is the whole's. ``{}`` inside a window.
+
+        ``optimizer``: only of its parameters. All ranks call this together.
+        """
+        own = [] if optimizer is None else [raw(optimizer)]
+        return named_norms(self._stepper, self.unwrap_model(model), norm_type, own) if self.sync_gradients else {}
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp each gradient element to [-clip_value, clip_value]."""

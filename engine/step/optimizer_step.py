@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +31,7 @@ class Sharing(Protocol):
     def sum(self, value: Tensor | float) -> Tensor | float: ...
     def local(self, grads: list[Tensor]) -> list[Tensor]: ...
     def norm(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor: ...
+    def norms(self, grads: Mapping[str, Tensor], norm_type: float = 2.0) -> dict[str, Tensor]: ...
     def agree(self, found: Tensor) -> Tensor: ...
 
 
@@ -345,6 +346,11 @@ class OwnedStepper(Stepper):
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
         """Do nothing: gradients are readable only inside the step."""
+
+    def readable(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        raise ValueError(
+            f"grad_norms() under {type(self.strategy).__name__}, which keeps its gradients to itself: engine.grad_norm has the whole's norm after a step"
+        )
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
         """Pass the limit to the strategy; the norm is known after the step."""

@@ -219,6 +219,10 @@ class Strategy:
             return torch.zeros(())
         return torch.nn.utils.get_total_norm(grads, norm_type)
 
+    def norms(self, grads: Mapping[str, Tensor], norm_type: float = 2.0) -> dict[str, Tensor]:
+        """The norm of each parameter's gradient, by name. Shapes ``()``; all ranks call this together."""
+        return {name: torch.nn.utils.get_total_norm([grad], norm_type) for name, grad in grads.items()}
+
     def agree(self, found: Tensor) -> Tensor:
         """The maximum over all ranks of a flag (1.0: a gradient is not finite)."""
         return found

@@ -42,29 +42,43 @@ def pieces(tensor: Tensor) -> int:
     return count
 
 
-@torch.no_grad()
 def norm(
     group: Group, tensors: Sequence[Tensor], norm_type: float, holders: Callable[[Tensor], int], device: torch.device
 ) -> Tensor:
-    """The norm over all ranks, by one collective of one number. Shape ``()``, at least fp32.
+    """The norm of all ``tensors`` together. Shape ``()``; otherwise as :func:`norms`."""
+    return norms(group, [tensors], norm_type, holders, device)[0]
+
+
+@torch.no_grad()
+def norms(
+    group: Group,
+    lists: Sequence[Sequence[Tensor]],
+    norm_type: float,
+    holders: Callable[[Tensor], int],
+    device: torch.device,
+) -> Tensor:
+    """The norm of each list over all ranks, by one collective. Shape ``[len(lists)]``, at least fp32.
 
     Args:
-        tensors: sharded ones and whole ones.
+        lists: of sharded tensors and whole ones; an empty one if other ranks have these.
         holders: how many ranks have a shard of a tensor, including copies: each shard is on ``holders(t) / pieces(t)`` of them.
         device: of the result when this rank has no tensor.
     """
     dtype, largest = torch.float32, norm_type == float("inf")
-    by_copies: dict[float, list[Tensor]] = {}
-    for tensor in tensors:
-        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if part.numel():
-            dtype = torch.promote_types(dtype, part.dtype.to_real())
-            by_copies.setdefault(holders(tensor) / pieces(tensor), []).append(part)
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for copies, parts in by_copies.items():
-        found = torch.nn.utils.get_total_norm(parts, norm_type).to(device, torch.float64)
-        total = torch.maximum(total, found) if largest else total + found**norm_type / copies
-    whole: Tensor = all_reduce(group, total, "max" if largest else "sum")
+    totals = []
+    for tensors in lists:
+        by_copies: dict[float, list[Tensor]] = {}
+        for tensor in tensors:
+            part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if part.numel():
+                dtype = torch.promote_types(dtype, part.dtype.to_real())
+                by_copies.setdefault(holders(tensor) / pieces(tensor), []).append(part)
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for copies, parts in by_copies.items():
+            found = torch.nn.utils.get_total_norm(parts, norm_type).to(device, torch.float64)
+            total = torch.maximum(total, found) if largest else total + found**norm_type / copies
+        totals.append(total)
+    whole: Tensor = all_reduce(group, torch.stack(totals), "max" if largest else "sum")
     return whole.to(dtype) if largest else (whole ** (1.0 / norm_type)).to(dtype)
 
 

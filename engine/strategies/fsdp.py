@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from engine.checkpoint.reader import Source, own_state
 from engine.checkpoint.tensors import Stored
 from engine.config.settings import Settings
-from engine.distributed.collectives import all_reduce
+from engine.distributed.collectives import all_reduce, gather_json
 from engine.distributed.group import Group
 from engine.distributed.mesh import degrees, make_mesh
 from engine.strategies import deferred_init, dtensors
@@ -346,6 +347,16 @@ class FSDP(Strategy):
             return super().norm(grads, norm_type)
         device = torch.device("cpu") if self.cpu_offload else self.group.device
         return dtensors.norm(self.group, grads, norm_type, self._holders, device)
+
+    def norms(self, grads: Mapping[str, Tensor], norm_type: float = 2.0) -> dict[str, Tensor]:
+        if self.group.world_size == 1:
+            return super().norms(grads, norm_type)
+        known = gather_json(self.group, list(grads)) if self.parts_differ else [list(grads)]
+        names = list(dict.fromkeys(itertools.chain.from_iterable(known)))
+        device = torch.device("cpu") if self.cpu_offload else self.group.device
+        groups = [[grads[name]] if name in grads else [] for name in names]
+        found = dtensors.norms(self.group, groups, norm_type, self._holders, device)
+        return dict(zip(names, found.unbind(), strict=True))
 
     def _holders(self, grad: Tensor) -> int:
         """How many ranks have a shard of this gradient, or a copy."""

@@ -262,7 +262,7 @@ def test_a_busy_port(tmp_path: Path, nodes: str) -> None:
         server.listen()
         port = server.getsockname()[1]
         with Launched(tmp_path, "--nnodes", nodes, "--rdzv", f"localhost:{port}", script(tmp_path, "")) as job:
-            assert job.wait(30) == 1, job.text
+            assert job.wait(PATIENCE_S) == 1, job.text
         assert f"localhost:{port}: the port is busy" in job.stderr
         assert "Choose another port" in job.stderr
         assert "Traceback" not in job.stderr
@@ -282,7 +282,7 @@ def test_an_address_that_is_not_known(tmp_path: Path) -> None:
         1,
         script(tmp_path, ""),
     ) as job:
-        assert job.wait(30) == 1, job.text
+        assert job.wait(PATIENCE_S) == 1, job.text
     assert "no-such-host.invalid:1 cannot be resolved yet" in job.stderr
     assert "this machine did not find it within 1 s" in job.stderr
     assert "Traceback" not in job.stderr
@@ -374,7 +374,7 @@ def test_lines_that_no_terminal_could_show(tmp_path: Path) -> None:
         subprocess.Popen(["sh", "-c", "for i in $(seq 200000); do echo left behind; done; sleep 1"], start_new_session=True)
     """
     with Launched(tmp_path, "--nproc", 2, script(tmp_path, text), PYTHONIOENCODING="ascii") as job:
-        assert job.wait(30) == 0, job.text
+        assert job.wait(PATIENCE_S) == 0, job.text
     assert "[rank 1] ?\n" in job.out.read_text(errors="replace")
     for rank in range(2):
         (kept,) = tmp_path.glob(f"*-logs/*/rank={rank}.log")

@@ -1,0 +1,55 @@
+"""``GradientNorm``: how large the gradients are, of the whole model and of each parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine import Callback, DeepSpeed, Run
+
+
+class GradientNorm(Callback):
+    """Adds ``grad_norm``, before clipping, to the metrics of the steps that are logged::
+
+        Fit(callbacks=[GradientNorm(per_parameter=True)])  # grad_norm, grad_norm/layers.0.weight, ...
+
+    Nothing is clipped, and steps that are not logged compute nothing. With several optimizers that step by themselves, each counts at its latest
+    step. Not under DeepSpeed, which keeps its gradients to itself.
+    """
+
+    def __init__(self, norm_type: float = 2.0, *, per_parameter: bool = False) -> None:
+        """
+        Args:
+            norm_type: p of the p-norm; ``inf``: the largest element.
+            per_parameter: add ``grad_norm/<name>`` for each parameter.
+
+        Raises:
+            ValueError: ``norm_type`` is not above 0.
+        """
+        if not norm_type > 0:
+            raise ValueError(f"GradientNorm(norm_type={norm_type!r}): give a number above 0, or inf")
+        self.norm_type, self.per_parameter = float(norm_type), per_parameter
+        self._newest: dict[str, Tensor] = {}
+
+    def setup(self, run: Run, module: nn.Module, stage: str) -> None:
+        self._newest = {}
+        if stage == "fit" and isinstance(run.engine.strategy, DeepSpeed):
+            raise ValueError("GradientNorm under DeepSpeed, which keeps its gradients to itself: omit it")
+
+    def on_before_optimizer_step(self, run: Run, module: nn.Module, optimizer: Any) -> None:
+        every, step = run.settings.log_every_n_steps, run.step + 1
+        last = run.max_steps is not None and step >= run.max_steps
+        if every and (step == 1 or step % every == 0 or last):
+            self._newest.update(run.engine.grad_norms(module, self.norm_type, optimizer=optimizer))
+
+    def on_before_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
+        if not self._newest:
+            return
+        found = torch.stack(list(self._newest.values()))
+        each = dict(zip(self._newest, found.tolist(), strict=True))
+        metrics["grad_norm"] = float(torch.linalg.vector_norm(found.double(), self.norm_type))
+        if self.per_parameter:
+            metrics.update({f"grad_norm/{name}": value for name, value in each.items()})
+        self._newest = {}
