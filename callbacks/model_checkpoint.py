@@ -92,6 +92,11 @@ class ModelCheckpoint(Callback):
         )
 
     @property
+    def finds_best(self) -> bool:
+        """With ``monitor``."""
+        return self.monitor is not None
+
+    @property
     def checkpoints_in(self) -> str | Path | None:
         return self.dirpath
 

@@ -81,6 +81,11 @@ class Callback:
         """The directory or URL where this callback saves checkpoints; ``None``: in the run's folder, or nowhere. Read before ``setup``."""
         return None
 
+    @property
+    def finds_best(self) -> bool:
+        """Whether this callback sets ``run.best_checkpoint`` by a metric."""
+        return False
+
     def setup(self, run: Run, module: nn.Module, stage: str) -> None: ...
     def teardown(self, run: Run, module: nn.Module, stage: str) -> None: ...
     def on_fit_start(self, run: Run, module: nn.Module) -> None: ...

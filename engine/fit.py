@@ -81,6 +81,7 @@ class Fit:
         check: compare the ranks' parameters, loaders and first batch before the first step.
         debug: compare the ranks' shapes before each collective.
         gc_every_n_steps: steps between two runs of Python's garbage collector; 0 leaves it alone.
+        reload_best: the module has the weights of the best checkpoint after the training, by a ``ModelCheckpoint``'s ``monitor``.
         root_dir: where checkpoints and logs go. The first run uses this folder, each later run a numbered folder in it.
 
     Raises:
@@ -128,6 +129,7 @@ class Fit:
         check: bool = UNSET,
         debug: bool = UNSET,
         gc_every_n_steps: int = UNSET,
+        reload_best: bool = UNSET,
         root_dir: str | Path = UNSET,
         **unknown: Never,
     ) -> None:
@@ -181,7 +183,7 @@ class Fit:
             on_train_end; on_fit_end; teardown
 
         Args:
-            module: the module to train; it has the trained weights afterwards.
+            module: the module to train; it has the trained weights afterwards, or the best with ``reload_best``.
             train_loader: a ``DataLoader``, a list of batches, any iterable of batches, or a :class:`engine.CombinedLoader`. A dict or list of
                 loaders is read side by side, ``CombinedLoader(loaders, "max_size_cycle")``.
             val_loaders: one loader, or a list of several ``DataLoader`` objects, or a dict of loaders, which are read one after the other. A list of
@@ -205,6 +207,7 @@ class Fit:
         with self._start(module, "fit") as run, housed(run, resume, self._trained), session(run, datamodule):
             self._trained = run.home.trained()
             compare_models(run)
+            snapshot.check_best(run)
             setup.training(run, train_loader, val_loaders, datamodule)
             if resume is not None:
                 snapshot.resume(run, resume)
@@ -218,6 +221,7 @@ class Fit:
             call_all(run, run.hooks.on_train_end)
             checkpoint_events.finish(run)
             call_all(run, run.hooks.on_fit_end)
+            snapshot.reload_best(run)
         return run.result()
 
     def validate(

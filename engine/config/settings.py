@@ -114,6 +114,8 @@ class Settings:
     """Compare operation, shapes and dtypes over the ranks before each collective: an error instead of a hang. Slow; for debugging."""
     gc_every_n_steps: int = 50
     """Python's garbage collector runs at every n-th optimizer step, on all ranks at once, and not in between; 0: automatic, as Python does."""
+    reload_best: bool = False
+    """After the training the module takes the weights of the best checkpoint, by a ``ModelCheckpoint``'s ``monitor``."""
     root_dir: Path = Path("runs")
     """Where checkpoints and logs are written."""
 
@@ -352,5 +354,6 @@ _CHECKS: dict[str, Check] = {
     "check": a_bool(),
     "debug": a_bool(),
     "gc_every_n_steps": an_int(0),
+    "reload_best": a_bool(),
     "root_dir": _path,
 }

@@ -23,6 +23,9 @@ class Hooked(Protocol):
     takes: frozenset[str]
 
     @property
+    def finds_best(self) -> bool: ...
+
+    @property
     def state_key(self) -> str: ...
     @property
     def checkpoints_in(self) -> str | Path | None: ...

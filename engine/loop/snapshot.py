@@ -131,6 +131,30 @@ def resume(run: Run, wanted: str | Path | Resume) -> None:
             raise
 
 
+def check_best(run: Run) -> None:
+    """Check that something finds the best checkpoint, if it is to be loaded after the training.
+
+    Raises:
+        ValueError: nothing does.
+    """
+    if run.settings.reload_best and not run.settings.fast_dev_run and not any(c.finds_best for c in run.callbacks):
+        raise ValueError(
+            "reload_best=True needs to know which checkpoint is the best: attach ModelCheckpoint(monitor=<a logged metric>, mode='min' or 'max')"
+        )
+
+
+def reload_best(run: Run) -> None:
+    """Load the weights of the best checkpoint after the training, if that was asked for; all ranks call this together."""
+    if not run.settings.reload_best or run.settings.fast_dev_run or run.preempted:
+        return
+    if run.best_checkpoint is None:
+        logger.warning("reload_best=True: no checkpoint has a score, so the module keeps its last weights")
+        return
+    run.wait_for_checkpoint()
+    with opening(run.engine.group, run.saver.location, str(run.best_checkpoint), ("model",)) as loaded:
+        _load_weights(run, loaded, True)
+
+
 def reseed(run: Run, seed: int, order: str | None) -> None:
     """Take over another run's data order."""
     run.engine.seed = seed

@@ -349,7 +349,8 @@ class OwnedStepper(Stepper):
 
     def readable(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         raise ValueError(
-            f"grad_norms() under {type(self.strategy).__name__}, which keeps its gradients to itself: engine.grad_norm has the whole's norm after a step"
+            f"grad_norms() under {type(self.strategy).__name__}, which keeps its gradients to itself: after a step with clipping, "
+            "engine.grad_norm has the whole's"
         )
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
