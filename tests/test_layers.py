@@ -67,6 +67,16 @@ def layer(name: str) -> int:
     return found[0]
 
 
+def imported_from(node: ast.ImportFrom, name: str) -> str:
+    """The module that an import of the module ``name`` reads from."""
+    if not node.level:
+        return str(node.module)
+    # The package `callbacks` also has the name `engine.callbacks`, where an absolute import would find a user's own callbacks.py.
+    assert name.startswith("callbacks."), f"{name} has a relative import"
+    parts = name.split(".") if FILES[name].name == "__init__.py" else name.split(".")[:-1]
+    return ".".join([*parts[: len(parts) - node.level + 1], *filter(None, [node.module])])
+
+
 def own_imports(name: str) -> set[str]:
     """The own modules that a module imports, anywhere in its text."""
     found = set()
@@ -74,11 +84,8 @@ def own_imports(name: str) -> set[str]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{name} has a relative import"
-            names = [
-                f"{node.module}.{alias.name}" if f"{node.module}.{alias.name}" in FILES else str(node.module)
-                for alias in node.names
-            ]
+            source = imported_from(node, name)
+            names = [f"{source}.{alias.name}" if f"{source}.{alias.name}" in FILES else source for alias in node.names]
         else:
             continue
         found |= {each for each in names if each in FILES}
