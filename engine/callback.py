@@ -174,3 +174,14 @@ class Callback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the ``state`` that :meth:`state_dict` returned."""
+
+    def weights(self, run: Run, module: nn.Module) -> dict[str, dict[str, Any]]:
+        """Other weights of the model that this callback keeps, such as averages: ``{"ema": {name in the model: tensor}}``.
+
+        Checkpoints store them in parts, as the model's own, from tensors that are whole, or sharded as the parameters are; see ``weights`` of
+        :meth:`engine.TrainModule.load_from_checkpoint`. Call ``run.saver.hold()`` before you change them.
+
+        Called on all ranks together when a checkpoint is made, and when one is loaded, after :meth:`load_state_dict`: the tensors are
+        then filled in place.
+        """
+        return {}

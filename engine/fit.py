@@ -231,12 +231,14 @@ class Fit:
         *,
         datamodule: DataModule | None = None,
         checkpoint: str | Path | None = None,
+        weights: str | None = None,
     ) -> list[dict[str, float]]:
         """Run ``validation_step`` on every batch; return one dict of metrics per loader.
 
-        ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``: load these weights first.
+        ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``: load these weights first;
+        ``weights``: rather than the trained ones, those that a callback has kept in it under this name, such as ``"ema"``.
         """
-        return self._evaluate(module, loaders, datamodule, checkpoint, "validate", "validation")
+        return self._evaluate(module, loaders, datamodule, checkpoint, weights, "validate", "validation")
 
     def test(
         self,
@@ -245,12 +247,14 @@ class Fit:
         *,
         datamodule: DataModule | None = None,
         checkpoint: str | Path | None = None,
+        weights: str | None = None,
     ) -> list[dict[str, float]]:
         """Run ``test_step`` on every batch; return one dict of metrics per loader.
 
-        ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``: load these weights first.
+        ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``: load these weights first;
+        ``weights``: rather than the trained ones, those that a callback has kept in it under this name, such as ``"ema"``.
         """
-        return self._evaluate(module, loaders, datamodule, checkpoint, "test", "test")
+        return self._evaluate(module, loaders, datamodule, checkpoint, weights, "test", "test")
 
     def predict(
         self,
@@ -259,18 +263,19 @@ class Fit:
         *,
         datamodule: DataModule | None = None,
         checkpoint: str | Path | None = None,
+        weights: str | None = None,
     ) -> list[Any]:
         """The outputs of ``predict_step``, one entry a batch, in the data's order, from all ranks on every rank, on the CPU.
 
-        With several loaders, one such list per loader. ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``: load
-        these weights first.
+        With several loaders, one such list per loader. ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``, ``weights``:
+        as in :meth:`validate`.
         """
         datamodule, loaders = _datamodule(datamodule, loaders)
         with self._start(module, "predict") as run, housed(run, checkpoint, self._trained), session(run, datamodule):
             prepared = setup.evaluation(run, "predict", loaders, datamodule, "predict_step")
             if not prepared:
                 return []
-            snapshot.load_weights(run, checkpoint)
+            snapshot.load_weights(run, checkpoint, weights)
             with watched(run):
                 results = predict(run, prepared)
         return results[0] if len(prepared) == 1 else results
@@ -321,6 +326,7 @@ class Fit:
         loaders: Any,
         datamodule: DataModule | None,
         checkpoint: str | Path | None,
+        weights: str | None,
         stage: str,
         name: str,
     ) -> list[dict[str, float]]:
@@ -329,7 +335,7 @@ class Fit:
             prepared = setup.evaluation(run, name, loaders, datamodule, f"{name}_step")
             if not prepared:
                 return []
-            snapshot.load_weights(run, checkpoint)
+            snapshot.load_weights(run, checkpoint, weights)
             with watched(run):
                 return evaluate(run, prepared, name, run.method(f"{name}_step"))
 

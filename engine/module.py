@@ -248,8 +248,8 @@ class TrainModule(nn.Module):
 
     @classmethod
     def load_from_checkpoint(
-        cls, path: str | Path, *, strict: bool = True, map_location: Any = None, **overrides: Any
-    ) -> Self:
+        cls, path: str | Path, *, strict: bool = True, map_location: Any = None, weights: str | None = None, **overrides: Any
+    ) -> Self:  # fmt: skip
         """A new module of this class with a checkpoint's weights, whatever strategy and number of ranks wrote them::
 
             hyperparameters -> __init__ -> configure_model -> on_load_checkpoint -> weights, in place -> map_location
@@ -260,15 +260,16 @@ class TrainModule(nn.Module):
             path: a checkpoint, or a folder, whose newest checkpoint is used; a directory or a URL that fsspec knows.
             strict: ``False``: parameters that only one side has, or that have other shapes, are left out and named in a warning.
             map_location: the device to move the module to; by default it stays where its constructor put it.
-            overrides: arguments of the constructor; they win over the saved hyperparameters. Saved ones that the constructor does not
+            weights: rather than the trained weights, those that a callback has kept under this name, such as ``"ema"``.
+            overrides: other arguments of the constructor; they win over the saved hyperparameters. Saved ones that the constructor does not
                 take are left out.
 
         Raises:
             FileNotFoundError, DamagedCheckpoint: there is none, or it is damaged.
             TypeError: a constructor argument is missing, or an override is not one; the message names it.
-            ValueError: the weights do not fit, and ``strict`` was asked for.
+            ValueError: the weights do not fit, and ``strict`` was asked for; or there are no ``weights`` of this name.
         """
-        with opened(path, ("model", "state")) as found:
+        with opened(path, ("model", "state", *([] if weights is None else ["weights"]))) as found:
             shared = checked(f"{found.directory}: {SHARED}.json", found.tree(SHARED) or {}, SHARED_FORM)
             saved = {str(name): value for name, value in shared.get("hparams", {}).items()}
             positional, named = constructor_arguments(cls, saved, overrides, shared.get("hparams_name"))
@@ -282,7 +283,7 @@ class TrainModule(nn.Module):
             module.configure_model()
             module.built = True
             module.on_load_checkpoint(shared.get("user") or {})
-            report = Source(found).load_model(module, own_state(module), strict and module.strict_loading)
+            report = Source(found, weights).load_model(module, own_state(module), strict and module.strict_loading)
             if report:
                 logger.warning("%s fits in part: %s", path, report)
         return module if map_location is None else module.to(torch.device(map_location))

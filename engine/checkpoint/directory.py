@@ -8,6 +8,7 @@
         model/model.json                names that share a tensor; state of modules that is not a tensor
         optim/rank=00000.safetensors    of the optimizers' states
         optim/optim.json                their structure
+        weights/                        only with averaged weights: see engine/checkpoint/other_weights.py
         state/shared.json               [+ .safetensors] the same on all ranks: schedulers, scaler, callbacks, counters
         state/rank=00001.json           [+ .safetensors] of each rank: random generators, position in streams
 
@@ -38,7 +39,7 @@ from engine.checkpoint.files import (
     write_json,
 )
 from engine.checkpoint.json_tree import unpack
-from engine.checkpoint.manifest import FOLDERS, MANIFEST, age_of, check_manifest
+from engine.checkpoint.manifest import FOLDERS, MANIFEST, WEIGHTS, age_of, check_manifest
 from engine.checkpoint.tensors import TensorFiles, read_tensors, write_tensors
 
 SHARED, RANK = "state/shared", "state/rank={:05d}"
@@ -108,8 +109,9 @@ def seal(directory: Path, manifest: Mapping[str, Any], files: Mapping[str, Recor
                 f"{name} was written by its rank and is not in {partial}: all ranks need the same file system there"
             )
     write_json(partial / MANIFEST, manifest)
-    for folder in (*FOLDERS, "."):
-        sync(partial / folder)
+    for folder in (*FOLDERS, WEIGHTS, "."):
+        if folder != WEIGHTS or (partial / folder).is_dir():
+            sync(partial / folder)
     old = directory.with_name(f".{directory.name}.replaced")
     if (directory / MANIFEST).is_file():
         _delete(old)
@@ -309,7 +311,7 @@ def sweep(root: Path) -> None:
             path.name.startswith(".") and path.suffix in (".partial", ".replaced", ".removed") and path not in complete
         )
         with suppress(OSError):
-            if ours and all(each.name in (*FOLDERS, MANIFEST) for each in path.iterdir()):
+            if ours and all(each.name in (*FOLDERS, WEIGHTS, MANIFEST) for each in path.iterdir()):
                 descriptor = os.open(path, os.O_RDONLY)
                 try:
                     if _flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from engine.checkpoint.files import write_json
 from engine.checkpoint.json_tree import same_memory
+from engine.checkpoint.manifest import WEIGHTS
 from engine.checkpoint.reader import Source
-from engine.checkpoint.tensors import Stored, TensorFiles, storable, write_tensors
+from engine.checkpoint.tensors import Stored, storable, write_tensors
 from engine.checkpoint.user_paths import opened, outgoing
 from engine.config.file_size import size_in_bytes
 
@@ -78,6 +79,7 @@ def export_checkpoint(
     prefix_strip: str = "",
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    weights: str | None = None,
 ) -> Exported:
     """Write the model of a checkpoint as files that ``transformers`` and ``safetensors.torch.load_file`` read.
 
@@ -90,17 +92,19 @@ def export_checkpoint(
         max_shard_size: bytes of a file, or ``"5GB"``; a larger tensor gets its own file.
         prefix_strip: removed from names that start with it.
         include, exclude: patterns (``*``, ``?``, ``[...]``) of the checkpoint's names; by default all of them.
+        weights: rather than the trained weights, those that a callback has kept under this name, such as ``"ema"``.
 
     Raises:
         FileNotFoundError, DamagedCheckpoint: there is no checkpoint, or it is damaged.
         FileExistsError: ``out`` has such files already.
-        ValueError: no tensor is left, two would have one name, a pattern or the prefix matches none, or a number is too large for fp16.
+        ValueError: there are no such ``weights``, no tensor is left, two would have one name, a pattern or the prefix matches
+            none, or a number is too large for fp16.
     """
     limit = size_in_bytes(max_shard_size)
     wanted = _dtype(dtype)
-    with opened(path, ("model",)) as found, outgoing(out) as directory:
-        source, files = Source(found), found.tensors("model")
-        everything = [*files.stored, *source.aliases, *source.extra]
+    with opened(path, ("model", *([] if weights is None else [WEIGHTS]))) as found, outgoing(out) as directory:
+        source = Source(found, weights)
+        everything = source.names
         names = [name for name in _chosen(everything, include, exclude) if name not in source.extra]
         first: dict[str, str] = {}
         for name in names:
@@ -110,10 +114,10 @@ def export_checkpoint(
                 f"{path}: no tensor of the model's {len(everything)} is selected: widen include, or narrow exclude"
             )
         targets = _stripped(first, prefix_strip)
-        stored = {new: files.stored[old] for new, old in targets.items()}
+        stored = {new: source.stored(old) for new, old in targets.items()}
         sizes = {new: known.shape.numel() * _as(known, wanted).itemsize for new, known in stored.items()}
         written = _write(
-            sizes, lambda chosen: _read(files, {name: stored[name] for name in chosen}, wanted), directory, limit
+            sizes, lambda chosen: _read(source, {name: targets[name] for name in chosen}, wanted), directory, limit
         )
         return Exported(
             files=[str(file) if directory == Path(out) else f"{str(out).rstrip('/')}/{file.name}" for file in written],
@@ -163,17 +167,19 @@ def _stripped(first: Mapping[str, str], prefix: str) -> dict[str, str]:
     return found
 
 
-def _read(files: TensorFiles, stored: Mapping[str, Stored], wanted: torch.dtype | None) -> dict[str, Tensor]:
-    """Whole tensors under their new names; converted while they are read."""
+def _read(source: Source, names: Mapping[str, str], wanted: torch.dtype | None) -> dict[str, Tensor]:
+    """Whole tensors under their new names (``names``: new to old); converted while they are read."""
+    stored = {new: source.stored(old) for new, old in names.items()}
     found = {new: torch.empty(known.shape, dtype=_as(known, wanted)) for new, known in stored.items()}
-    files.read_into({known.name: found[new] for new, known in stored.items()})
+    source.read_model({old: found[new] for new, old in names.items()})
     if wanted is torch.float16:
         for new, known in stored.items():
             if known.dtype in _CONVERTED and found[new].isinf().any():
-                own = files.whole([known.name])[known.name]
+                own = torch.empty(known.shape, dtype=known.dtype)
+                source.read_model({names[new]: own})
                 if (found[new].isinf() & ~own.isinf()).any():
                     raise ValueError(
-                        f"{known.name!r} has the number {own.abs().max().item():g}, and fp16 ends at 65504: export as bf16 or fp32"
+                        f"{names[new]!r} has the number {own.abs().max().item():g}, and fp16 ends at 65504: export as bf16 or fp32"
                     )
     return found
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from engine.checkpoint.directory import SHARED, Opened
 from engine.checkpoint.files import DamagedCheckpoint, blocks, read_json, verify
-from engine.checkpoint.manifest import FOLDERS, MANIFEST, check_manifest
+from engine.checkpoint.manifest import FOLDERS, MANIFEST, WEIGHTS, check_manifest
+from engine.checkpoint.other_weights import OtherWeights
 from engine.checkpoint.storage import Location
 from engine.checkpoint.tensors import TensorFiles
 from engine.checkpoint.user_paths import find, folder
@@ -73,7 +74,7 @@ def facts(path: str | Path, tensors: bool = False) -> dict[str, Any]:
     """A checkpoint's description; checksums are not verified.
 
     Args:
-        tensors: list them too, as ``{"model" or "optim": {name: {"shape", "dtype", "shards" (number of parts in files)}}}``.
+        tensors: list them too, as ``{"model", "optim" or "weights": {name: {"shape", "dtype", "shards" (number of parts in files)}}}``.
 
     Raises:
         FileNotFoundError, DamagedCheckpoint: there is none, or a file is missing or cannot be read.
@@ -88,8 +89,11 @@ def facts(path: str | Path, tensors: bool = False) -> dict[str, Any]:
         report = {**entry, **rest, "files": {name: known["bytes"] for name, known in found.files.items()}}
         if isinstance(shared.get("hparams"), dict):
             report["hparams"] = without_secrets({str(name): value for name, value in shared["hparams"].items()})
+        if others := OtherWeights(found).names:
+            report["weights"] = others
         if tensors:
-            report["tensors"] = {folder: _listed(found.tensors(folder)) for folder in ("model", "optim")}
+            folders = ("model", "optim", *([WEIGHTS] if others else ()))
+            report["tensors"] = {folder: _listed(found.tensors(folder)) for folder in folders}
             report["tied"] = _fields(_fields(found.tree("model/model", {})).get("aliases"))
         return report
 
@@ -137,7 +141,7 @@ def _problems(where: Location, name: str, known: str = "") -> list[str]:
             found.append(str(error).removeprefix(f"{directory}: "))
     there = {
         str(path.relative_to(directory))
-        for folder in FOLDERS
+        for folder in (*FOLDERS, WEIGHTS)
         for path in (directory / folder).glob("*")
         if path.is_file()
     }
@@ -156,6 +160,7 @@ def _open(directory: Path, files: Sequence[str] | Mapping[str, Any]) -> None:
         for folder in ("model", "optim"):
             known = opened.tensors(folder).stored
             opened.tree(f"{folder}/{folder}", known if folder == "optim" else {})
+        OtherWeights(opened)
         for file in files:
             if file.startswith("state/") and file.endswith(".json"):
                 opened.tree(file.removesuffix(".json"))

@@ -26,6 +26,8 @@ FORMAT = 3
 READABLE = (FORMAT - 1, FORMAT)
 MANIFEST = "manifest.json"
 FOLDERS = ("model", "optim", "state")
+WEIGHTS = "weights"
+"""One more folder, in checkpoints that have other weights besides the trained ones; versions that do not know it call these damaged."""
 _OURS = {"format": int, "serial": int, "saved_at": float, "world_size": int, "files": dict, "crc32": str}
 _LATEST = 253402300800.0
 """The year 10,000, in seconds since 1970: later times cannot be displayed."""
@@ -114,7 +116,7 @@ def _check_values(where: Any, manifest: Mapping[str, Any]) -> None:
     """Check what is used as a path, a size or a loop's end."""
     for name, known in manifest["files"].items():
         folder, _, file = name.partition("/")
-        if folder not in FOLDERS or not is_entry(file):
+        if folder not in (*FOLDERS, WEIGHTS) or not is_entry(file):
             raise DamagedCheckpoint(
                 f"{where}: {MANIFEST} names the file {name!r}, which leads out of the checkpoint or is not part of one"
             )

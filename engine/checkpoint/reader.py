@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from engine.checkpoint.directory import Opened
 from engine.checkpoint.field_checks import checked_optimizer
 from engine.checkpoint.files import DamagedCheckpoint, printable
+from engine.checkpoint.other_weights import OtherWeights
 from engine.checkpoint.tensors import Stored
 from engine.config.hyperparameters import HParams
 from engine.config.masked import HIDDEN
@@ -73,10 +74,20 @@ _DOUBLE = (
 
 
 class Source:
-    """The models and optimizers of one open checkpoint. Every rank reads for itself."""
+    """The models and optimizers of one open checkpoint. Every rank reads for itself.
 
-    def __init__(self, opened: Opened) -> None:
+    Args:
+        weights: the name of other weights, such as ``"ema"``, which take the place of the trained ones.
+
+    Raises:
+        ValueError: there are no weights of this name.
+    """
+
+    def __init__(self, opened: Opened, weights: str | None = None) -> None:
         self.where = opened.directory
+        self.others = OtherWeights(opened)
+        self._weights = weights
+        self._instead = {} if weights is None else self.others.of(weights)
         self._hparams = opened.manifest.get("hparams")
         self._model, self._optim = opened.tensors("model"), opened.tensors("optim")
         tree = opened.tree("model/model", {})
@@ -94,6 +105,11 @@ class Source:
             raise DamagedCheckpoint(f"{self.where}: optim/optim.json is not a list of optimizers by number")
         for number, state in self.optim.items():
             checked_optimizer(f"{self.where}: optim/optim.json, optimizer {number},", state)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the model's tensors and of its other state."""
+        return [*self._model.stored, *self.aliases, *self.extra]
 
     def __contains__(self, name: str) -> bool:
         return name in self._model.stored or name in self.aliases or name in self.extra
@@ -115,12 +131,15 @@ class Source:
 
     def stored(self, name: str) -> Stored:
         """The model's tensor of this name."""
-        found = self._model.stored.get(self.aliases.get(name, name))
+        found = self._instead.get(name) or self._model.stored.get(self.aliases.get(name, name))
         return Stored(name, torch.Size(()), torch.float32) if found is None else found
 
     def read_model(self, targets: Mapping[str, Tensor]) -> None:
         """Fill tensors of the model."""
-        rest = dict(targets)
+        if instead := {name: targets[name] for name in targets if name in self._instead}:
+            assert self._weights is not None
+            self.others.read_into(self._weights, instead)
+        rest = {name: target for name, target in targets.items() if name not in instead}
         while rest:  # once, unless the model has two tensors for one in the checkpoint
             now: dict[str, Tensor] = {}
             for name in list(rest):

@@ -48,12 +48,17 @@ class Resume:
     hyperparameters: str = "checkpoint"
     """``"configured"``: learning rates, weight decays and other hyperparameters are those of ``configure_optimizers`` rather than the
     saved ones; a learning rate that a schedule has changed is changed by the same factor. Optimizer states and schedules continue."""
+    weights: str | None = None
+    """Start with weights that a callback has kept under this name, such as ``"ema"``; with ``weights_only``."""
 
     def __post_init__(self) -> None:
         if self.hyperparameters not in ("checkpoint", "configured"):
             raise ValueError(
                 f"Resume(hyperparameters={self.hyperparameters!r}) is unknown; possible: 'checkpoint', 'configured'"
             )
+        if self.weights is not None and not self.weights_only:
+            why = "the optimizer's state belongs to the trained weights"
+            raise ValueError(f"Resume(weights={self.weights!r}) needs weights_only=True: {why}")
 
 
 class Loaded:

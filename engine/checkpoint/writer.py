@@ -8,19 +8,19 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from engine.checkpoint import write_shares
+from engine.checkpoint import other_weights, write_shares
 from engine.checkpoint.directory import RANK, SHARED, write_tree
 from engine.checkpoint.files import DamagedCheckpoint, Record, in_parallel, is_entry
 from engine.checkpoint.host_copies import Staging
 from engine.checkpoint.json_tree import pack
-from engine.checkpoint.manifest import packed_facts
+from engine.checkpoint.manifest import WEIGHTS, packed_facts
 from engine.checkpoint.model_state import _merged, split
 from engine.checkpoint.storage import locate, same
 from engine.checkpoint.storage import split as location_of
@@ -57,6 +57,9 @@ class Content:
     """Whether ranks have tensors of different names; the same on all ranks."""
     stepped: Set[int] = frozenset()
     """The ``id`` of each parameter that only an optimizer step changes."""
+    weights: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Other weights of the model, which nothing changes before :meth:`Saver.hold`: ``{name: {name in the model: tensor}}``. The names of the
+    weights are the same on all ranks."""
 
 
 @dataclass
@@ -291,16 +294,16 @@ class Saver:
             )
             if self.group.is_main:
                 trees[SHARED] = pack(content.shared)
-            parts.update(
-                write_shares.parts_of(
-                    {f"model/{n}": t for n, t in tensors.items()} | {f"optim/{n}": t for n, t in states.items()}
-                )
-            )
-            later.update(
-                {f"optim/{n}" for n in states}, (f"model/{n}" for n, t in tensors.items() if id(t) in content.stepped)
-            )
+            others, named = other_weights.packed(content.weights)
+            if content.weights:
+                trees[other_weights.STEM] = (named, {})
+            own = {f"model/{n}": t for n, t in tensors.items()} | {f"optim/{n}": t for n, t in states.items()}
+            parts.update(write_shares.parts_of(own | others))
+            trained = (f"model/{n}" for n, t in tensors.items() if id(t) in content.stepped)
+            later.update({f"optim/{n}" for n in states}, trained, others)
             # Where ranks may have different values, such as batch statistics, rank 0's are saved.
-            fixed = {f"model/{n}" for n, t in tensors.items() if not isinstance(t, nn.Parameter)}
+            varying = {n for n, t in tensors.items() if not isinstance(t, nn.Parameter)}
+            fixed = {f"model/{n}" for n in varying} | {key for key in others if key.split("/", 2)[2] in varying}
             rows.extend((name, offsets, size, name in fixed) for name, offsets, size in write_shares.rows(parts))
             return [rows == self._rows, self._free(name) if self.group.is_main else None]
 
@@ -308,7 +311,8 @@ class Saver:
         name = answers[0][1]
         if not all(same for same, _ in answers):
             self._mine, self._rows = write_shares.deal(gather_json(self.group, rows), self.group.rank), rows
-        joined = {stem: trees.pop(stem)[0] for stem in ("model/model", "optim/optim")}
+        stems = ("model/model", "optim/optim", *([other_weights.STEM] if content.weights else ()))
+        joined = {stem: trees.pop(stem)[0] for stem in stems}
         every = gather_json(self.group, joined) if content.partial else [joined]
         if self.group.is_main:
             trees |= {stem: (_merged([row[stem] for row in every]), {}) for stem in joined}
@@ -356,14 +360,12 @@ class Saver:
             self.location.begin(job.name, False)
         folder, rank = self.location.draft(job.name), group.rank
         works: list[Callable[[], dict[str, Record]]] = []
-        for kind in ("optim", "model"):
+        for kind in ("optim", "model", WEIGHTS):
             own = {key.partition("/")[2]: part for key, part in job.parts.items() if key.startswith(f"{kind}/")}
+            if kind == WEIGHTS and (own or other_weights.STEM in job.trees):
+                (folder / kind).mkdir(exist_ok=True)
             for index, some in enumerate(write_shares.divide(own)):
-                name = (
-                    f"{kind}/rank={rank:05d}.safetensors"
-                    if not index
-                    else f"{kind}/rank={rank:05d}-{index}.safetensors"
-                )
+                name = f"{kind}/rank={rank:05d}{f'-{index}' if index else ''}.safetensors"
                 works.append(partial(_tensors, folder, name, some))
         works += [partial(write_tree, folder, stem, tree) for stem, tree in job.trees.items()]
         files = {name: known for found in in_parallel(lambda work: work(), works) for name, known in found.items()}

@@ -98,6 +98,11 @@ def _export(command: argparse.ArgumentParser, one: str) -> None:
     command.add_argument(
         "--prefix-strip", default="", metavar="PREFIX", help="remove this prefix of names, such as 'model.'"
     )
+    command.add_argument(
+        "--weights",
+        metavar="NAME",
+        help="rather than the trained weights, those that a callback has kept, such as 'ema'",
+    )
     for name, text in (
         ("include", "only names that match a pattern, such as 'model.*'"),
         ("exclude", "no names that match a pattern"),

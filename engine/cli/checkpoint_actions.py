@@ -111,6 +111,7 @@ def _export(arguments: argparse.Namespace) -> Answer:
         prefix_strip=arguments.prefix_strip,
         include=arguments.include,
         exclude=arguments.exclude,
+        weights=arguments.weights,
     )
     lines = [*found.files, f"{found.tensors} tensors, {_size(found.bytes)}"]
     lines += [f"tied, written once: {name} is {first}" for name, first in found.tied.items()]

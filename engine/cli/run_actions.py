@@ -136,7 +136,7 @@ def _done(command: str, fit: Fit, module: TrainModule, data: Any, arguments: arg
     if command == "run":
         return fit.run(module, loader, datamodule=datamodule, resume=arguments.resume)
     loop = {"validate": fit.validate, "test": fit.test, "predict": fit.predict}[command]
-    return loop(module, loader, datamodule=datamodule, checkpoint=arguments.checkpoint)
+    return loop(module, loader, datamodule=datamodule, checkpoint=arguments.checkpoint, weights=arguments.weights)
 
 
 def _tell(command: str, answer: Any, arguments: argparse.Namespace) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from engine.checkpoint.files import printable
 from engine.loop.hook_calls import Hooked
 from engine.utils.log import logger
@@ -48,6 +50,22 @@ def states(callbacks: Sequence[Hooked]) -> dict[str, Any]:
             if callback.critical:
                 raise
             logger.exception("%s.state_dict failed; the checkpoint does not have its state", type(callback).__name__)
+    return found
+
+
+def weights(callbacks: Sequence[Hooked], run: Any, module: nn.Module) -> dict[str, dict[str, Any]]:
+    """The other weights that callbacks keep, by name.
+
+    Raises:
+        ValueError: two callbacks use one name, or a name is not usable.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for callback in callbacks:
+        for name, own in callback.weights(run, module).items():
+            if name in found or not name or "/" in name:
+                why = "another callback has weights of this name" if name in found else "a name is text without '/'"
+                raise ValueError(f"{type(callback).__name__} has the weights {name!r}: {why}; give them another name")
+            found[name] = own
     return found
 
 

@@ -14,7 +14,8 @@ import torch
 
 from engine.checkpoint.files import printable
 from engine.checkpoint.json_tree import pack
-from engine.checkpoint.manifest import FOLDERS
+from engine.checkpoint.manifest import FOLDERS, WEIGHTS
+from engine.checkpoint.reader import Source
 from engine.checkpoint.resume import (
     Loaded,
     Resume,
@@ -29,7 +30,7 @@ from engine.checkpoint.resume import (
 from engine.checkpoint.writer import Content, stepped
 from engine.config.masked import without_secrets
 from engine.distributed.all_or_none import together
-from engine.loop.callback_states import load_states, states
+from engine.loop.callback_states import load_states, states, weights
 from engine.loop.own_loop_counters import state_of_loop
 from engine.loop.result import TrainState
 from engine.loop.run import Run
@@ -46,6 +47,7 @@ def content(run: Run, score: Mapping[str, Any] | None = None) -> Content:
     shared, strategy = _shared(run), run.engine.strategy
     for hook in run.hooks.on_save_checkpoint:
         hook(run, run.module, shared["user"])
+    others = weights(run.callbacks, run, run.module)
     shared["callbacks"] = states(run.callbacks)
     facts = {
         "counters": {"epoch": run.state.epoch, "step": run.state.step, "batch_idx": run.state.batch_idx},
@@ -68,6 +70,7 @@ def content(run: Run, score: Mapping[str, Any] | None = None) -> Content:
         facts=facts if score is None else {**facts, "score": dict(score)},
         partial=strategy.parts_differ,
         stepped=stepped(run.optimizers),
+        weights=others,
     )
 
 
@@ -119,11 +122,11 @@ def resume(run: Run, wanted: str | Path | Resume) -> None:
     run.home.named = run.saver.location.root  # from now on
     try:
         with opening(
-            run.engine.group, where, what, FOLDERS[:1] if how.weights_only else FOLDERS
-        ) as loaded:  # the first is the model's
+            run.engine.group, where, what, ("model", WEIGHTS) if how.weights_only else (*FOLDERS, WEIGHTS)
+        ) as loaded:
             run.saver.kept = {loaded.name, *loaded.passed}
             if how.weights_only:
-                _load_weights(run, loaded, how.strict)
+                _load_weights(run, loaded, how.strict, how.weights)
             else:
                 _go_on(run, loaded, how)
     except FileNotFoundError:
@@ -162,11 +165,18 @@ def reseed(run: Run, seed: int, order: str | None) -> None:
         run.train_loader.reseed(seed, order)
 
 
-def load_weights(run: Run, wanted: str | Path | None, strict: bool = True) -> None:
-    """Take only the parameters and buffers of a checkpoint, and its step and epoch, at which an evaluation is logged."""
+def load_weights(run: Run, wanted: str | Path | None, which: str | None = None) -> None:
+    """Take only the parameters and buffers of a checkpoint, and its step and epoch, at which an evaluation is logged.
+
+    Args:
+        which: the name of other weights than the trained ones.
+    """
+    if wanted is None and which is not None:
+        raise ValueError(f"weights={which!r} are those of a checkpoint: give it with checkpoint=...")
     if wanted is not None:
-        with opening(run.engine.group, *run.home.source(str(wanted)), ("model",), "checkpoint") as loaded:
-            _load_weights(run, loaded, strict)
+        folders = ("model",) if which is None else ("model", WEIGHTS)
+        with opening(run.engine.group, *run.home.source(str(wanted)), folders, "checkpoint") as loaded:
+            _load_weights(run, loaded, True, which)
             counters = loaded.manifest.get("counters")
             if isinstance(counters, dict):
                 for name in ("step", "epoch"):
@@ -174,8 +184,9 @@ def load_weights(run: Run, wanted: str | Path | None, strict: bool = True) -> No
                         setattr(run.state, name, value)
 
 
-def _load_weights(run: Run, loaded: Loaded, strict: bool) -> None:
-    report = run.engine.strategy.load_model(run.module, loaded.source, strict and run.module.strict_loading)
+def _load_weights(run: Run, loaded: Loaded, strict: bool, which: str | None = None) -> None:
+    source = loaded.source if which is None else Source(loaded.opened, which)
+    report = run.engine.strategy.load_model(run.module, source, strict and run.module.strict_loading)
     if report:
         logger.warning("%s fits in part: %s", loaded.path, report)
 
@@ -223,6 +234,8 @@ def _go_on_with_run(run: Run, loaded: Loaded, shared: Any) -> None:
     )
     for hook in run.hooks.on_load_checkpoint:
         hook(run, run.module, shared["user"])
+    for name, tensors in weights(run.callbacks, run, run.module).items():  # hooks may have added parameters
+        loaded.source.others.read_into(name, tensors)
     if shared["user"] and not run.hooks.on_load_checkpoint:
         names = printable(", ".join(map(str, shared["user"])))
         logger.warning(

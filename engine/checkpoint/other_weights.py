@@ -1,0 +1,104 @@
+"""Weights of the model besides those that are trained, such as moving averages: a checkpoint's folder ``weights``, by name.
+
+::
+
+    weights/rank=00000.safetensors      what this rank wrote; a tensor is called <name of the weights>/<name in the model>
+    weights/weights.json                {<name of the weights>: {"aliases": names in the model that share a tensor}}
+
+They need not cover the whole model: the rest is that of the trained weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from engine.checkpoint.directory import Opened
+from engine.checkpoint.files import DamagedCheckpoint, printable
+from engine.checkpoint.manifest import WEIGHTS
+from engine.checkpoint.model_state import split
+from engine.checkpoint.tensors import Stored
+from engine.utils.errors import nearest
+
+STEM = f"{WEIGHTS}/{WEIGHTS}"
+
+
+def packed(weights: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors to write, each once, by folder and name, and the JSON value beside them.
+
+    Args:
+        weights: ``{name of the weights: {name in the model: tensor}}``.
+
+    Raises:
+        TypeError: a tensor cannot be stored.
+    """
+    tensors: dict[str, Tensor] = {}
+    tree: dict[str, Any] = {}
+    for name, own in weights.items():
+        found, packed_tree = split(own)
+        tensors |= {f"{WEIGHTS}/{name}/{key}": tensor for key, tensor in found.items()}
+        tree[name] = {"aliases": packed_tree["aliases"]}
+    return tensors, tree
+
+
+class OtherWeights:
+    """Those of an open checkpoint.
+
+    Raises:
+        DamagedCheckpoint: the files do not have the form that this library writes.
+    """
+
+    def __init__(self, opened: Opened) -> None:
+        self.where, self._files = opened.directory, opened.tensors(WEIGHTS)
+        tree = opened.tree(STEM, {}) or {}
+        if not isinstance(tree, dict) or not all(
+            isinstance(entry, dict) and isinstance(entry.get("aliases"), dict) for entry in tree.values()
+        ):
+            raise DamagedCheckpoint(f"{self.where}: {STEM}.json has no aliases")
+        self._of: dict[str, dict[str, Stored]] = {str(name): {} for name in tree}
+        for key, stored in self._files.stored.items():
+            name, _, own = key.partition("/")
+            if name not in self._of:
+                raise DamagedCheckpoint(f"{self.where}: {STEM}.json does not name {key!r}")
+            self._of[name][own] = stored
+        for name, entry in tree.items():
+            for other, first in entry["aliases"].items():
+                if first not in self._of[str(name)]:
+                    raise DamagedCheckpoint(f"{self.where}: {STEM}.json names {first!r}, which is not there")
+                self._of[str(name)][str(other)] = self._of[str(name)][first]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the weights that are there."""
+        return list(self._of)
+
+    def of(self, name: str) -> dict[str, Stored]:
+        """The tensors of the weights ``name``, by their names in the model.
+
+        Raises:
+            ValueError: there are none of this name; the message lists the names.
+        """
+        if name not in self._of:
+            there = ", ".join(map(repr, self._of)) or "the trained ones only (a callback such as EMA adds others)"
+            raise ValueError(
+                printable(f"{self.where} has no weights {name!r}; it has {there}{nearest(name, self._of)}")
+            )
+        return self._of[name]
+
+    def read_into(self, name: str, targets: Mapping[str, Tensor]) -> None:
+        """Fill tensors of the model, whole ones or this rank's shards, from the weights ``name``.
+
+        Raises:
+            ValueError: a tensor is not there, or has another shape.
+        """
+        there, rest = self.of(name), dict(targets)
+        if missing := [key for key in rest if key not in there]:
+            raise ValueError(f"{self.where}: the weights {name!r} lack {printable(', '.join(missing[:5]))}")
+        while rest:  # once, unless two tensors here are one in the checkpoint
+            now: dict[str, Tensor] = {}
+            for key in list(rest):
+                if now.setdefault(there[key].name, rest[key]) is rest[key]:
+                    del rest[key]
+            self._files.read_into(now)
