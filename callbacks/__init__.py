@@ -10,23 +10,48 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from callbacks.backbone_finetuning import BackboneFinetuning
     from callbacks.early_stopping import EarlyStopping
+    from callbacks.ema import EMA
+    from callbacks.finetuning import BaseFinetuning
     from callbacks.gradient_norm import GradientNorm
+    from callbacks.lambda_callback import LambdaCallback
     from callbacks.loggers.csv import CSVLogger
     from callbacks.lr_monitor import LearningRateMonitor
     from callbacks.model_checkpoint import ModelCheckpoint
     from callbacks.progress_bar import RichProgressBar
+    from callbacks.swa import SWA
+    from callbacks.weight_averaging import WeightAveraging
 
 _PLACES = {
+    "BackboneFinetuning": ".backbone_finetuning",
+    "BaseFinetuning": ".finetuning",
     "CSVLogger": ".loggers.csv",
+    "EMA": ".ema",
     "EarlyStopping": ".early_stopping",
     "GradientNorm": ".gradient_norm",
+    "LambdaCallback": ".lambda_callback",
     "LearningRateMonitor": ".lr_monitor",
     "ModelCheckpoint": ".model_checkpoint",
     "RichProgressBar": ".progress_bar",
+    "SWA": ".swa",
+    "WeightAveraging": ".weight_averaging",
 }
 
-__all__ = ["CSVLogger", "EarlyStopping", "GradientNorm", "LearningRateMonitor", "ModelCheckpoint", "RichProgressBar"]
+__all__ = [
+    "EMA",
+    "SWA",
+    "BackboneFinetuning",
+    "BaseFinetuning",
+    "CSVLogger",
+    "EarlyStopping",
+    "GradientNorm",
+    "LambdaCallback",
+    "LearningRateMonitor",
+    "ModelCheckpoint",
+    "RichProgressBar",
+    "WeightAveraging",
+]
 
 
 def __getattr__(name: str) -> Any:

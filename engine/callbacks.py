@@ -13,11 +13,17 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from callbacks import EMA as EMA
+    from callbacks import SWA as SWA
+    from callbacks import BackboneFinetuning as BackboneFinetuning
+    from callbacks import BaseFinetuning as BaseFinetuning
     from callbacks import CSVLogger as CSVLogger
     from callbacks import EarlyStopping as EarlyStopping
+    from callbacks import LambdaCallback as LambdaCallback
     from callbacks import LearningRateMonitor as LearningRateMonitor
     from callbacks import ModelCheckpoint as ModelCheckpoint
     from callbacks import RichProgressBar as RichProgressBar
+    from callbacks import WeightAveraging as WeightAveraging
 
 _FOLDER = Path(__file__).resolve().parent.parent / "callbacks"
 

@@ -1,0 +1,57 @@
+"""Functions as a callback."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from engine import Callback
+
+EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown"))
+
+
+class LambdaCallback(Callback):
+    """Calls a function at each event that is given by its name: ``LambdaCallback(on_train_epoch_end=lambda run, module: print(run.metrics))``.
+
+    Functions get what the methods of :class:`engine.Callback` get. It has no state: write a class to have one in checkpoints.
+
+    Args:
+        functions: by event; ``None`` means no function.
+
+    Raises:
+        TypeError: there is no event of that name, or it passes other arguments than a function takes.
+    """
+
+    def __init__(self, **functions: Callable[..., Any] | None) -> None:
+        for event, function in functions.items():
+            if event not in EVENTS:
+                near = difflib.get_close_matches(event, EVENTS, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"events: {', '.join(EVENTS)}"
+                raise TypeError(f"LambdaCallback: there is no event {event!r}; {hint}")
+            if function is None:
+                continue
+            _check(event, function)
+            setattr(self, event, function)
+
+
+def _check(event: str, function: Any) -> None:
+    """Check that the function takes the arguments of the event; those with defaults are not always passed."""
+    if not callable(function):
+        raise TypeError(f"LambdaCallback({event}={function!r}): it must be a function")
+    passed = [
+        name
+        for name, parameter in inspect.signature(getattr(Callback, event)).parameters.items()
+        if name != "self" and parameter.default is parameter.empty
+    ]
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some built-in functions have none
+        return
+    try:
+        signature.bind(*passed)
+    except TypeError:
+        raise TypeError(
+            f"LambdaCallback({event}=...): the event passes ({', '.join(passed)}), and the function takes {signature}"
+        ) from None

@@ -1,0 +1,144 @@
+"""Stochastic weight averaging: the mean of the weights at the ends of the last epochs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from engine import Run
+
+from .weight_averaging import Average, WeightAveraging
+
+
+class SWA(WeightAveraging):
+    """The mean of the weights at the ends of the last epochs, whose learning rate is annealed to ``swa_lrs`` and stays there.
+
+    Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization" (2018). Where the mean is used, and how it is
+    saved: :class:`callbacks.WeightAveraging`. The learning rate is that of ``torch.optim.swa_utils.SWALR``, one step an epoch, and takes the place of
+    what schedulers say. The mean includes the weights after the last epoch.
+
+    Args:
+        swa_lrs: the learning rate to anneal to, or one for each parameter group (of all optimizers, in their order); ``None``: schedulers go on.
+        swa_epoch_start: the first of these epochs, counted from 1, or its share of ``max_epochs`` (``0.8``).
+        annealing_epochs: epochs until the learning rate is reached.
+        annealing_strategy: ``"cos"`` or ``"linear"``.
+        avg_fn, use_buffers, name: as in :class:`callbacks.WeightAveraging`.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong. At the start of the training: a share without ``max_epochs``, a start after the last epoch, other
+            numbers of learning rates and parameter groups.
+    """
+
+    def __init__(
+        self,
+        swa_lrs: float | Sequence[float] | None = None,
+        swa_epoch_start: int | float = 0.8,
+        annealing_epochs: int = 10,
+        annealing_strategy: Literal["cos", "linear"] = "cos",
+        avg_fn: Average | None = None,
+        *,
+        use_buffers: bool = True,
+        name: str = "swa",
+    ) -> None:
+        rates = [] if swa_lrs is None else list(swa_lrs) if isinstance(swa_lrs, Sequence) else [swa_lrs]
+        if not all(type(rate) in (int, float) and rate > 0 for rate in rates) or (swa_lrs is not None and not rates):
+            raise ValueError(f"SWA(swa_lrs={swa_lrs!r}): it must be a positive number, a list of them, or None")
+        whole = isinstance(swa_epoch_start, int) and not isinstance(swa_epoch_start, bool) and swa_epoch_start >= 1
+        if not whole and not (isinstance(swa_epoch_start, float) and 0 <= swa_epoch_start <= 1):
+            raise ValueError(
+                f"SWA(swa_epoch_start={swa_epoch_start!r}): it must be an epoch, counted from 1, or a share from 0.0 to 1.0"
+            )
+        if isinstance(annealing_epochs, bool) or not isinstance(annealing_epochs, int) or annealing_epochs < 0:
+            raise ValueError(f"SWA(annealing_epochs={annealing_epochs!r}): it must be a number of epochs")
+        if annealing_strategy not in ("cos", "linear"):
+            raise ValueError(f"SWA(annealing_strategy={annealing_strategy!r}): it must be 'cos' or 'linear'")
+        super().__init__(avg_fn=avg_fn, use_buffers=use_buffers, name=name)
+        self.swa_lrs, self.swa_epoch_start = swa_lrs, swa_epoch_start
+        self.annealing_epochs, self.annealing_strategy = annealing_epochs, annealing_strategy
+        self._several = isinstance(swa_lrs, Sequence)
+        self._rates = rates
+        self._start = 0
+        self._from: int | None = None
+        self._before: list[float] = []
+        self._now: list[float] = []
+        self._every_step = False
+
+    def setup(self, run: Run, module: nn.Module, stage: str) -> None:
+        super().setup(run, module, stage)
+        if stage == "fit":
+            self._start = self._first_epoch(run.settings.max_epochs)
+            self._from, self._before, self._now = None, [], []
+
+    def _first_epoch(self, max_epochs: int | None) -> int:
+        """The first epoch, from 0."""
+        first = self.swa_epoch_start
+        if isinstance(first, float):
+            if max_epochs is None:
+                raise ValueError(
+                    f"SWA(swa_epoch_start={first}) is a share of max_epochs, which was not given: give the epoch instead"
+                )
+            first = int(max_epochs * first)
+        if max_epochs is not None and first > max_epochs:
+            raise ValueError(f"SWA(swa_epoch_start={first}) is after the last epoch, max_epochs={max_epochs}")
+        return max(first - 1, 0)
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return epoch_idx is not None and epoch_idx >= self._start
+
+    # -- the learning rate ------------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, run: Run, module: nn.Module) -> None:
+        super().on_train_start(run, module)
+        groups = _groups(run)
+        if self._several and len(self._rates) != len(groups):
+            raise ValueError(
+                f"SWA(swa_lrs=...) has {len(self._rates)} learning rates, and the optimizers have {len(groups)} parameter groups"
+            )
+        self._every_step = any(schedule.interval == "step" for schedule in run.schedulers) or not getattr(
+            module, "automatic_optimization", True
+        )
+
+    def on_train_epoch_start(self, run: Run, module: nn.Module) -> None:
+        if not self._rates or run.epoch < self._start:
+            self._now = []
+            return
+        groups = _groups(run)
+        if self._from is None:
+            self._from = run.epoch
+        self._before += [float(group["lr"]) for group in groups[len(self._before) :]]
+        share = self._share(run.epoch - self._from)
+        rates = self._rates if self._several else self._rates * len(groups)
+        self._now = [rate * share + old * (1 - share) for rate, old in zip(rates, self._before, strict=True)]
+        self._set(groups)
+
+    def _share(self, epochs: int) -> float:
+        """How much of the way to the new learning rate is gone, ``epochs`` after the start."""
+        part = min(1.0, epochs / self.annealing_epochs) if self.annealing_epochs else 1.0
+        return (1 - math.cos(math.pi * part)) / 2 if self.annealing_strategy == "cos" else part
+
+    def _set(self, groups: list[dict[str, Any]]) -> None:
+        for group, rate in zip(groups, self._now, strict=False):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._every_step and self._now:
+            self._set(_groups(run))  # a scheduler has stepped
+        super().on_train_batch_end(run, module, outputs, batch, batch_idx)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "from": self._from, "before": list(self._before)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._from, self._before = state["from"], [float(rate) for rate in state["before"]]
+
+
+def _groups(run: Run) -> list[dict[str, Any]]:
+    """The parameter groups of all optimizers."""
+    return [group for optimizer in run.optimizers for group in optimizer.param_groups]

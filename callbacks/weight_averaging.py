@@ -1,0 +1,282 @@
+"""An average of the weights that training goes through, for validation, in checkpoints, and in the module after the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_swa_multi_avg_fn
+
+from engine import Callback, Run
+
+Average = Callable[[Tensor, Tensor, int], Tensor]
+MultiAverage = Callable[[list[Tensor], list[Tensor], int], None]
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class WeightAveraging(Callback):
+    """Averages the weights; :class:`callbacks.EMA` and :class:`callbacks.SWA` are the usual averages.
+
+    The average starts as a copy of the weights at the first update. It is on the device, sharded as the parameters are: nothing is
+    gathered or copied to the host. Averaged are the parameters that an optimizer has, and the buffers that the model saves. Averages of
+    half-precision parameters are kept in fp32, in which small changes are not lost.
+
+    - Validation uses the averages. Afterwards the trained weights are back, bit for bit, also after an error.
+    - A checkpoint has both: the trained weights, and the averages in parts, under ``name``. ``load_from_checkpoint(path, weights="ema")``,
+      ``fit.validate(module, checkpoint=path, weights="ema")``, ``engine.Resume(path, weights_only=True, weights="ema")`` and
+      ``fit checkpoint export --weights ema`` use these.
+    - After the training the module has the averages.
+
+    If a run has several such callbacks, validation and the module get the averages of the first; checkpoints have all.
+    A resumed run continues with them. Steps that were skipped, of fp16 for example, are not averaged. To decide when to update, override
+    :meth:`should_update`.
+
+    Statistics of batch norms are averaged with the other buffers. To compute them from data instead, call
+    ``torch.optim.swa_utils.update_bn(loader, module)`` after the run.
+
+    Args:
+        use_buffers: average floating-point buffers; other buffers, and all with ``False``, are copied from the model at each update.
+        avg_fn: ``f(average, current, number of averaged ones) -> new average``, for each tensor; by default the mean.
+        multi_avg_fn: the same for lists, which changes the averages in place: one of ``torch.optim.swa_utils``, for example. Both get local shards.
+        name: of the averages in checkpoints.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong. In ``setup``: DeepSpeed, which keeps the weights itself; two averages of one ``name``.
+    """
+
+    def __init__(
+        self,
+        *,
+        use_buffers: bool = True,
+        avg_fn: Average | None = None,
+        multi_avg_fn: MultiAverage | None = None,
+        name: str = "average",
+    ) -> None:
+        who = type(self).__name__
+        if avg_fn is not None and multi_avg_fn is not None:
+            raise ValueError(f"{who}: give avg_fn or multi_avg_fn, not both")
+        for argument, value in (("avg_fn", avg_fn), ("multi_avg_fn", multi_avg_fn)):
+            if value is not None and not callable(value):
+                raise TypeError(f"{who}({argument}={value!r}): it must be a function")
+        if not isinstance(name, str) or not name or "/" in name:
+            raise ValueError(f"{who}(name={name!r}): it must be text without '/'")
+        self.use_buffers, self.avg_fn, self.multi_avg_fn, self.name = use_buffers, avg_fn, multi_avg_fn, name
+        self.n_averaged = 0
+        """Updates so far."""
+        self._step: int | None = None
+        self._epoch = -1
+        self._restored = False
+        self._first = True
+        self._forget()
+
+    def _forget(self) -> None:
+        self._names: dict[str, str] = {}  # name in the model -> the first name of the same tensor
+        self._own: dict[str, Tensor] = {}
+        self._averages: dict[str, Tensor] = {}
+        self._kept: dict[str, Tensor] | None = None  # while they are swapped: what does not fit into the averages
+        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []  # local averages, and the tensors that they are of
+        self._count = 0
+
+    # -- when -------------------------------------------------------------------------------------------------------------------
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Whether to update now; called after each optimizer step and at the end of each epoch, with one of the two numbers, from 0.
+
+        Override it to decide otherwise; by default after each step. All ranks must return the same.
+        """
+        return step_idx is not None
+
+    def setup(self, run: Run, module: nn.Module, stage: str) -> None:
+        if stage != "fit":
+            return
+        who = type(self).__name__
+        if any(kind.__name__ == "DeepSpeed" for kind in type(run.engine.strategy).__mro__):
+            raise ValueError(
+                f"{who} is not possible with DeepSpeed, which keeps the weights itself: use strategy='fsdp' or 'ddp'"
+            )
+        averaging = [c for c in run.callbacks if isinstance(c, WeightAveraging)]
+        if sum(c.name == self.name for c in averaging) > 1:
+            raise ValueError(f"two callbacks keep averages called {self.name!r}: give one of them another name=")
+        self._first = averaging[0] is self
+        self.n_averaged, self._step, self._epoch, self._restored = 0, None, -1, False
+        self._forget()
+
+    def on_train_start(self, run: Run, module: nn.Module) -> None:
+        if self._restored and self._step is not None and self._step < run.step:
+            self._after_step(run, module)  # a checkpoint that was saved between the step and its update
+        self._step = run.step
+
+    def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if run.step + run.engine.pending_steps != self._step:
+            self._after_step(run, module)
+        if batch_idx + 1 == run.num_train_batches:  # before the validation at the epoch's end
+            self._after_epoch(run, module)
+
+    def on_train_epoch_end(self, run: Run, module: nn.Module) -> None:
+        self._restore(run, module)  # after a validation that Ctrl-C or SIGTERM has ended
+        if run.num_train_batches is None and not run.stopping:
+            self._after_epoch(run, module)
+
+    def _after_step(self, run: Run, module: nn.Module) -> None:
+        if not self.should_update(step_idx=run.step + run.engine.pending_steps - 1):
+            self._step = run.step + run.engine.pending_steps
+            return
+        run.engine.settle()  # fp16: was the step skipped?
+        if run.step != self._step:
+            self._step = run.step
+            self.update(run, module)
+
+    def _after_epoch(self, run: Run, module: nn.Module) -> None:
+        if run.epoch > self._epoch and self.should_update(epoch_idx=run.epoch):
+            self._epoch = run.epoch
+            run.engine.settle()
+            self.update(run, module)
+
+    # -- the averages -----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def update(self, run: Run, module: nn.Module) -> None:
+        """Add the current weights to the average; all ranks call this together, between two steps."""
+        run.saver.hold()  # a checkpoint in progress may still be copying them
+        if _size(run) != self._count:
+            self._find(run, module)
+        for averages, own in self._groups:
+            currents = run.engine.strategy.local(own)
+            if averages[0].dtype != currents[0].dtype:
+                currents = [current.to(averages[0].dtype) for current in currents]
+            if self.n_averaged and self._averaged(own[0]):
+                self.average(averages, currents)
+            else:
+                torch._foreach_copy_(averages, currents)
+        self.n_averaged += 1
+
+    def average(self, averages: list[Tensor], currents: list[Tensor]) -> None:
+        """Change ``averages`` in place; both lists are of one dtype and device, and local shards."""
+        if self.avg_fn is None:
+            (self.multi_avg_fn or _MEAN)(averages, currents, self.n_averaged)
+            return
+        for average, current in zip(averages, currents, strict=True):
+            average.copy_(self.avg_fn(average, current, self.n_averaged))
+
+    def _find(self, run: Run, module: nn.Module) -> None:
+        """Find what to average; what is new, as parameters that an optimizer was given later, starts with its values."""
+        trained = {id(p) for o in run.optimizers for group in o.param_groups for p in group["params"]}
+        buffers = {id(buffer) for buffer in module.buffers()}
+        parts = {
+            name: value
+            for name, value in run.engine.strategy.model_parts(module).items()
+            if isinstance(value, Tensor) and (id(value) in trained or id(value) in buffers)
+        }
+        first: dict[int, str] = {}
+        self._names = {name: first.setdefault(id(value), name) for name, value in parts.items()}
+        self._own = {name: parts[name] for name in first.values()}
+        known, self._averages = self._averages, {}
+        for name, own in self._own.items():
+            average = known.get(name)
+            if average is None or average.shape != own.shape:
+                average = own.detach().clone()
+                if average.dtype in _HALF:
+                    average = average.float()
+            self._averages[name] = average
+        groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        locally = run.engine.strategy.local(list(self._averages.values()))
+        for own, average in zip(self._own.values(), locally, strict=True):
+            averages, owns = groups.setdefault(
+                (average.device, average.dtype, own.dtype, self._averaged(own)), ([], [])
+            )
+            averages.append(average)
+            owns.append(own)
+        self._groups, self._count = list(groups.values()), _size(run)
+
+    def _averaged(self, own: Tensor) -> bool:
+        """Whether this tensor of the model is averaged; others are copied."""
+        numbers = own.is_floating_point() or own.is_complex()
+        return numbers and (self.use_buffers or isinstance(own, nn.Parameter))
+
+    @torch.no_grad()
+    def _swap(self, run: Run, module: nn.Module) -> None:
+        """Give the model the averages, and keep its weights in them."""
+        self._find(run, module)  # frees, under FSDP, what is gathered of the present weights
+        self._kept = {}
+        for name, own in self._own.items():
+            average, now = self._averages[name], own.detach().clone()
+            own.copy_(average)
+            if average.dtype == own.dtype:
+                average.copy_(now)
+            else:
+                self._kept[name] = now
+
+    @torch.no_grad()
+    def _restore(self, run: Run, module: nn.Module) -> None:
+        """Undo :meth:`_swap`, if it was done."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return
+        run.engine.strategy.model_parts(module)
+        for name, own in self._own.items():
+            average = self._averages[name]
+            if name in kept:
+                own.copy_(kept[name])
+            else:
+                now = own.detach().clone()
+                own.copy_(average)
+                average.copy_(now)
+
+    # -- where they are used ----------------------------------------------------------------------------------------------------
+
+    def on_validation_start(self, run: Run, module: nn.Module) -> None:
+        if run.stage == "fit" and self._first and self.n_averaged and self._kept is None:
+            self._swap(run, module)
+
+    def on_validation_end(self, run: Run, module: nn.Module) -> None:
+        self._restore(run, module)
+
+    def on_exception(self, run: Run, module: nn.Module, exception: BaseException) -> None:
+        self._restore(run, module)
+
+    def on_train_end(self, run: Run, module: nn.Module) -> None:
+        self._restore(run, module)
+
+    def on_fit_end(self, run: Run, module: nn.Module) -> None:
+        if self._first and self.n_averaged:
+            self._swap(run, module)
+            self._kept = None  # the trained weights are in the checkpoints
+            run.engine.share_buffers(module)
+
+    def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
+        self._forget()
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------------------
+
+    def weights(self, run: Run, module: nn.Module) -> dict[str, dict[str, Any]]:
+        if self._kept is not None:
+            raise RuntimeError(
+                f"a checkpoint is to be saved during the validation of {type(self).__name__}'s averages, while the model does not have its "
+                "trained weights: save it in on_validation_end, after this callback"
+            )
+        if not self.n_averaged:
+            return {}
+        if not self._averages:
+            self._find(run, module)
+        return {self.name: {name: self._averages[first] for name, first in self._names.items()}}
+
+    @property
+    def state_key(self) -> str:
+        return f"{type(self).__qualname__}[name={self.name!r}]"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n_averaged": self.n_averaged, "step": self._step, "epoch": self._epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.n_averaged, self._step, self._epoch = int(state["n_averaged"]), state["step"], int(state["epoch"])
+        self._restored = True
+
+
+_MEAN: Any = get_swa_multi_avg_fn()
+
+
+def _size(run: Run) -> int:
+    """The number of parameters that the optimizers have."""
+    return sum(len(group["params"]) for optimizer in run.optimizers for group in optimizer.param_groups)
