@@ -45,6 +45,13 @@ def test_digits_for_one_epoch(tmp_path):
     assert (tmp_path / "runs" / "digits" / "metrics.csv").exists()
 
 
+def test_finetune_for_two_epochs(tmp_path):
+    pytest.importorskip("sklearn")
+    text = run(tmp_path, EXAMPLES / "finetune.py", "--max-epochs", 2, "--unfreeze-at", 1)
+    assert accuracy(text)[0] > 80
+    assert (tmp_path / "runs" / "finetune" / "exported" / "model.safetensors").exists()
+
+
 def test_gpt_for_a_few_steps(tmp_path):
     text = run(tmp_path, EXAMPLES / "gpt.py", "--max-steps", 4)
     assert re.search(r"[\d,]+ tokens/s", text)
