@@ -35,24 +35,17 @@ class Sharing(Protocol):
     def agree(self, found: Tensor) -> Tensor: ...
 
 
-class OwnsStep(Sharing, Protocol):
-    """The same for a strategy that divides, clips, checks and applies gradients by itself."""
+class Guard(Protocol):
+    """Leaves out steps for reasons of its own."""
 
-    def step(
-        self,
-        optimizers: Sequence[Any],
-        divisor: Tensor | float | None,
-        max_norm: float | None,
-        max_value: float | None,
-        checked: bool,
-    ) -> tuple[Tensor | None, bool]:
-        """Divide, clip and apply the gradients; return their norm before clipping (if known) and whether the step was applied.
+    def check(self, norm: Tensor) -> Tensor:
+        """1.0: leave this step out, 0.0: apply it; computed on the device, the same on all ranks. Shape ``()``, fp32.
 
-        ``checked``: a step whose norm is not finite must not be applied.
+        ``norm``: the global norm of the step's gradients before clipping, shape ``()``.
         """
 
-    def clip_at_step(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> None:
-        """Clip the norm of these gradients in the next step."""
+    def left_out(self) -> None:
+        """A step was left out because of :meth:`check`: called once that is known, on all ranks at the same step."""
 
 
 class Stepper:
@@ -74,6 +67,8 @@ class Stepper:
         self.describe: Callable[[], str] = lambda: ""
         self.first: Callable[[], None] | None = None
         """Functions to call once, before the next step."""
+        self.guard: Guard | None = None
+        """Decides about each step as well; see :meth:`guard_by`."""
         self._alone = strategy.group.world_size == 1
         self._pending: list[tuple[Tensor, Any, list[Then]]] = []
 
@@ -88,8 +83,18 @@ class Stepper:
             self.known.append(optimizer)
             self.window.add(optimizer)
 
+    def guard_by(self, guard: Guard | None) -> None:
+        """Let ``guard`` decide about each :meth:`step` from now on. Gradients that are not finite are the scaler's or ``on_nonfinite``'s, if there
+        is one, and not left out by the guard.
+
+        Raises:
+            ValueError: the strategy owns the step.
+        """
+        self.guard = guard
+
     def leave(self) -> None:
         """Release all optimizers."""
+        self.guard = None
         self.known.clear()
         self.window.leave()
 
@@ -174,6 +179,7 @@ class Stepper:
             and max_value is None
             and self.on_nonfinite is None
             and divisor is None
+            and self.guard is None
         ):
             for optimizer in optimizers:
                 optimizer.step()
@@ -184,7 +190,12 @@ class Stepper:
                 then(True)
             return
         found = self._finish(optimizers, divisor, max_norm, max_value)
-        self._apply(optimizers, found, then)
+        guarded: Tensor | None = None
+        if self.guard is not None:
+            assert self.norm is not None
+            guarded = self.strategy.agree(self.guard.check(self.norm))
+            guarded = guarded if found is None else guarded * (1.0 - found)
+        self._apply(optimizers, found, guarded, then)
 
     def finish(
         self,
@@ -250,7 +261,7 @@ class Stepper:
         grads = gradients.gradients(parameters_of(optimizers))
         parts = self.strategy.local(grads)
         checks = self.on_nonfinite is not None and self.scaler is None and found is None
-        if max_norm is not None or checks:
+        if max_norm is not None or checks or self.guard is not None:
             norm = self.strategy.norm(grads)
             if max_norm is not None:
                 self.norm, divisor = gradients.clip_norm(parts, norm, max_norm, divisor), None
@@ -278,14 +289,18 @@ class Stepper:
                 optimizer.found_inf = torch.zeros((), device=divisor.device)  # type: ignore[attr-defined]
         return True
 
-    def _apply(self, optimizers: Sequence[Optimizer], found: Tensor | None, then: Then | None) -> None:
-        on_device = found is not None and found.device.type != "cpu" and all(_skips_itself(o) for o in optimizers)
-        skip = found is not None and not on_device and bool(found)  # waits for the device if it is there
-        if skip and self.on_nonfinite == "raise" and self.scaler is None:
+    def _apply(
+        self, optimizers: Sequence[Optimizer], found: Tensor | None, guarded: Tensor | None, then: Then | None
+    ) -> None:
+        """Step unless ``found`` (not finite) or ``guarded`` (left out by the guard) is 1.0."""
+        flag = found if guarded is None else guarded if found is None else found + guarded
+        on_device = flag is not None and flag.device.type != "cpu" and all(_skips_itself(o) for o in optimizers)
+        skip = flag is not None and not on_device and bool(flag)  # waits for the device if it is there
+        if skip and self.on_nonfinite == "raise" and self.scaler is None and bool(found):
             self._fail()
         for optimizer in optimizers:
             if on_device:
-                optimizer.found_inf = found  # type: ignore[attr-defined]
+                optimizer.found_inf = flag  # type: ignore[attr-defined]
                 if not hasattr(optimizer, "grad_scale"):
                     optimizer.grad_scale = None  # type: ignore[attr-defined]
             if not skip:
@@ -298,23 +313,25 @@ class Stepper:
             self.scaler.stepped(optimizers, found, self.known)
         thens = [] if then is None else [then]
         if on_device:
-            assert found is not None
-            host = torch.empty((), dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+            assert flag is not None
+            flags = flag if guarded is None else torch.stack([flag, guarded])
+            host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
             self._pending.append((host, event, thens))
         else:
-            self._decide(not skip, thens)
+            self._decide(not skip, thens, skip and guarded is not None and bool(guarded))
 
     def settle(self) -> None:
         """Wait for the pending verdicts, and call their callbacks."""
         while self._pending:
             host, event, thens = self._pending.pop(0)
             event.synchronize()
-            applied = not bool(host)
-            if not applied and self.on_nonfinite == "raise" and self.scaler is None:
+            flags = host.reshape(-1).tolist()  # whether it was skipped; with a guard, whether that was the reason
+            applied, guarded = not flags[0], len(flags) > 1 and bool(flags[1])
+            if not applied and not guarded and self.on_nonfinite == "raise" and self.scaler is None:
                 self._fail()
-            self._decide(applied, thens)
+            self._decide(applied, thens, guarded)
 
     def after(self, then: Then) -> None:
         """Call ``then`` with the latest step's verdict, now or when it is known."""
@@ -323,61 +340,18 @@ class Stepper:
         else:
             then(not self.skipped)
 
-    def _decide(self, applied: bool, thens: list[Then]) -> None:
+    def _decide(self, applied: bool, thens: list[Then], guarded: bool = False) -> None:
         self.skipped = not applied
         for then in thens:
             then(applied)
+        if guarded and self.guard is not None:
+            self.guard.left_out()
 
     def _fail(self) -> None:
         raise FloatingPointError(
             f"a gradient is not finite (on_nonfinite='raise'){self.describe()}; the parameters are those from before this step. "
             "Lower the learning rate, set gradient_clip_val, look at the batch, or continue with on_nonfinite='skip'"
         )
-
-
-class OwnedStepper(Stepper):
-    """For strategies that own the step: gradients are divided, clipped, checked and applied in one call."""
-
-    strategy: OwnsStep
-
-    def check_closure(self) -> None:
-        name = type(self.strategy).__name__
-        raise RuntimeError(f"optimizer.step(closure) under {name}, which steps by itself: omit it")
-
-    def prepare(self, optimizers: Sequence[Optimizer]) -> None:
-        """Do nothing: gradients are readable only inside the step."""
-
-    def readable(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        raise ValueError(
-            f"grad_norms() under {type(self.strategy).__name__}, which keeps its gradients to itself: after a step with clipping, "
-            "engine.grad_norm has the whole's"
-        )
-
-    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
-        """Pass the limit to the strategy; the norm is known after the step."""
-        self.strategy.clip_at_step(parameters, max_norm, norm_type)
-        return None
-
-    def clip_values(self, parameters: Sequence[Tensor], limit: float) -> None:
-        raise ValueError(
-            f"clip_grad_value_ under {type(self.strategy).__name__}, which clips by norm only: use clip_grad_norm_"
-        )
-
-    def step(
-        self,
-        optimizers: Sequence[Optimizer],
-        *,
-        max_norm: float | None = None,
-        max_value: float | None = None,
-        then: Then | None = None,
-    ) -> None:
-        """As :meth:`Stepper.step`."""
-        self.call_first()
-        divisor = self._divisor(self.window.of(optimizers[0]))
-        self.norm, applied = self.strategy.step(optimizers, divisor, max_norm, max_value, self.on_nonfinite is not None)
-        if not applied and self.on_nonfinite == "raise" and self.scaler is None:
-            self._fail()
-        self._decide(applied, [] if then is None else [then])
 
 
 def _skips_itself(optimizer: Optimizer) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine.step.gathered_gradients import Gathered
-from engine.step.optimizer_step import Stepper
+from engine.step.optimizer_step import Guard, Stepper
 from engine.step.precision import Precision
 from engine.step.window import Window
 from engine.utils.tree import map_tensors
@@ -66,6 +66,14 @@ class PreparedOptimizer(Optimizer):
         """Whether the latest step was skipped because a gradient was not finite. Waits for the device."""
         self._stepper.settle()
         return self._stepper.skipped
+
+    def guard_by(self, guard: Guard | None) -> None:
+        """Let ``guard`` decide, on the device, whether each step is applied: those of all optimizers that were prepared together.
+
+        Raises:
+            ValueError: the strategy steps by itself (DeepSpeed).
+        """
+        self._stepper.guard_by(guard)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step with the window's gradients; the value of ``closure`` when one is given (it computes them itself, as LBFGS asks)."""

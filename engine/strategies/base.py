@@ -72,7 +72,7 @@ class Strategy:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         for method, verb, caller in (
-            ("step", "stepper", "engine.step.optimizer_step.OwnedStepper"),
+            ("step", "stepper", "engine.step.owned_step.OwnedStepper"),
             ("run_pipeline", "passes", "engine.step.passes.PipelinedPasses"),
         ):
             if hasattr(cls, method) and getattr(cls, verb) is getattr(Strategy, verb):

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from engine.checkpoint.reader import Report, Source, whole
 from engine.config.settings import Settings
 from engine.distributed.group import Group
-from engine.step.optimizer_step import OwnedStepper, Stepper
+from engine.step.optimizer_step import Stepper
+from engine.step.owned_step import OwnedStepper
 from engine.step.precision import Precision
 from engine.strategies.base import Strategy, class_name, named_state, numbered_state, spread, sum_over_ranks
 from engine.strategies.deepspeed import checks, configuration, sharded_state
@@ -341,7 +342,7 @@ class DeepSpeed(Strategy):
         max_value: float | None,
         checked: bool,
     ) -> tuple[Tensor | None, bool]:
-        """Step one optimizer. ``checked``: as in :class:`engine.step.optimizer_step.OwnsStep`."""
+        """Step one optimizer. ``checked``: as in :class:`engine.step.owned_step.OwnsStep`."""
         if max_value is not None:
             raise ValueError("DeepSpeed clips by norm only")
         if len(optimizers) != 1:

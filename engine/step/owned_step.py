@@ -1,0 +1,81 @@
+"""The optimizer step of strategies that own it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from engine.step.optimizer_step import Guard, Sharing, Stepper, Then
+
+
+class OwnsStep(Sharing, Protocol):
+    """The same for a strategy that divides, clips, checks and applies gradients by itself."""
+
+    def step(
+        self,
+        optimizers: Sequence[Any],
+        divisor: Tensor | float | None,
+        max_norm: float | None,
+        max_value: float | None,
+        checked: bool,
+    ) -> tuple[Tensor | None, bool]:
+        """Divide, clip and apply the gradients; return their norm before clipping (if known) and whether the step was applied.
+
+        ``checked``: a step whose norm is not finite must not be applied.
+        """
+
+    def clip_at_step(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> None:
+        """Clip the norm of these gradients in the next step."""
+
+
+class OwnedStepper(Stepper):
+    """For strategies that own the step: gradients are divided, clipped, checked and applied in one call."""
+
+    strategy: OwnsStep
+
+    def check_closure(self) -> None:
+        name = type(self.strategy).__name__
+        raise RuntimeError(f"optimizer.step(closure) under {name}, which steps by itself: omit it")
+
+    def guard_by(self, guard: Guard | None) -> None:
+        raise ValueError(
+            f"{type(self.strategy).__name__} steps by itself: whether a step is applied cannot be decided for it"
+        )
+
+    def prepare(self, optimizers: Sequence[Optimizer]) -> None:
+        """Do nothing: gradients are readable only inside the step."""
+
+    def readable(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        raise ValueError(
+            f"grad_norms() under {type(self.strategy).__name__}, which keeps its gradients to itself: after a step with clipping, "
+            "engine.grad_norm has the whole's"
+        )
+
+    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
+        """Pass the limit to the strategy; the norm is known after the step."""
+        self.strategy.clip_at_step(parameters, max_norm, norm_type)
+        return None
+
+    def clip_values(self, parameters: Sequence[Tensor], limit: float) -> None:
+        raise ValueError(
+            f"clip_grad_value_ under {type(self.strategy).__name__}, which clips by norm only: use clip_grad_norm_"
+        )
+
+    def step(
+        self,
+        optimizers: Sequence[Optimizer],
+        *,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        then: Then | None = None,
+    ) -> None:
+        """As :meth:`Stepper.step`."""
+        self.call_first()
+        divisor = self._divisor(self.window.of(optimizers[0]))
+        self.norm, applied = self.strategy.step(optimizers, divisor, max_norm, max_value, self.on_nonfinite is not None)
+        if not applied and self.on_nonfinite == "raise" and self.scaler is None:
+            self._fail()
+        self._decide(applied, [] if then is None else [then])
