@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Never
 
@@ -211,6 +212,7 @@ class Fit:
             setup.training(run, train_loader, val_loaders, datamodule)
             if resume is not None:
                 snapshot.resume(run, resume)
+            run.roll_back = partial(snapshot.roll_back, run)
             call_all(run, run.hooks.on_fit_start)
             self._sanity_check(run)
             compare(run)
