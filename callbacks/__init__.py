@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from callbacks.backbone_finetuning import BackboneFinetuning
+    from callbacks.batch_size_finder import find_batch_size
     from callbacks.early_stopping import EarlyStopping
     from callbacks.ema import EMA
     from callbacks.finetuning import BaseFinetuning
     from callbacks.gradient_norm import GradientNorm
     from callbacks.lambda_callback import LambdaCallback
     from callbacks.loggers.csv import CSVLogger
+    from callbacks.lr_finder import find_lr
     from callbacks.lr_monitor import LearningRateMonitor
     from callbacks.model_checkpoint import ModelCheckpoint
     from callbacks.progress_bar import RichProgressBar
+    from callbacks.spike_guard import SpikeGuard
     from callbacks.swa import SWA
     from callbacks.weight_averaging import WeightAveraging
 
@@ -35,7 +38,10 @@ _PLACES = {
     "ModelCheckpoint": ".model_checkpoint",
     "RichProgressBar": ".progress_bar",
     "SWA": ".swa",
+    "SpikeGuard": ".spike_guard",
     "WeightAveraging": ".weight_averaging",
+    "find_batch_size": ".batch_size_finder",
+    "find_lr": ".lr_finder",
 }
 
 __all__ = [
@@ -50,7 +56,10 @@ __all__ = [
     "LearningRateMonitor",
     "ModelCheckpoint",
     "RichProgressBar",
+    "SpikeGuard",
     "WeightAveraging",
+    "find_batch_size",
+    "find_lr",
 ]
 
 

@@ -36,6 +36,7 @@ _NAMES = {
     "HangError": "engine.utils.errors",
     "MismatchError": "engine.utils.errors",
     "RankError": "engine.utils.errors",
+    "isolated": "engine.utils.seed",
     "seed_everything": "engine.utils.seed",
 }
 _MODULES = ("launch", "callbacks")
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from engine.utils.errors import HangError as HangError
     from engine.utils.errors import MismatchError as MismatchError
     from engine.utils.errors import RankError as RankError
+    from engine.utils.seed import isolated as isolated
     from engine.utils.seed import seed_everything as seed_everything
 
 

@@ -1,0 +1,277 @@
+"""The largest batch size that fits into memory: train copies with ever larger batches until one does not."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import traceback
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from engine import Callback, CheckError, DataModule, Fit, Loss, Run, TrainModule
+
+from .trial import is_main, log, train_copy
+
+_SAID = ("out of memory", "can't allocate memory", "not enough memory", "cublas_status_alloc_failed")
+"""What errors of torch's backends say, besides those of the class ``torch.OutOfMemoryError``."""
+
+
+def find_batch_size(
+    module: TrainModule,
+    train_loader: Any = None,
+    *,
+    datamodule: DataModule | None = None,
+    fit: Fit | None = None,
+    mode: Literal["binsearch", "power"] = "binsearch",
+    init_val: int = 2,
+    max_trials: int = 25,
+    steps_per_trial: int = 3,
+    batch_arg_name: str = "batch_size",
+) -> int:
+    """Train copies of ``module`` for a few steps each, and double the batch size until memory runs out; then halve the interval.
+
+    The module, the loader and all random numbers are as before afterwards; set the batch size yourself. With several ranks (``ddp``) all call
+    this, and get the same result: the size that fits on every rank. Leave a margin if your samples differ in size.
+
+    Args:
+        module: as of :meth:`engine.Fit.run`.
+        train_loader: a ``DataLoader`` over a map-style dataset; it is copied with another batch size.
+        datamodule: instead of a loader; its attribute (or hyperparameter) ``batch_arg_name`` is set in a copy.
+        fit: strategy, devices, precision and window are its; by default those of a plain ``Fit()``.
+        mode: ``"binsearch"``: to the last sample; ``"power"``: the largest of ``init_val * 2 ** n``.
+        init_val: the first batch size, on each rank.
+        max_trials: the maximum number of trainings.
+        steps_per_trial: optimizer steps of a training; memory is complete from the second one on.
+        batch_arg_name: the data module's name of the batch size.
+
+    Returns:
+        Samples of a micro-batch on each rank. At most what the dataset has for each rank.
+
+    Raises:
+        ValueError: an argument is not possible, or there is no batch size to change.
+        torch.OutOfMemoryError, MemoryError, RuntimeError: not even one sample fits; the error of that training.
+    """
+    _check(mode, init_val, max_trials, steps_per_trial)
+    data = train_loader if datamodule is None and isinstance(train_loader, DataModule) else datamodule
+    sized = (
+        _of_datamodule(data, batch_arg_name)
+        if train_loader is None or data is train_loader
+        else _of_loader(train_loader)
+    )
+    trials = _Trials(module, sized, None if data is train_loader else data, fit, steps_per_trial)
+    best, failed = 0, 0
+    size = init_val
+    for _ in range(max_trials):
+        if trials.fits(size):
+            best = size if trials.most is None else min(size, trials.most)
+            if best == trials.most:
+                break
+        else:
+            failed = size
+            if size == 1:
+                raise trials.error()
+        if failed and (failed - best <= 1 or (mode == "power" and best)):
+            break
+        size = _next(best, failed, mode, trials.most)
+    trials.clear()
+    if not best:
+        raise ValueError(
+            f"find_batch_size: {failed} does not fit, and max_trials={max_trials} were made: give a smaller init_val"
+        )
+    if is_main(fit):
+        limit = (
+            "all of the data"
+            if best == trials.most
+            else f"{failed} does not fit"
+            if failed
+            else f"max_trials={max_trials}"
+        )
+        log().info("find_batch_size: %d (%s)", best, limit)
+    return best
+
+
+def _check(mode: str, init_val: int, max_trials: int, steps_per_trial: int) -> None:
+    if mode not in ("binsearch", "power"):
+        raise ValueError(f"find_batch_size(mode={mode!r}): it must be 'binsearch' or 'power'")
+    for name, value in (("init_val", init_val), ("max_trials", max_trials), ("steps_per_trial", steps_per_trial)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"find_batch_size({name}={value!r}): it must be an int of at least 1")
+
+
+def _next(best: int, failed: int, mode: str, most: int | None) -> int:
+    if not failed:
+        return 2 * best if most is None else min(2 * best, most)
+    return failed // 2 if mode == "power" or not best else (best + failed) // 2
+
+
+Sized = Callable[[int], tuple[Any, DataModule | None]]
+"""The loader and the data module with this batch size."""
+
+
+def _of_datamodule(datamodule: DataModule | None, name: str) -> Sized:
+    if datamodule is None:
+        raise ValueError("find_batch_size needs a DataLoader, or a datamodule with a batch size")
+    in_hparams = name in datamodule.hparams
+    if not in_hparams and not hasattr(datamodule, name):
+        raise ValueError(
+            f"find_batch_size: {type(datamodule).__name__} has no {name!r}, in its attributes or hyperparameters: use it in train_dataloader "
+            "(DataLoader(data, batch_size=self.batch_size)), or name it with batch_arg_name"
+        )
+
+    def sized(size: int) -> tuple[Any, DataModule | None]:
+        changed = copy.copy(datamodule)
+        if in_hparams:
+            changed._hparams = copy.copy(datamodule.hparams)
+            changed.hparams[name] = size
+        if hasattr(datamodule, name):
+            setattr(changed, name, size)
+        return None, changed
+
+    return sized
+
+
+def _of_loader(loader: Any) -> Sized:
+    batches = getattr(loader, "batch_sampler", None)
+    if (
+        not isinstance(loader, DataLoader)
+        or isinstance(loader.dataset, IterableDataset)
+        or type(batches) is not BatchSampler
+    ):
+        kind = (
+            type(loader).__name__
+            if type(batches) in (BatchSampler, type(None))
+            else f"a loader with a {type(batches).__name__}"
+        )
+        raise ValueError(
+            f"find_batch_size cannot change the batch size of {kind}: give a DataLoader(dataset, batch_size=...) over a map-style "
+            "dataset, or a DataModule with batch_size"
+        )
+
+    def sized(size: int) -> tuple[Any, DataModule | None]:
+        changed = copy.copy(loader)  # of the same class, with workers and collate function
+        # DataLoader refuses these assignments: they contradict how it was created.
+        object.__setattr__(changed, "batch_sampler", BatchSampler(batches.sampler, size, batches.drop_last))
+        object.__setattr__(changed, "batch_size", size)
+        changed._iterator = None
+        return changed, None
+
+    return sized
+
+
+class _Trials:
+    """Trainings with different batch sizes."""
+
+    def __init__(
+        self, module: TrainModule, sized: Sized, datamodule: DataModule | None, fit: Fit | None, steps: int
+    ) -> None:
+        self._module, self._sized, self._datamodule, self._fit, self._steps = module, sized, datamodule, fit, steps
+        self.most: int | None = None
+        """Samples of the data for each rank; ``None``: not known yet."""
+        self._error: BaseException | None = None
+
+    def fits(self, size: int) -> bool:
+        """Whether a training with this batch size ends without running out of memory."""
+        self.clear()
+        loader, own = self._sized(size)
+        probe = _Probe(size)
+        settings: dict[str, Any] = {"max_steps": self._steps, "limit_train_batches": None, "overfit_batches": 0}
+        if self._fit is not None and self._fit.settings.global_batch_size is not None:
+            # Its window would depend on the batch size. Gradients of an earlier micro-batch take memory, so there is one.
+            settings.update(global_batch_size=None, accumulate_grad_batches=2)
+        try:
+            train_copy(self._module, loader, own or self._datamodule, self._fit, probe, **settings)
+        except Exception as error:
+            if not _is_memory(error):
+                raise
+            traceback.clear_frames(error.__traceback__)  # they hold the model and its activations
+            self._error = error.with_traceback(None)
+            error.__cause__ = error.__context__ = None
+        self.most = probe.most
+        return self._error is None
+
+    def error(self) -> BaseException:
+        """The error of the latest training that did not fit."""
+        assert self._error is not None
+        return self._error
+
+    def clear(self) -> None:
+        """Free what the latest training has left."""
+        on_device = torch.accelerator.is_available()
+        if on_device or self._error is not None:
+            self._error = None
+            gc.collect()
+        if on_device:
+            torch.accelerator.memory.empty_cache()
+
+
+class _TooLarge(CheckError):
+    """A rank ran out of memory. All ranks raise it at the same place, so that they can try another size."""
+
+
+class _Probe(Callback):
+    """Finds how many samples a rank has (``most``). With several ranks, each tries each step for itself first: one that ran out of
+    memory in the middle of a backward pass would leave the others waiting for its gradients."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.most: int | None = None
+
+    def on_fit_start(self, run: Run, module: nn.Module) -> None:
+        assert run.train_loader is not None
+        loader, samples = run.train_loader.loader, run.train_loader.samples
+        there = getattr(loader, "batch_size", None)
+        if isinstance(loader, DataLoader) and there != self.size:
+            raise ValueError(
+                f"find_batch_size: the loader of train_dataloader has batch_size={there} where {self.size} was set: use the data module's batch "
+                "size in it"
+            )
+        if isinstance(loader, DataLoader) and samples is not None:
+            self.most = max(1, samples // run.world_size)
+        elif run.num_train_batches == 1:
+            self.most = self.size
+        if run.world_size > 1:
+            if type(run.engine.strategy).__name__ != "DDP" or not isinstance(module, TrainModule):
+                raise ValueError(
+                    f"find_batch_size with several ranks works with strategy='ddp', not with {type(run.engine.strategy).__name__}: "
+                    "a rank that runs out of memory there leaves the others waiting"
+                )
+            step = module.training_step
+
+            def tried(batch: Any, batch_idx: int) -> Any:
+                error = _tried(lambda: step(batch, batch_idx), module)
+                if run.engine.reduce(torch.tensor(float(error is not None), device=run.device), "max"):
+                    raise _TooLarge("out of memory on a rank" if error is None else str(error))
+                return step(batch, batch_idx)
+
+            module.training_step = tried  # type: ignore[method-assign]
+
+    def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
+        """Nothing is shown."""
+
+
+def _tried(step: Callable[[], Any], module: nn.Module) -> str | None:
+    """Forward and backward pass without the other ranks and without effect on gradients; what memory lacked."""
+    try:
+        with torch.random.fork_rng():
+            outputs = step()
+            loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+            root = loss.sum if isinstance(loss, Loss) else loss
+            if isinstance(root, Tensor):
+                trained = [p for p in module.parameters() if p.requires_grad]
+                torch.autograd.grad(root.sum(), trained, allow_unused=True)
+    except Exception as error:
+        if not _is_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)
+        return str(error)
+    return None
+
+
+def _is_memory(error: BaseException) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError, _TooLarge)):
+        return True
+    return isinstance(error, RuntimeError) and any(said in str(error).lower() for said in _SAID)

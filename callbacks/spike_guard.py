@@ -1,0 +1,239 @@
+"""Steps with a loss or a gradient norm far beyond the usual are left out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from engine import Callback, Loss, Run, TrainModule
+
+_log = logging.getLogger("engine")
+_MONITORS = ("loss", "grad_norm")
+_ACTIONS = ("skip", "rollback", "raise")
+
+
+class SpikeGuard(Callback):
+    """Leaves out each step whose loss or gradient norm is more than ``sigmas`` standard deviations above the mean of the latest ``window`` steps.
+
+    The decision falls on the device, the same on all ranks, before the step is applied: parameters, optimizers, schedulers and counters
+    are as if the step's batches were not in the data. (Random numbers that they have used stay used, and running statistics of batch
+    norms have seen them.) On the CPU, and with optimizers that are not fused, the step waits for the decision, as with ``on_nonfinite``; with
+    fused ones on a device nothing waits. Values that are left out do not enter the window. Losses are means over the step's micro-batches and all
+    ranks.
+
+    Actions: ``"skip"`` continues with the next batches. ``"rollback"`` also takes weights, optimizers and schedulers of the newest
+    checkpoint, because the steps before a spike may have led to it; data and counters continue behind the bad batches. ``"raise"`` ends the
+    run with an error; the parameters are those from before the step.
+
+    A loss or norm that is not finite is a spike, too, unless ``on_nonfinite`` or fp16's loss scale leave the step out. The metric
+    ``spikes`` counts the steps that were left out.
+    """
+
+    def __init__(
+        self,
+        monitor: Literal["loss", "grad_norm"] | Sequence[Literal["loss", "grad_norm"]] = _MONITORS,  # type: ignore[assignment]
+        action: Literal["skip", "rollback", "raise"] = "skip",
+        window: int = 100,
+        sigmas: float = 6.0,
+        warmup_steps: int = 20,
+        patience: int = 10,
+    ) -> None:
+        """
+        Args:
+            monitor: what is compared: ``"loss"``, ``"grad_norm"`` (before clipping) or both.
+            action: what happens at a spike.
+            window: steps that mean and standard deviation are computed over.
+            sigmas: standard deviations above the mean.
+            warmup_steps: steps before the first decision.
+            patience: so many spikes in a row are an error: the training has diverged, or its level has changed.
+
+        Raises:
+            ValueError: an argument is not possible.
+        """
+        self.monitor = (monitor,) if isinstance(monitor, str) else tuple(monitor)
+        if not self.monitor or not set(self.monitor) <= set(_MONITORS):
+            raise ValueError(f"SpikeGuard(monitor={monitor!r}): it must be 'loss', 'grad_norm' or both")
+        if action not in _ACTIONS:
+            raise ValueError(f"SpikeGuard(action={action!r}): it must be 'skip', 'rollback' or 'raise'")
+        for name, value, least in (("window", window, 2), ("warmup_steps", warmup_steps, 2), ("patience", patience, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"SpikeGuard({name}={value!r}): it must be an int of at least {least}")
+        if not sigmas > 0:
+            raise ValueError(f"SpikeGuard(sigmas={sigmas!r}): it must be above 0")
+        self.action, self.window, self.sigmas = action, window, sigmas
+        self.warmup_steps, self.patience = warmup_steps, patience
+        self.spikes = 0
+        """Steps that were left out so far."""
+        self._history: Tensor | None = None  # [monitors, window], fp64; column count % window is the next
+        self._count: Tensor | None = None  # values that have entered it, shape ()
+        self._latest: Tensor | None = None  # the latest step's values and limits, [2, monitors]
+        self._sums: list[Tensor] = []
+        self._found = self._logs = False
+        self._logged = -1
+        self._row, self._row_step = 0, -1
+        self._newest: Path | str | None = None
+
+    # -- events of the run --------------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, run: Run, module: nn.Module) -> None:
+        self._refuse(run, module)
+        if run.step == 0 or self._history is None or self._count is None:
+            self.spikes = 0
+            self._history = torch.zeros(len(self.monitor), self.window, dtype=torch.float64)
+            self._count = torch.zeros((), dtype=torch.int64)
+        self._history, self._count = self._history.to(run.device), self._count.to(run.device)
+        self._columns = torch.arange(self.window, device=run.device)
+        self._run, self._row, self._row_step, self._found, self._newest = run, 0, -1, False, None
+        self._sums.clear()
+        run.engine.prepare_optimizer(run.optimizers[0]).guard_by(self)  # all optimizers of the run step together
+
+    def on_before_backward(self, run: Run, module: nn.Module, loss: Any) -> None:
+        if "loss" in self.monitor and run.recorder.size:
+            self._sums.append(_weighted(loss, run.recorder.size, run.device))
+
+    def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._found:
+            self._found = False
+            self._act(run)
+
+    # The count is not a result of a validation.
+    def on_train_start(self, run: Run, module: nn.Module) -> None:
+        self._logs, self._logged = True, -1
+
+    def on_validation_start(self, run: Run, module: nn.Module) -> None:
+        self._logs = False
+
+    def on_validation_end(self, run: Run, module: nn.Module) -> None:
+        self._logs = run.stage == "fit"
+
+    def on_before_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
+        if self._logs and step != self._logged:  # at an epoch's end the step may have been logged already
+            self._logged = step
+            metrics["spikes"] = float(self.spikes)
+
+    def on_checkpoint_saved(self, run: Run, module: nn.Module, path: Path | str, score: float | None) -> None:
+        self._newest = path
+
+    def on_checkpoint_removed(self, run: Run, module: nn.Module, path: Path | str) -> None:
+        self._newest = None if path == self._newest else self._newest
+
+    def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
+        self._run = None  # type: ignore[assignment]
+        self._logs = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._history is None or self._count is None:
+            return {}
+        return {"monitor": list(self.monitor), "history": self._history, "count": self._count, "spikes": self.spikes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._history = self._count = None
+        if not state:
+            return
+        self.spikes = int(state["spikes"])
+        if list(state["monitor"]) != list(self.monitor) or state["history"].shape[1] != self.window:
+            _log.warning("SpikeGuard: monitor or window differ from the checkpoint's, so the window starts empty")
+            return
+        self._history, self._count = state["history"], state["count"]
+
+    # -- the decision, called within the optimizer step --------------------------------------------------------------------------------
+
+    def check(self, norm: Tensor) -> Tensor:
+        """1.0 where this step is a spike, on the device; ``norm``: of its gradients. Shapes ``()``."""
+        history, count = self._history, self._count
+        assert history is not None
+        assert count is not None
+        values = torch.stack([self._loss() if name == "loss" else norm.double() for name in self.monitor])
+        there = self._columns < count
+        number = there.sum()
+        mean = history.sum(dim=1) / number
+        deviations = (history - mean[:, None]).mul_(there)
+        sigma = (deviations.square().sum(dim=1) / (number - 1)).sqrt()
+        # In a window of equal values rounding alone is no spike.
+        limits = mean + (self.sigmas * sigma).clamp(min=1e-6 * mean.abs())
+        high = (values > limits).any() & (count >= self.warmup_steps)
+        spike = high | ~values.isfinite().all()
+        entered = (self._columns == count % self.window) & ~spike
+        self._history = torch.where(entered, values[:, None], history)
+        self._count = count + ~spike
+        self._latest = torch.stack([values, limits])
+        return spike.float()
+
+    def left_out(self) -> None:
+        """A step was left out: act when the micro-batch is over."""
+        self.spikes += 1
+        step = self._run.step
+        self._row = self._row + 1 if step == self._row_step else 1
+        self._row_step, self._found = step, True
+        if self._run.is_main_process and self._latest is not None:
+            values, limits = self._latest.tolist()  # waits for the device, at spikes only
+            said = ", ".join(
+                f"{name} {value:.4g} (limit {limit:.4g})"
+                for name, value, limit in zip(self.monitor, values, limits, strict=True)
+            )
+            _log.warning("SpikeGuard: the step after step %d is left out: %s", step, said)
+
+    # -- parts ------------------------------------------------------------------------------------------------------------------
+
+    def _act(self, run: Run) -> None:
+        if self.action == "raise":
+            raise RuntimeError(
+                f"SpikeGuard: the loss or the gradient norm of the step after step {run.step} is more than {self.sigmas:g} standard deviations above "
+                "the mean (action='raise'); the parameters are those from before it. Look at the batch, or continue with action='skip'"
+            )
+        if self._row >= self.patience:
+            raise RuntimeError(
+                f"SpikeGuard: {self._row} steps in a row after step {run.step} were left out (patience={self.patience}): the training has diverged, "
+                "or its level has changed. Lower the learning rate, or give more sigmas, a longer window or more patience"
+            )
+        if self.action == "rollback":
+            run.finish_checkpoints()  # the newest may be on its way
+            path = self._newest or run.last_checkpoint
+            if path is None:
+                _log.warning("SpikeGuard: there is no checkpoint yet to go back to")
+                return
+            run.roll_back(path)
+            if run.is_main_process:
+                _log.warning("SpikeGuard: back to the weights of %s, past the bad batches", path)
+
+    def _loss(self) -> Tensor:
+        """The mean loss over the window's micro-batches and all ranks."""
+        none = torch.zeros(2, dtype=torch.float64, device=self._columns.device)
+        pair = torch.stack(self._sums).sum(dim=0) if self._sums else none
+        self._sums.clear()
+        total, weight = self._run.engine.reduce(pair) if self._run.world_size > 1 else pair
+        return total / weight.clamp(min=1e-12)  # a step without any item has the loss 0
+
+    def _refuse(self, run: Run, module: nn.Module) -> None:
+        name = type(module).__name__
+        if isinstance(module, TrainModule) and not module.automatic_optimization:
+            raise ValueError(f"SpikeGuard: {name} has automatic_optimization = False, so its steps are its own")
+        if hasattr(run.optimization, "closure"):
+            raise ValueError(
+                f"SpikeGuard: {name} overrides optimizer_step or a related hook, or its optimizer evaluates the loss itself (LBFGS): whether such a "
+                "step is applied cannot be decided for it"
+            )
+        if "loss" in self.monitor and run.engine.strategy.pipelined:
+            raise ValueError(
+                f"SpikeGuard(monitor={self.monitor}): {type(run.engine.strategy).__name__} is pipelined, so the loss "
+                "is not known before the backward pass: use monitor='grad_norm'"
+            )
+        keeps = run.settings.fast_dev_run or any(type(c).__name__ == "ModelCheckpoint" for c in run.callbacks)
+        if self.action == "rollback" and not keeps:
+            raise ValueError("SpikeGuard(action='rollback') needs checkpoints to go back to: add a ModelCheckpoint")
+        if not run.optimizers:
+            raise ValueError(f"SpikeGuard: {name} has no optimizer")
+
+
+def _weighted(loss: Tensor | Loss, size: int, device: torch.device) -> Tensor:
+    """A micro-batch's loss times its weight, and the weight. Shape [2], fp64."""
+    weight: Any = loss.count if isinstance(loss, Loss) else max(size, 1)
+    total = (loss.sum if isinstance(loss, Loss) else loss).detach().double().reshape(())
+    total = total if isinstance(loss, Loss) else total * weight
+    count = weight.detach().double() if isinstance(weight, Tensor) else total.new_full((), float(weight))
+    return torch.stack([total, count.reshape(()).to(total.device)]).to(device)
