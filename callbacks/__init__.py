@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from callbacks.lr_finder import find_lr
     from callbacks.lr_monitor import LearningRateMonitor
     from callbacks.model_checkpoint import ModelCheckpoint
+    from callbacks.prediction_writer import PredictionWriter, read_predictions
     from callbacks.progress_bar import RichProgressBar
     from callbacks.spike_guard import SpikeGuard
     from callbacks.swa import SWA
@@ -36,12 +37,14 @@ _PLACES = {
     "LambdaCallback": ".lambda_callback",
     "LearningRateMonitor": ".lr_monitor",
     "ModelCheckpoint": ".model_checkpoint",
+    "PredictionWriter": ".prediction_writer",
     "RichProgressBar": ".progress_bar",
     "SWA": ".swa",
     "SpikeGuard": ".spike_guard",
     "WeightAveraging": ".weight_averaging",
     "find_batch_size": ".batch_size_finder",
     "find_lr": ".lr_finder",
+    "read_predictions": ".prediction_writer",
 }
 
 __all__ = [
@@ -55,11 +58,13 @@ __all__ = [
     "LambdaCallback",
     "LearningRateMonitor",
     "ModelCheckpoint",
+    "PredictionWriter",
     "RichProgressBar",
     "SpikeGuard",
     "WeightAveraging",
     "find_batch_size",
     "find_lr",
+    "read_predictions",
 ]
 
 

@@ -266,11 +266,13 @@ class Fit:
         datamodule: DataModule | None = None,
         checkpoint: str | Path | None = None,
         weights: str | None = None,
+        return_predictions: bool = True,
     ) -> list[Any]:
         """The outputs of ``predict_step``, one entry a batch, in the data's order, from all ranks on every rank, on the CPU.
 
         With several loaders, one such list per loader. ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``, ``weights``:
-        as in :meth:`validate`.
+        as in :meth:`validate`. ``return_predictions=False``: keep no output in memory, for predictions that a callback writes
+        (``PredictionWriter``), and return empty lists.
         """
         datamodule, loaders = _datamodule(datamodule, loaders)
         with self._start(module, "predict") as run, housed(run, checkpoint, self._trained), session(run, datamodule):
@@ -279,7 +281,7 @@ class Fit:
                 return []
             snapshot.load_weights(run, checkpoint, weights)
             with watched(run):
-                results = predict(run, prepared)
+                results = predict(run, prepared, return_predictions)
         return results[0] if len(prepared) == 1 else results
 
     def state_dict(self, module: TrainModule, *, everywhere: bool = False) -> dict[str, Any]:

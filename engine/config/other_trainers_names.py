@@ -127,8 +127,7 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     },
     "Fit.validate": _EVALUATION,
     "Fit.test": _EVALUATION,
-    "Fit.predict": _EVALUATION
-    | {"return_predictions": "the outputs of predict_step are returned: write large ones there, and return None"},
+    "Fit.predict": _EVALUATION,
     "TrainModule.log": {
         "reduce_fx": _called("reduce"),
         **dict.fromkeys(("sync_dist", "sync_dist_group"), _ALWAYS_REDUCED),

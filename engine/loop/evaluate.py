@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -92,20 +93,26 @@ def evaluate(
     return [{**found, **shared} for found in values]
 
 
-def predict(run: Run, loaders: Sequence[PreparedLoader]) -> list[list[Any]]:
-    """The outputs of ``predict_step`` for each loader: one entry per batch in the data's order, from all ranks, on the CPU."""
+def predict(run: Run, loaders: Sequence[PreparedLoader], keep: bool = True) -> list[list[Any]]:
+    """The outputs of ``predict_step`` for each loader: one entry per batch in the data's order, from all ranks, on the CPU.
+
+    Args:
+        keep: ``False``: each output is dropped once the hooks have seen it; the lists are empty.
+    """
     run.num_eval_batches = [loader.length for loader in loaders]
-    results = []
+    results: list[list[Any]] = []
     with evaluating(run.module, "predict"):
         call_all(run, run.hooks.on_predict_start)
         call_all(run, run.hooks.on_predict_epoch_start)
         run.engine.share_buffers(run.module)
         for index, loader in enumerate(loaders):
             several = index if len(loaders) > 1 else None
-            own = [
-                map_tensors(lambda t: whole(t).cpu(), out)
-                for out in batches(run, loader, "predict", run.method("predict_step"), several, None)
-            ]
+            outputs = batches(run, loader, "predict", run.method("predict_step"), several, None)
+            if not keep:
+                deque(outputs, maxlen=0)
+                results.append([])
+                continue
+            own = [map_tensors(lambda t: whole(t).cpu(), out) for out in outputs]
             by_rank = gather_object(run.engine.data_group, own)
             dealt = itertools.zip_longest(*by_rank, fillvalue=_NOTHING)
             results.append([out for row in dealt for out in row if out is not _NOTHING])

@@ -156,6 +156,8 @@ def reload_best(run: Run) -> None:
     run.wait_for_checkpoint()
     with opening(run.engine.group, run.saver.location, str(run.best_checkpoint), ("model",)) as loaded:
         _load_weights(run, loaded, True)
+
+
 def roll_back(run: Run, path: Path | str) -> None:
     """Take weights, optimizers and schedulers of a checkpoint in the middle of a training; counters, data and random numbers continue."""
     how = Resume(path)

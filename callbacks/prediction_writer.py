@@ -1,0 +1,258 @@
+"""Predictions in files, written while they are made."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from engine import Callback, Run
+
+_COMPLETE = "complete.json"
+_FORMATS = ("safetensors", "jsonl")
+
+
+class PredictionWriter(Callback):
+    """Writes what ``predict_step`` returns, each rank its part: with ``Fit.predict(..., return_predictions=False)`` nothing stays in memory.
+
+    :func:`read_predictions` reads the files, in the order of the data, whatever the number of ranks and worker processes. Samples that
+    a rank repeats only to keep the ranks matched are not written. A run that is killed leaves what was written before;
+    ``complete.json`` is there once everything is.
+
+    Formats, none of which can contain code:
+
+    - ``"safetensors"``: a file for each ``write_interval``, ``<loader>-<first batch>-rank<r>.safetensors``, with tensors of any dtype.
+    - ``"jsonl"``: one file a rank, ``rank<r>.jsonl``, one line a batch, where tensors are lists:
+      ``{"loader": 0, "index": 12, "prediction": ...}``.
+
+    ``index`` is the number of the batch in the data's order, over all ranks. A prediction is a tensor, a NumPy array, a number, a text or
+    ``None``, or dicts, lists and tuples of them.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | Path | None = None,
+        write_interval: Literal["batch", "epoch"] | int = "batch",
+        format: Literal["safetensors", "jsonl"] = "safetensors",
+        overwrite: bool = False,
+    ) -> None:
+        """
+        Args:
+            output_dir: a folder, by default ``predictions`` in the run's folder; with several machines one that all of them see.
+            write_interval: ``"batch"``: write after each batch; a number: after so many batches; ``"epoch"``: at the end (until then a
+                rank's part is in memory).
+            format: of the files.
+            overwrite: remove earlier predictions in the folder; by default they are an error.
+
+        Raises:
+            ValueError: an argument is not possible.
+        """
+        is_number = isinstance(write_interval, int) and not isinstance(write_interval, bool) and write_interval >= 1
+        if write_interval not in ("batch", "epoch") and not is_number:
+            raise ValueError(
+                f"PredictionWriter(write_interval={write_interval!r}): it must be 'batch', 'epoch' or a number of batches; what is written after "
+                "batches is complete at the end of the epoch"
+            )
+        if format not in _FORMATS:
+            raise ValueError(f"PredictionWriter(format={format!r}): it must be 'safetensors' or 'jsonl'")
+        self.output_dir = None if output_dir is None else Path(output_dir)
+        self.write_interval, self.format, self.overwrite = write_interval, format, overwrite
+        self.folder: Path | None = None
+        """Where the latest predictions are."""
+        self._every = 1 if write_interval == "batch" else None if write_interval == "epoch" else int(write_interval)
+        self._waiting: list[tuple[int, Any]] = []  # index and prediction
+        self._loader = 0
+        self._counts: list[int] = []
+        self._lines: TextIO | None = None
+
+    def setup(self, run: Run, module: nn.Module, stage: str) -> None:
+        if stage != "predict":
+            return
+        self.folder = run.folder / "predictions" if self.output_dir is None else self.output_dir
+        there = _parts(self.folder)
+        if there and not self.overwrite:
+            raise ValueError(
+                f"PredictionWriter: {self.folder} has predictions already ({there[0].name}, ...): give another output_dir, or overwrite=True"
+            )
+
+    def on_predict_start(self, run: Run, module: nn.Module) -> None:
+        assert self.folder is not None
+        run.engine.wait_for_everyone()  # all have looked
+        if run.is_main_process:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in _parts(self.folder):
+                path.unlink()
+        run.engine.wait_for_everyone()
+        self._waiting.clear()
+        self._loader, self._counts = 0, [0] * len(run.num_eval_batches)
+
+    def on_predict_batch_end(
+        self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        kept = _on_host(outputs, type(module).__name__)  # a collective for sharded outputs
+        if not run.engine.strategy.speaks:
+            return  # another rank has the same outputs
+        if dataloader_idx != self._loader:
+            self._write(run)
+            self._loader = dataloader_idx
+        ranks = run.engine.data_group  # batches are dealt to them in turn
+        self._waiting.append((batch_idx * ranks.world_size + ranks.rank, kept))
+        self._counts[dataloader_idx] += 1
+        if self._every is not None and len(self._waiting) >= self._every:
+            self._write(run)
+
+    def on_predict_end(self, run: Run, module: nn.Module) -> None:
+        assert self.folder is not None
+        self._write(run)
+        counts = run.engine.reduce(torch.tensor(self._counts, dtype=torch.int64, device=run.device)).tolist()
+        if run.is_main_process:
+            _replace(self.folder / _COMPLETE, json.dumps({"format": self.format, "batches": counts}).encode())
+        run.engine.wait_for_everyone()
+
+    def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
+        self._waiting.clear()
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
+
+    def _write(self, run: Run) -> None:
+        if not self._waiting:
+            return
+        assert self.folder is not None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.format == "jsonl":
+            self._lines = self._lines or (self.folder / f"rank{run.rank}.jsonl").open("a", encoding="utf-8")
+            for index, prediction in self._waiting:
+                row = {"loader": self._loader, "index": index, "prediction": _plain(prediction)}
+                self._lines.write(json.dumps(row) + "\n")
+            self._lines.flush()
+        else:
+            tensors: dict[str, Tensor] = {}
+            trees = {str(index): _taken(prediction, f"{index}", tensors) for index, prediction in self._waiting}
+            path = self.folder / f"{self._loader}-{self._waiting[0][0]:08d}-rank{run.rank}.safetensors"
+            hidden = path.with_name(f".{path.name}")
+            save_file(tensors, hidden, metadata={"loader": str(self._loader), "trees": json.dumps(trees)})
+            hidden.replace(path)
+        self._waiting.clear()
+
+
+def read_predictions(folder: str | Path, *, partial: bool = False) -> list[Any]:
+    """What :class:`PredictionWriter` has written: one entry a batch in the order of the data; with several loaders one such list each.
+
+    Args:
+        folder: the writer's ``folder``.
+        partial: also read what a run that did not end has left.
+
+    Returns:
+        Predictions as ``predict_step`` returned them, on the CPU; from ``jsonl`` with lists for tensors and tuples.
+
+    Raises:
+        FileNotFoundError: there are none.
+        ValueError: some are missing.
+    """
+    folder = Path(folder)
+    found: dict[int, dict[int, Any]] = {}
+    for path in _parts(folder):
+        if path.suffix == ".jsonl":
+            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+                if line.endswith("\n"):  # otherwise the run was killed while it wrote
+                    row = json.loads(line)
+                    found.setdefault(row["loader"], {})[row["index"]] = row["prediction"]
+        elif path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                about = file.metadata()
+                own = found.setdefault(int(about["loader"]), {})
+                own.update({int(i): _put_back(tree, file) for i, tree in json.loads(about["trees"]).items()})
+    complete = folder / _COMPLETE
+    if not complete.exists() and not partial:
+        kind = ValueError if found else FileNotFoundError
+        raise kind(f"{folder} has no complete predictions: there is no {_COMPLETE}; partial=True reads what is there")
+    counts = json.loads(complete.read_text())["batches"] if complete.exists() else [0] * (max(found, default=-1) + 1)
+    there = [len(found.get(loader, {})) for loader in range(len(counts))]
+    if not partial and there != counts:
+        raise ValueError(f"{folder} has {there} batches of its loaders, and {counts} were written: files are missing")
+    results = [
+        [found[loader][i] for i in sorted(found[loader])] if loader in found else [] for loader in range(len(counts))
+    ]
+    return results[0] if len(results) == 1 else results
+
+
+def _parts(folder: Path) -> list[Path]:
+    """The files of predictions that are there."""
+    return [*sorted(folder.glob("*-rank*.safetensors")), *sorted(folder.glob("rank*.jsonl")), *folder.glob(_COMPLETE)]
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file as a whole or not at all."""
+    hidden = path.with_name(f".{path.name}")
+    with hidden.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    hidden.replace(path)
+
+
+def _on_host(value: Any, who: str) -> Any:
+    """A copy of a prediction on the CPU.
+
+    Raises:
+        TypeError: it contains something else than the class says.
+    """
+    if isinstance(value, Tensor):
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        return whole.detach().to("cpu", copy=True).contiguous()
+    if type(value).__module__ == "numpy" and hasattr(value, "dtype"):
+        return torch.as_tensor(value).clone()
+    if isinstance(value, Mapping):
+        return {str(key): _on_host(each, who) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        kept = [_on_host(each, who) for each in value]
+        return kept if isinstance(value, list) else tuple(kept)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(
+        f"{who}.predict_step returned {value!r:.60} of type {type(value).__name__}, which cannot be written: return tensors, numbers, texts, or "
+        "dicts, lists and tuples of them"
+    )
+
+
+def _taken(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """``value`` as JSON, with its tensors moved to ``tensors``: each container is a list of its kind and its items."""
+    if isinstance(value, Tensor):
+        tensors[path] = value
+        return ["tensor", path]
+    if isinstance(value, dict):
+        return ["dict", {key: _taken(each, f"{path}.{key}", tensors) for key, each in value.items()}]
+    if isinstance(value, (list, tuple)):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, [_taken(each, f"{path}.{i}", tensors) for i, each in enumerate(value)]]
+    return value
+
+
+def _put_back(tree: Any, file: Any) -> Any:
+    """The prediction that :func:`_taken` took apart."""
+    if not isinstance(tree, list):
+        return tree
+    kind, content = tree
+    if kind == "tensor":
+        return file.get_tensor(content)
+    if kind == "dict":
+        return {key: _put_back(each, file) for key, each in content.items()}
+    items = [_put_back(each, file) for each in content]
+    return items if kind == "list" else tuple(items)
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as JSON."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value

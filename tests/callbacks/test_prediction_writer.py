@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import json
+import weakref
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from processes import run_ranks, run_script
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks import PredictionWriter, read_predictions
+from engine import Fit, TrainModule
+
+ROWS = torch.arange(11, dtype=torch.float32).reshape(11, 1)
+FORMATS = ("safetensors", "jsonl")
+
+
+class Doubling(TrainModule):
+    def __init__(self, result=lambda rows: rows * 2):
+        super().__init__()
+        self.result = result
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return self.result(batch[0])
+
+
+def loader(rows=ROWS, **options):
+    return DataLoader(TensorDataset(rows), batch_size=2, **options)
+
+
+def fit_with(writer, tmp_path, **settings):
+    return Fit(accelerator="cpu", devices=1, root_dir=tmp_path, callbacks=[writer], **settings)
+
+
+def rows_of(predictions):
+    return torch.cat([torch.as_tensor(each) for each in predictions]).flatten().tolist()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("interval", "files"), [("batch", 6), (4, 2), ("epoch", 1)])
+def test_every_batch_in_order(tmp_path, format, interval, files):
+    writer = PredictionWriter(write_interval=interval, format=format)
+    returned = fit_with(writer, tmp_path).predict(Doubling(), loader(num_workers=0), return_predictions=False)
+    assert returned == []
+    predictions = read_predictions(writer.folder)
+    assert [len(each) for each in predictions] == [2] * 5 + [1]
+    assert rows_of(predictions) == [2.0 * i for i in range(11)]
+    assert writer.folder.parent == tmp_path
+    assert len(list(writer.folder.iterdir())) == 1 + (files if format == "safetensors" else 1)
+
+
+def test_the_structure_of_a_prediction(tmp_path):
+    def result(rows):
+        return {
+            "logits": rows.to(torch.bfloat16),
+            "pair": (rows[0], [1, 2.5, "text", None, True]),
+            "ids": np.arange(len(rows)),
+            "all": rows.T,
+        }
+
+    writer = PredictionWriter(tmp_path / "out")
+    returned = fit_with(writer, tmp_path).predict(Doubling(result), loader())
+    assert len(returned) == 6  # return_predictions=True gives them as well
+    first = read_predictions(tmp_path / "out")[0]
+    assert first["logits"].dtype == torch.bfloat16
+    assert first["logits"].flatten().tolist() == [0.0, 1.0]
+    assert isinstance(first["pair"], tuple)
+    assert first["pair"][0].tolist() == [0.0]
+    assert first["pair"][1] == [1, 2.5, "text", None, True]
+    assert first["ids"].tolist() == [0, 1]
+    assert first["all"].tolist() == [[0.0, 1.0]]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_several_loaders(tmp_path, format):
+    writer = PredictionWriter(format=format, write_interval=4)
+    fit_with(writer, tmp_path).predict(Doubling(), [loader(), loader(ROWS[:3] + 100)], return_predictions=False)
+    first, second = read_predictions(writer.folder)
+    assert rows_of(first) == [2.0 * i for i in range(11)]
+    assert rows_of(second) == [200.0, 202.0, 204.0]
+
+
+def test_lines_can_be_read_by_others(tmp_path):
+    writer = PredictionWriter(format="jsonl")
+    fit_with(writer, tmp_path).predict(Doubling(lambda rows: {"sum": float(rows.sum())}), loader())
+    lines = [json.loads(line) for line in (writer.folder / "rank0.jsonl").read_text().splitlines()]
+    assert lines[1] == {"loader": 0, "index": 1, "prediction": {"sum": 5.0}}
+
+
+def test_nothing_stays_in_memory(tmp_path):
+    seen, most = [], []
+
+    class Watched(Doubling):
+        def predict_step(self, batch, batch_idx):
+            most.append(sum(each() is not None for each in seen))
+            outputs = super().predict_step(batch, batch_idx)
+            seen.append(weakref.ref(outputs))
+            return outputs
+
+    fit_with(PredictionWriter(), tmp_path).predict(Watched(), loader(), return_predictions=False)
+    assert len(most) == 6
+    assert max(most) <= 1  # the one before
+
+
+def test_earlier_predictions_are_not_mixed_with_new_ones(tmp_path):
+    for format in ("safetensors", "jsonl"):
+        fit_with(PredictionWriter(tmp_path / "out", format=format, overwrite=True), tmp_path).predict(
+            Doubling(), loader()
+        )
+    with pytest.raises(ValueError, match=r"out has predictions already \(rank0.jsonl, ...\)"):
+        fit_with(PredictionWriter(tmp_path / "out"), tmp_path).predict(Doubling(), loader())
+    (tmp_path / "out" / "own.txt").write_text("kept")
+    short = loader(ROWS[:2])
+    fit_with(PredictionWriter(tmp_path / "out", overwrite=True), tmp_path).predict(Doubling(), short)
+    assert rows_of(read_predictions(tmp_path / "out")) == [0.0, 2.0]
+    assert (tmp_path / "out" / "own.txt").exists()
+
+
+def test_what_is_missing_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no complete predictions"):
+        read_predictions(tmp_path)
+    fit_with(PredictionWriter(tmp_path / "out"), tmp_path).predict(Doubling(), loader())
+    next((tmp_path / "out").glob("0-00000002-*")).unlink()
+    with pytest.raises(ValueError, match=r"has \[5\] batches of its loaders, and \[6\] were written"):
+        read_predictions(tmp_path / "out")
+    assert rows_of(read_predictions(tmp_path / "out", partial=True)) == [0, 2, 4, 6, 12, 14, 16, 18, 20]
+
+
+def test_what_cannot_be_written(tmp_path):
+    with pytest.raises(TypeError, match=r"Doubling.predict_step returned .* of type set"):
+        fit_with(PredictionWriter(), tmp_path).predict(Doubling(lambda rows: {"a": {1}}), loader())
+    with pytest.raises(ValueError, match="write_interval='batch_and_epoch'"):
+        PredictionWriter(write_interval="batch_and_epoch")
+    with pytest.raises(ValueError, match="format='pickle'"):
+        PredictionWriter(format="pickle")
+
+
+def test_a_training_writes_nothing(tmp_path):
+    class Trained(Doubling):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def training_step(self, batch, batch_idx):
+            return (self.weight * batch[0]).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    writer = PredictionWriter()
+    fit_with(writer, tmp_path).run(Trained(), loader())
+    assert writer.folder is None
+
+
+KILLED = """
+import os, sys, torch
+from torch.utils.data import DataLoader, TensorDataset
+from callbacks import PredictionWriter
+from engine import Fit, TrainModule
+
+class Killed(TrainModule):
+    def predict_step(self, batch, batch_idx):
+        if batch_idx == 3:
+            os.kill(os.getpid(), 9)
+        return batch[0]
+
+data = DataLoader(TensorDataset(torch.arange(12.0)), batch_size=2)
+writer = PredictionWriter(sys.argv[1], format=sys.argv[2])
+Fit(accelerator="cpu", devices=1, root_dir=sys.argv[3], callbacks=[writer]).predict(Killed(), data, return_predictions=False)
+"""
+
+
+@pytest.mark.parametrize("format", [FORMATS[0], pytest.param(FORMATS[1], marks=pytest.mark.slow)])
+def test_a_killed_run_leaves_what_was_written(tmp_path, format):
+    run_script(KILLED, tmp_path / "out", format, tmp_path, check=False)
+    with pytest.raises(ValueError, match="no complete predictions"):
+        read_predictions(tmp_path / "out")
+    if format == "jsonl":
+        with (tmp_path / "out" / "rank0.jsonl").open("a") as file:
+            file.write('{"loader": 0, "ind')  # killed while it wrote
+    assert rows_of(read_predictions(tmp_path / "out", partial=True)) == [0, 1, 2, 3, 4, 5]
+
+
+SCRIPT = """
+import sys, torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from callbacks import PredictionWriter, read_predictions
+from engine import Fit, TrainModule
+
+class Doubling(TrainModule):
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return batch[0] * 2
+
+def loader(count, **options):
+    return DataLoader(TensorDataset(torch.arange(float(count))), batch_size=2, **options)
+
+found = {}
+for format in ("safetensors", "jsonl"):
+    writer = PredictionWriter(f"{sys.argv[1]}/{format}", format=format, write_interval=2)
+    fit = Fit(accelerator="cpu", strategy="ddp", root_dir=sys.argv[1], callbacks=[writer])
+    # Uneven shards: 11 samples are 3 batches of rank 0, and 3 smaller ones of rank 1; 1 sample leaves rank 1 with nothing.
+    returned = fit.predict(Doubling(), [loader(11, num_workers=2 * (format == "jsonl")), loader(1)], return_predictions=False)
+    found[format] = [returned, [[torch.as_tensor(b).tolist() for b in one] for one in read_predictions(writer.folder)]]
+fit = Fit(accelerator="cpu", strategy="ddp", root_dir=sys.argv[1])
+found["returned"] = [[b.tolist() for b in one] for one in fit.predict(Doubling(), [loader(11), loader(1)])]
+report(found)
+"""
+
+
+def test_two_ranks_write_their_parts(tmp_path):
+    for rank in run_ranks(SCRIPT, 2, tmp_path):
+        for format in FORMATS:
+            returned, (first, second) = rank.value[format]
+            assert returned == [[], []]
+            assert list(chain.from_iterable(first)) == [2.0 * i for i in range(11)]
+            assert second == [[0.0]]
+            assert [first, second] == rank.value["returned"]
+    files = {path.name for path in (tmp_path / "jsonl").iterdir()}
+    assert files == {"rank0.jsonl", "rank1.jsonl", "complete.json"}
