@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from callbacks.model_checkpoint import ModelCheckpoint
     from callbacks.prediction_writer import PredictionWriter, read_predictions
     from callbacks.progress_bar import RichProgressBar
+    from callbacks.pruning import Pruning
     from callbacks.spike_guard import SpikeGuard
     from callbacks.swa import SWA
     from callbacks.weight_averaging import WeightAveraging
@@ -38,6 +39,7 @@ _PLACES = {
     "LearningRateMonitor": ".lr_monitor",
     "ModelCheckpoint": ".model_checkpoint",
     "PredictionWriter": ".prediction_writer",
+    "Pruning": ".pruning",
     "RichProgressBar": ".progress_bar",
     "SWA": ".swa",
     "SpikeGuard": ".spike_guard",
@@ -59,6 +61,7 @@ __all__ = [
     "LearningRateMonitor",
     "ModelCheckpoint",
     "PredictionWriter",
+    "Pruning",
     "RichProgressBar",
     "SpikeGuard",
     "WeightAveraging",
