@@ -85,8 +85,9 @@ class Run:
     """The backward pass: the engine's, or the module's overridden ``backward``."""
     best_checkpoint: Path | str | None = None
     last_checkpoint: Path | str | None = None
-    roll_back: Callable[[Path | str], None]
-    """Take weights, optimizers and schedulers of a checkpoint; counters, data and random numbers continue. All ranks call this after a step."""
+    roll_back: Callable[
+        [Path | str], None
+    ]  # takes weights, optimizers and schedulers of a checkpoint; the rest continues
     train_loader: PreparedLoader | None = None
     datamodule: DataModule | None = None
     num_train_batches: int | None = None
