@@ -71,6 +71,8 @@ class Callback:
     """Whether this is a logger: ``run.loggers``, and ``self.loggers`` of the module, have it."""
     takes: frozenset[str] = frozenset()
     """What :meth:`on_media` takes of ``image``, ``histogram``, ``text``, ``audio``, ``figure``, ``table`` and ``artifact``."""
+    shows_progress = False
+    """Whether this shows a person the progress and the metrics: a run without such a callback logs them itself."""
     critical = True
     """Whether an error in this callback ends the run. ``False``, for what only watches: after an error, which is logged, the callback is not
     called again in this run, except for ``teardown``. An error in ``setup`` or ``load_state_dict`` ends the run, before its first step.

@@ -21,6 +21,7 @@ class Hooked(Protocol):
     critical: bool
     logs: bool
     takes: frozenset[str]
+    shows_progress: bool
 
     @property
     def finds_best(self) -> bool: ...

@@ -159,7 +159,7 @@ class Run:
         self.method: Callable[[str], Callable[..., Any]] = partial(getattr, module)
         """The callable that runs the evaluation step of this name."""
         self._started = time.monotonic()
-        self._logs_itself = not hooks.on_log
+        self._logs_itself = not any(callback.shows_progress for callback in callbacks)
 
     @property
     def loggers(self) -> list[Any]:
