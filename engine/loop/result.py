@@ -71,3 +71,11 @@ class Result:
     """Where the seconds of the training went."""
     folder: Path | None = None
     """The run's own folder, in ``root_dir``. It exists if something was written."""
+
+    def __str__(self) -> str:
+        """A few lines for people: how the run ended, a line for each metric, and where its checkpoints are."""
+        reason = f" ({self.stop_reason})" if self.stop_reason else ""
+        lines = [f"{self.status}{reason}: epoch {self.epoch}, step {self.step}"]
+        lines += [f"{name} {value:.6g}" for name, value in self.metrics.items()]
+        kept = {"last checkpoint": self.last_checkpoint, "best checkpoint": self.best_checkpoint}
+        return "\n".join([*lines, *(f"{name}: {path}" for name, path in kept.items() if path is not None)])
