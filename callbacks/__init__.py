@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from callbacks.pruning import Pruning
     from callbacks.spike_guard import SpikeGuard
     from callbacks.swa import SWA
+    from callbacks.tqdm_progress_bar import TQDMProgressBar
     from callbacks.weight_averaging import WeightAveraging
 
 _PLACES = {
@@ -43,6 +44,7 @@ _PLACES = {
     "RichProgressBar": ".progress_bar",
     "SWA": ".swa",
     "SpikeGuard": ".spike_guard",
+    "TQDMProgressBar": ".tqdm_progress_bar",
     "WeightAveraging": ".weight_averaging",
     "find_batch_size": ".batch_size_finder",
     "find_lr": ".lr_finder",
@@ -64,6 +66,7 @@ __all__ = [
     "Pruning",
     "RichProgressBar",
     "SpikeGuard",
+    "TQDMProgressBar",
     "WeightAveraging",
     "find_batch_size",
     "find_lr",

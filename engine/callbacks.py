@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from callbacks import LearningRateMonitor as LearningRateMonitor
     from callbacks import ModelCheckpoint as ModelCheckpoint
     from callbacks import RichProgressBar as RichProgressBar
+    from callbacks import TQDMProgressBar as TQDMProgressBar
     from callbacks import WeightAveraging as WeightAveraging
 
 _FOLDER = Path(__file__).resolve().parent.parent / "callbacks"

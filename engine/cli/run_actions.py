@@ -9,7 +9,6 @@ import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -26,7 +25,6 @@ from engine.cli.reporting import reported
 from engine.cli.targets import importable_here
 from engine.data.datamodule import DataModule
 from engine.fit import Fit
-from engine.loop.result import Result
 from engine.loop.run import Run
 from engine.module import TrainModule
 from engine.utils.errors import DoesNotFit
@@ -75,7 +73,7 @@ def _run(command: str, arguments: argparse.Namespace) -> int:
         return OK
     if command == "predict":
         answer = write(answer, seen.count > 1, arguments.output)
-    _tell(command, answer, arguments)
+    _tell(command, answer, arguments, any(callback.shows_progress for callback in fit.settings.callbacks))
     return OK
 
 
@@ -139,14 +137,15 @@ def _done(command: str, fit: Fit, module: TrainModule, data: Any, arguments: arg
     return loop(module, loader, datamodule=datamodule, checkpoint=arguments.checkpoint, weights=arguments.weights)
 
 
-def _tell(command: str, answer: Any, arguments: argparse.Namespace) -> None:
+def _tell(command: str, answer: Any, arguments: argparse.Namespace, shown: bool) -> None:
+    """Print the answer. ``shown``: a progress bar has printed the metrics of an evaluation already."""
     if command == "run":
-        print("\n".join(_lines(answer)))
+        print(answer)
     elif arguments.json:
         print(json.dumps(answer))
     elif command == "predict":
         print("\n".join(f"{name}: {value}" for name, value in answer.items()))
-    else:
+    elif not shown:
         _table(answer)
 
 
@@ -157,18 +156,6 @@ class _Loaders(Callback):
 
     def on_predict_start(self, run: Run, module: nn.Module) -> None:
         self.count = len(run.num_eval_batches)
-
-
-def _lines(result: Result) -> list[str]:
-    lines = [
-        f"{result.status}{f' ({result.stop_reason})' if result.stop_reason else ''}: epoch {result.epoch}, step {result.step}"
-    ]
-    lines += [f"{name} {value:.6g}" for name, value in result.metrics.items()]
-    checkpoints: dict[str, Path | str | None] = {
-        "last checkpoint": result.last_checkpoint,
-        "best checkpoint": result.best_checkpoint,
-    }
-    return [*lines, *(f"{name}: {path}" for name, path in checkpoints.items() if path is not None)]
 
 
 def _table(metrics: list[dict[str, float]]) -> None:

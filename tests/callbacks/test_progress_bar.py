@@ -1,13 +1,26 @@
+"""Bars where no terminal is, and their figures; test_progress_terminal.py draws them."""
+
 from __future__ import annotations
 
 import io
+import json
+import logging
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 
-from callbacks import RichProgressBar
+import callbacks.progress as progress
+import callbacks.progress_figures as progress_figures
+from callbacks import CSVLogger, RichProgressBar, TQDMProgressBar
+from callbacks.progress import wrapped
+from callbacks.progress_figures import duration, number, speed
 from engine import Callback
+
+BARS = [RichProgressBar, TQDMProgressBar]
 
 
 @pytest.fixture
@@ -20,92 +33,170 @@ def pipe():
     return Console(file=io.StringIO(), force_terminal=False, width=40)
 
 
-def test_a_pipe_gets_one_line_an_epoch(make_fit, scripted, batches, pipe):
-    make_fit(max_epochs=3, log_every_n_steps=1, callbacks=[RichProgressBar(console=pipe)]).run(
-        scripted([1.0]), batches, batches
-    )
+@pytest.fixture
+def clock(monkeypatch):
+    """The bars' clock, which stands still until ``clock.now`` is changed."""
+    clock = SimpleNamespace(now=0.0)
+    for place in (progress, progress_figures):
+        monkeypatch.setattr(place, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+class Seconds(Callback):
+    """How long batches take on the clock."""
+
+    def __init__(self, clock, training, validation):
+        self.clock, self.training, self.validation = clock, training, validation
+
+    def on_train_batch_end(self, run, module, outputs, batch, batch_idx):
+        self.clock.now += self.training
+
+    def on_validation_batch_end(self, run, module, outputs, batch, batch_idx, dataloader_idx=0):
+        self.clock.now += self.validation
+
+
+@pytest.mark.parametrize("bar", BARS)
+def test_a_pipe_gets_one_line_an_epoch(make_fit, scripted, batches, pipe, bar):
+    make_fit(max_epochs=3, log_every_n_steps=1, callbacks=[bar(console=pipe)]).run(scripted([1.0]), batches, batches)
     lines = pipe.file.getvalue().splitlines()
     assert len(lines) == 3
-    for epoch, line in enumerate(lines):
-        assert re.fullmatch(rf"epoch {epoch}: step {4 * (epoch + 1)}, [\d.]+ step/s .*train/weight\S*=-\S+", line)
+    for epoch, line in enumerate(lines, start=1):
+        assert re.fullmatch(rf"epoch {epoch}/3: step {4 * epoch}, [\d.]+ (step/s|s/step), train/weight=-\S+", line)
 
 
-def test_the_terminal_is_drawn_and_given_back(make_fit, scripted, batches, terminal):
-    make_fit(max_epochs=2, log_every_n_steps=1, callbacks=[RichProgressBar(console=terminal)]).run(
+def test_a_pipe_gets_a_line_every_interval(make_fit, scripted, batches, pipe, clock):
+    """A batch takes 1 s, a validation batch 2 s: lines at 10, 20, 30 s, of training or of validation."""
+    callbacks = [Seconds(clock, 1.0, 2.0), RichProgressBar(console=pipe, interval_s=10)]
+    make_fit(max_epochs=2, val_every=12, log_every_n_steps=1, callbacks=callbacks).run(
+        scripted([1.0]), batches * 4, batches
+    )
+    assert (
+        pipe.file.getvalue().splitlines()
+        == [
+            "epoch 1/2: step 10/32, 1.0 step/s, ETA 0:30, train/weight=-9",  # 22 steps, and 2 validations of 4 batches of 1 s
+            "validation: batch 4/4, 2.0 s/batch, ETA 0:00",
+            "validation: step 12, train/weight=-12",
+            "epoch 1/2: step 16, 1.0 step/s, train/weight=-16",
+            "epoch 2/2: step 22/32, 1.0 step/s, ETA 0:18, train/weight=-21",  # 10 steps, and one validation of 8 s
+            "validation: batch 4/4, 2.0 s/batch, ETA 0:00",
+            "validation: step 24, train/weight=-24",
+            "epoch 2/2: step 32, 1.0 step/s, train/weight=-32",
+        ]
+    )
+
+
+def test_a_terminal_in_continuous_integration_gets_lines(make_fit, scripted, batches, monkeypatch):
+    class Claims(io.StringIO):
+        def isatty(self):
+            return True
+
+    for variable, value in (("CI", "true"), ("TERM", "dumb")):
+        with monkeypatch.context() as patch:
+            patch.setenv("TERM", "xterm")
+            patch.setenv("CI", "")
+            patch.setenv(variable, value)
+            patch.setattr("sys.stdout", shown := Claims())
+            make_fit(max_epochs=1, callbacks=[RichProgressBar()]).run(scripted([1.0]), batches)
+        assert re.fullmatch(r"epoch 1/1: step 4, .*\n", shown.getvalue())
+    # Colors in a log do not make it a terminal.
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("sys.stdout", shown := io.StringIO())
+    make_fit(max_epochs=1, callbacks=[RichProgressBar()]).run(scripted([1.0]), batches)
+    assert "\x1b" not in shown.getvalue()
+
+
+@pytest.mark.parametrize("bar", BARS)
+def test_the_terminal_is_drawn_and_given_back(make_fit, scripted, batches, terminal, bar):
+    make_fit(max_epochs=2, log_every_n_steps=1, callbacks=[bar(console=terminal)]).run(
         scripted([1.0]), batches, batches
     )
     text = terminal.file.getvalue()
-    assert "epoch 0" in text
-    assert "step/s" in text
+    assert "epoch 1/2" in text
     assert "train/weight" in text
-    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") >= 0  # the cursor: hidden, then shown
+    assert text.rfind("\x1b[r") > text.rfind("r\x1b8") - 20 > 0  # the scroll region: set, then the whole screen again
+    assert not re.search(r"\x1b\[1;\d+r", text[text.rfind("\x1b[r") :])
 
 
-@pytest.mark.parametrize("error", [RuntimeError("as planned"), KeyboardInterrupt()])
-def test_it_is_closed_after_an_error(make_fit, scripted, batches, terminal, error):
-    class Failing(scripted):
-        def training_step(self, batch, batch_idx):
-            if batch_idx == 2:
-                raise error
-            return super().training_step(batch, batch_idx)
-
-    with pytest.raises(type(error)):
-        make_fit(callbacks=[RichProgressBar(console=terminal)]).run(Failing(), batches)
-    text = terminal.file.getvalue()
-    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") >= 0
-
-
-def test_it_is_drawn_by_the_clock(make_fit, scripted, batches, terminal, monkeypatch):
-    import callbacks.progress_bar as place
-
-    now = 0.0
-    monkeypatch.setattr(place.time, "monotonic", lambda: now)
+def test_it_is_drawn_by_the_clock(make_fit, scripted, batches, terminal, clock):
     drawn = []
 
     class Counting(RichProgressBar):
-        def _draw(self, task, done, text):
-            drawn.append(done)
-            super()._draw(task, done, text)
-
-    class Tick(Callback):
-        def on_train_batch_end(self, run, module, outputs, batch, batch_idx):
-            nonlocal now
-            now += 0.03
+        def bar(self, shown, screen):
+            drawn.append(shown.done)
+            return super().bar(shown, screen)
 
     bar = Counting(refresh_rate=10, console=terminal)
-    make_fit(max_epochs=1, callbacks=[Tick(), bar]).run(scripted(), batches * 5)
-    # A batch takes 0.03 s and 0.1 s lie between two drawings: the first batch, then every fourth.
-    assert drawn == [1, 5, 9, 13, 17]
+    make_fit(max_epochs=1, callbacks=[Seconds(clock, 0.03, 0.0), bar]).run(scripted(), batches * 5)
+    # A batch takes 0.03 s and 0.1 s lie between two drawings: the start, the first batch, then every fourth, and the end.
+    assert drawn == [0, 1, 5, 9, 13, 17, 20]
 
 
-def test_evaluation_has_its_own_bar(make_fit, scripted, batches, terminal):
-    fit = make_fit(max_epochs=1, num_sanity_val_steps=1, callbacks=[RichProgressBar(console=terminal)])
-    module = scripted([1.0])
-    fit.run(module, batches, batches)
-    text = terminal.file.getvalue()
-    assert "sanity check" in text
-    assert "validation" in text
-    fit.test(module, batches)
-    assert "test" in terminal.file.getvalue()
+@pytest.mark.parametrize("bar", BARS)
+def test_a_table_after_a_test(make_fit, scripted, batches, pipe, bar):
+    class Two(scripted):
+        def test_step(self, batch, batch_idx, dataloader_idx):
+            self.log("test/mean", batch.mean() + dataloader_idx)
+            self.log("test/[bold]", 0.5)
+
+        def on_test_epoch_end(self):
+            self.log("test/both", 7)
+
+    loaders = [torch.utils.data.DataLoader(torch.ones(4, 1)) for _ in range(2)]
+    fit = make_fit(callbacks=[bar(console=pipe)])
+    fit.test(Two(), loaders)
+    rows = [row.split() for row in pipe.file.getvalue().splitlines() if "─" not in row]
+    assert rows == [
+        ["test", "all", "loader", "0", "loader", "1"],
+        ["test/mean", "1", "2"],
+        ["test/[bold]", "0.5", "0.5"],
+        ["test/both", "7"],
+    ]
+    pipe.file.truncate(0)
+    fit.validate(scripted([3.0]), batches)
+    rows = [row.split() for row in pipe.file.getvalue().strip("\0").splitlines() if "─" not in row]
+    assert rows == [["validation", "value"], ["score", "3"]]
 
 
-def test_the_rate_leaves_validation_out(make_fit, scripted, batches, pipe, monkeypatch):
-    import callbacks.progress_bar as place
-
-    now = 0.0
-    monkeypatch.setattr(place.time, "monotonic", lambda: now)
-
-    class Clock(Callback):
-        def on_train_batch_end(self, run, module, outputs, batch, batch_idx):
-            nonlocal now
-            now += 0.5
-
-        def on_validation_batch_end(self, run, module, outputs, batch, batch_idx, dataloader_idx=0):
-            nonlocal now
-            now += 100.0
-
-    make_fit(max_epochs=1, callbacks=[Clock(), RichProgressBar(console=pipe)]).run(scripted([1.0]), batches, batches)
+def test_the_rate_leaves_validation_out(make_fit, scripted, batches, pipe, clock):
+    callbacks = [Seconds(clock, 0.5, 100.0), RichProgressBar(console=pipe, interval_s=1e9)]
+    make_fit(max_epochs=1, callbacks=callbacks).run(scripted([1.0]), batches, batches)
     assert "2.0 step/s" in pipe.file.getvalue()
+
+
+def test_steps_are_those_of_the_optimizer(make_fit, scripted, batches, terminal, clock):
+    """8 batches in windows of 3 are 3 steps; ``max_steps=4`` leaves one for the second epoch."""
+    seen = []
+
+    class Looking(RichProgressBar):
+        def bar(self, shown, screen):
+            seen.append((shown.done, shown.total, shown.whole))
+            return super().bar(shown, screen)
+
+    make_fit(
+        max_steps=4, accumulate_grad_batches=3, callbacks=[Seconds(clock, 1.0, 0.0), Looking(console=terminal)]
+    ).run(scripted(), batches * 2)
+    assert seen[0] == (0, 3, "step 0/4")
+    assert seen[3] == (1, 3, "step 1/4")
+    assert seen[-1] == (1, 1, "step 4/4")
+
+
+def test_a_stream_without_length(make_fit, scripted, terminal, clock):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(torch.ones(5, 1))
+
+    seen = []
+
+    class Looking(RichProgressBar):
+        def bar(self, shown, screen):
+            seen.append(super().bar(shown, screen))
+            return seen[-1]
+
+    make_fit(max_epochs=2, callbacks=[Seconds(clock, 1.0, 0.0), Looking(console=terminal)]).run(
+        scripted(), torch.utils.data.DataLoader(Stream())
+    )
+    assert seen[3] == "epoch 1/2  3 steps  step 3  1.0 step/s  0:03 elapsed  ETA -:--"
+    assert "step 8/10" in seen[9]  # the second epoch is taken to be as long as the first
 
 
 def test_the_line_of_an_epoch_has_the_metrics_of_that_epoch(make_fit, scripted, batches, pipe):
@@ -118,7 +209,150 @@ def test_the_line_of_an_epoch_has_the_metrics_of_that_epoch(make_fit, scripted, 
     assert re.findall(r"mean=(\S+)", pipe.file.getvalue()) == ["0", "1", "2"]
 
 
+def test_a_resumed_run_goes_on_counting(make_fit, scripted, batches, pipe, tmp_path):
+    class Stops(Callback):
+        def on_train_batch_end(self, run, module, outputs, batch, batch_idx):
+            if run.step == 6:
+                run.save_checkpoint()
+                run.stop("enough")
+
+    make_fit(max_epochs=3, callbacks=[Stops()]).run(scripted(), batches)
+    make_fit(max_epochs=3, callbacks=[RichProgressBar(console=pipe)]).run(scripted(), batches, resume="last")
+    assert re.findall(r"epoch (\d)/3: step (\d+)", pipe.file.getvalue()) == [("2", "8"), ("3", "12")]
+
+
+def test_what_is_shown_can_be_chosen(make_fit, scripted, batches, pipe):
+    class Chosen(RichProgressBar):
+        def get_metrics(self, run, module):
+            return {"lr": run.optimizers[0].param_groups[0]["lr"], "note": "a\nb"}
+
+    make_fit(max_epochs=1, callbacks=[Chosen(console=pipe)]).run(scripted(), batches)
+    assert pipe.file.getvalue().endswith(", lr=1, note=a b\n")
+
+
+def test_a_run_without_a_bar_logs_its_progress(make_fit, scripted, batches, caplog):
+    """Also with a logger; a bar replaces these lines."""
+    caplog.set_level(logging.INFO, "engine")
+    make_fit(max_epochs=1, callbacks=[CSVLogger()]).run(scripted(), batches)
+    said = [record.getMessage() for record in caplog.records if "writes into" not in record.getMessage()]
+    assert said == ["epoch 0 step 1: train/weight=-1", "epoch 0 step 4: train/weight=-4"]
+    caplog.clear()
+    make_fit(max_epochs=1, callbacks=[CSVLogger(), RichProgressBar(console=Console(file=io.StringIO()))]).run(
+        scripted(), batches
+    )
+    assert not [record for record in caplog.records if "step" in record.getMessage()]
+
+
+def test_a_reader_that_is_gone_does_not_end_the_run(make_fit, scripted, batches):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    result = make_fit(max_epochs=2, callbacks=[RichProgressBar(console=Console(file=Gone()))]).run(scripted(), batches)
+    assert result.step == 8
+
+
+def test_a_stream_without_its_characters(make_fit, scripted, batches):
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    make_fit(max_epochs=1, callbacks=[RichProgressBar(console=Console(file=file, force_terminal=True, width=90))]).run(
+        scripted(), batches
+    )
+    file.flush()
+    text = file.buffer.getvalue().decode()
+    assert "----------" in text
+    assert "?" not in text
+
+
+@pytest.mark.parametrize("bar", BARS)
 @pytest.mark.parametrize("rate", [0, -1, 11])
-def test_wrong_rate(rate):
+def test_wrong_rate(bar, rate):
     with pytest.raises(ValueError, match="at most 10 Hz"):
-        RichProgressBar(refresh_rate=rate)
+        bar(refresh_rate=rate)
+    with pytest.raises(ValueError, match="more than 0 seconds"):
+        bar(interval_s=0)
+
+
+def test_lightnings_hooks_of_a_bar_are_refused():
+    with pytest.raises(TypeError, match=r"init_train_tqdm would never be called: override bar"):
+        type("Mine", (TQDMProgressBar,), {"init_train_tqdm": lambda self: None})
+
+
+def test_figures_as_text():
+    assert [duration(s) for s in (0, 59.6, 3600, 86400 * 2 + 3661, None)] == [
+        "0:00",
+        "1:00",
+        "1:00:00",
+        "2d 01:01",
+        "-:--",
+    ]
+    assert [speed(r, "step") for r in (12.34, 0.25, 12345.6, None)] == [
+        "12.3 step/s",
+        "4.0 s/step",
+        "12346 step/s",
+        "- step/s",
+    ]
+    assert [number(v) for v in (0.123456, 1e-7, 3, "text")] == ["0.1235", "1e-07", "3", "text"]
+
+
+def test_metrics_are_wrapped():
+    items = ["loss=0.5", "accuracy=0.25", "x" * 30 + "=1", "幅=2"]
+    assert wrapped(items, 20, 10) == ["loss=0.5", "accuracy=0.25", "x" * 17 + "…=1", "幅=2"]
+    assert wrapped(items, 23, 2) == ["loss=0.5  accuracy=0.25", "… 2 more"]
+    assert wrapped([], 20, 10) == []
+
+
+NOTEBOOK = """
+import torch
+import callbacks
+from engine import Fit, TrainModule, launch
+
+class Model(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch, batch_idx):
+        loss = (self.weight * batch).mean()
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def test_step(self, batch, batch_idx):
+        self.log("mean", batch.mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+def main(bar):
+    fit = Fit(max_epochs=2, accelerator="cpu", root_dir="runs", callbacks=[getattr(callbacks, bar)()])
+    module = Model()
+    fit.run(module, [torch.ones(2, 1)] * 20)
+    fit.test(module, [torch.ones(2, 1)] * 20)
+"""
+
+
+@pytest.mark.slow
+def test_a_notebook(tmp_path, monkeypatch):
+    """The cell keeps the last state of the bar; processes forked from it write lines, which appear in it."""
+    nbformat, nbconvert = pytest.importorskip("nbformat"), pytest.importorskip("nbconvert.preprocessors")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+    calls = [
+        "main('RichProgressBar')",
+        "main('TQDMProgressBar')",
+        "launch.notebook(main, 'RichProgressBar', num_processes=2);",
+    ]
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in (NOTEBOOK, *calls)])
+    nbconvert.ExecutePreprocessor(timeout=300).preprocess(book, {"metadata": {"path": str(tmp_path)}})
+    rich, tqdm, forked = (cell.outputs for cell in book.cells[1:])
+    for outputs, bar in ((rich, "epoch 2/2  ━━"), (tqdm, "epoch 2/2: 100%|")):
+        training, testing = (each.data["text/html"] for each in outputs if each.output_type == "display_data")
+        assert bar in training
+        assert "20/20" in training
+        assert "loss=-39" in training
+        assert "20/20" in testing
+    for outputs in (rich, tqdm, forked):
+        text = "".join(each.text for each in outputs if each.output_type == "stream")
+        steps = [20, 40] if outputs is not forked else [10, 20]
+        assert [int(step) for step in re.findall(r"epoch \d/2: step (\d+)", text)] == steps
+        assert len(re.findall(r"mean +1\b", text)) == 1
+    assert not [each for each in forked if each.output_type == "display_data"], json.dumps(forked)

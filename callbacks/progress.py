@@ -1,0 +1,274 @@
+"""What progress bars have in common: when they draw, and what."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from callbacks.progress_figures import Figures, Progress, duration, number, speed
+from callbacks.progress_screen import Screen, screen_of
+from callbacks.results_table import results_table
+from engine import Callback, Run
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class ProgressBar(Callback):
+    """Subclass it and define :meth:`bar`.
+
+    A terminal shows a bar for the epoch, one for the evaluation under way, and the metrics below on lines of their own, in its bottom rows; all
+    that is printed or logged, by any rank, scrolls above them. A notebook shows the same in its cell. Elsewhere (files, pipes, continuous
+    integration, processes forked from a notebook) there is a line every ``interval_s`` seconds. When an epoch ends, and after an error, a
+    line stays. After ``Fit.validate`` and ``Fit.test`` there is a table.
+
+    Only the main process shows anything. It draws in the training process itself, at most ``refresh_rate`` times a second; a step in between only
+    reads the clock. Nothing waits for the device. The terminal is also restored after an error and Ctrl-C; only if the process is killed with
+    SIGKILL do the bars stay, until ``reset``.
+    """
+
+    critical = False
+    shows_progress = True
+
+    def __init__(self, refresh_rate: float = 10.0, interval_s: float = 30.0, console: Console | None = None) -> None:
+        """
+        Args:
+            refresh_rate: how often the bar is drawn, in Hz; more than 0 and at most 10.
+            interval_s: seconds between two lines where there is no bar.
+            console: the ``rich`` console to write to; ``None``: standard output.
+
+        Raises:
+            ValueError: a number is out of range.
+        """
+        name = type(self).__name__
+        if not 0 < refresh_rate <= 10:
+            raise ValueError(
+                f"{name}(refresh_rate={refresh_rate!r}): it must be more than 0 and at most 10 Hz (drawings a second, not batches between "
+                "two of them); leave the callback out for no bar"
+            )
+        if not interval_s > 0:
+            raise ValueError(f"{name}(interval_s={interval_s!r}): it must be more than 0 seconds")
+        self.refresh_rate, self.interval_s = refresh_rate, interval_s
+        self._console = console
+        self._screen: Screen | None = None  # on the main process, in a run
+        self._figures = Figures()
+        self._next = math.inf  # when to draw
+        self._line_due = 0.0  # when to write a line, where nothing is drawn
+        self._training = False  # in an epoch
+        self._ended = ""  # the start of a finished epoch's line, until its metrics are known
+
+    # -- to define or to override -------------------------------------------------------------------------------------------------
+
+    def bar(self, shown: Progress, screen: Screen) -> str:
+        """One bar as a line of less than ``screen.width`` columns."""
+        raise NotImplementedError(f"{type(self).__name__} must define bar(shown, screen)")
+
+    def get_metrics(self, run: Run, module: nn.Module) -> Mapping[str, float | int | str]:
+        """What is shown with the bar: by default what was logged with ``prog_bar=True``. Must not wait for the device."""
+        return run.progress
+
+    # -- events of the run --------------------------------------------------------------------------------------------------------
+
+    def setup(self, run: Run, module: nn.Module, stage: str) -> None:
+        self._next, self._training, self._ended, self._screen = math.inf, False, "", None
+        self._figures = Figures()
+        if not run.is_main_process:
+            return
+        from rich.console import Console
+
+        self._screen = screen_of(self._console or Console(), self._console is not None)
+        self._next = 0.0
+        self._line_due = time.monotonic() + self.interval_s
+
+    def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
+        self._close(run, module)
+
+    def on_exception(self, run: Run, module: nn.Module, exception: BaseException) -> None:
+        if self._screen is not None and self._training and not self._ended:
+            self._write(self._line(self._figures.epoch(run)), run, module)
+        self._close(run, module)
+
+    def on_train_end(self, run: Run, module: nn.Module) -> None:
+        self._draw(run, module)
+        self._close(run, module)
+
+    def on_train_epoch_start(self, run: Run, module: nn.Module) -> None:
+        if self._screen is not None:
+            self._write_epoch(run, module)
+            self._training = True
+            self._figures.begin_epoch(run)
+            self._draw(run, module)
+
+    def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if time.monotonic() >= self._next:
+            self._figures.measure(run)
+            self._show(run, module)
+
+    def on_train_epoch_end(self, run: Run, module: nn.Module) -> None:
+        if self._screen is not None:
+            self._figures.measure(run)
+            self._figures.end_epoch(run)
+            rate = speed(self._figures.epoch_rate(run), "step")
+            self._ended = f"{self._figures.epoch(run).title}: step {run.step}, {rate}"
+
+    def on_sanity_check_start(self, run: Run, module: nn.Module) -> None:
+        most = run.settings.num_sanity_val_steps
+        counts = run.num_eval_batches
+        if most >= 0:
+            counts = [most if count is None else min(count, most) for count in counts]
+        self._eval_start(run, module, "sanity check", counts)
+
+    def on_validation_start(self, run: Run, module: nn.Module) -> None:
+        self._eval_start(run, module, "validation", run.num_eval_batches)
+
+    def on_test_start(self, run: Run, module: nn.Module) -> None:
+        self._eval_start(run, module, "test", run.num_eval_batches)
+
+    def on_predict_start(self, run: Run, module: nn.Module) -> None:
+        self._eval_start(run, module, "predict", run.num_eval_batches)
+
+    def on_validation_batch_end(
+        self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._figures.evaluated(dataloader_idx)
+        if time.monotonic() >= self._next:
+            self._show(run, module)
+
+    def on_test_batch_end(
+        self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.on_validation_batch_end(run, module, outputs, batch, batch_idx, dataloader_idx)
+
+    def on_predict_batch_end(
+        self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.on_validation_batch_end(run, module, outputs, batch, batch_idx, dataloader_idx)
+
+    def on_validation_end(self, run: Run, module: nn.Module) -> None:
+        if run.stage != "sanity":  # its bar has the outer name
+            self._eval_end(run, module)
+
+    def on_sanity_check_end(self, run: Run, module: nn.Module) -> None:
+        self._eval_end(run, module)
+
+    def on_test_end(self, run: Run, module: nn.Module) -> None:
+        self._eval_end(run, module)
+
+    def on_predict_end(self, run: Run, module: nn.Module) -> None:
+        self._eval_end(run, module)
+
+    # -- drawing ------------------------------------------------------------------------------------------------------------------
+
+    def _eval_start(self, run: Run, module: nn.Module, name: str, limits: list[int | None]) -> None:
+        # The sanity check starts a validation inside itself.
+        if self._screen is not None and self._figures.eval_name is None:
+            self._figures.begin_evaluation(name, limits)
+            self._draw(run, module)
+
+    def _eval_end(self, run: Run, module: nn.Module) -> None:
+        if self._screen is None or self._figures.eval_name is None:
+            return
+        if not self._training:
+            self._draw(run, module)  # a notebook keeps it
+        name = self._figures.eval_name
+        self._figures.end_evaluation()
+        if run.stage in ("validate", "test"):
+            self._screen.close()
+            self._next = math.inf
+            if run.metrics:
+                self._screen.write(results_table(name, run, min(self._screen.width, 200)))
+        elif name == "validation" and not self._screen.live and run.state.batch_idx != run.num_train_batches:
+            self._write(f"validation: step {run.step}", run, module)
+        else:
+            self._draw(run, module)
+
+    def _show(self, run: Run, module: nn.Module) -> None:
+        """It is time to draw the bars, or to write a line."""
+        screen = self._screen
+        if screen is None:
+            return
+        self._plan()
+        if screen.live:
+            self._draw(run, module)
+        elif time.monotonic() >= self._line_due:
+            self._line_due = time.monotonic() + self.interval_s
+            if self._figures.eval_name is None:
+                self._write(self._line(self._figures.epoch(run)), run, module)
+            else:
+                screen.write(self._line(self._figures.evaluation()))
+
+    def _draw(self, run: Run, module: nn.Module) -> None:
+        screen = self._screen
+        if screen is None or not screen.live:
+            return
+        lines = [self.bar(self._figures.epoch(run), screen)] if self._training else []
+        if self._figures.eval_name is not None:
+            lines.append(self.bar(self._figures.evaluation(), screen))
+        metrics = wrapped(_items(self.get_metrics(run, module)), screen.width - 1, screen.height - len(lines))
+        screen.draw([*lines, *metrics])
+
+    def _plan(self) -> None:
+        """When to look again."""
+        live = self._screen is not None and self._screen.live
+        self._next = time.monotonic() + (1.0 / self.refresh_rate if live else min(1.0, self.interval_s))
+
+    def _line(self, shown: Progress) -> str:
+        """What a bar shows, as text."""
+        count = shown.whole or f"{shown.unit} {shown.done}" + ("" if shown.total is None else f"/{shown.total}")
+        text = f"{shown.title}: {count}, {speed(shown.rate, shown.unit)}"
+        return text if shown.eta_s is None else f"{text}, ETA {duration(shown.eta_s)}"
+
+    def _write(self, text: str, run: Run, module: nn.Module) -> None:
+        """Write a line, with the metrics."""
+        assert self._screen is not None
+        items = [text, *_items(self.get_metrics(run, module))]
+        if not self._screen.live:
+            self._screen.write(", ".join(items))
+            return
+        first, *others = wrapped(items, self._screen.width - 3, 100)
+        self._screen.write("\n".join([first, *(f"  {line}" for line in others)]))
+
+    def _write_epoch(self, run: Run, module: nn.Module) -> None:
+        """Write the finished epoch's line when the next one starts, since its metrics are logged after its last hook."""
+        if self._ended and self._screen is not None:
+            self._write(self._ended, run, module)
+        self._ended = ""
+
+    def _close(self, run: Run, module: nn.Module) -> None:
+        if self._screen is not None:
+            try:
+                self._write_epoch(run, module)
+            finally:
+                self._screen.close()
+                self._screen, self._next, self._training = None, math.inf, False
+
+
+def _items(metrics: Mapping[str, Any]) -> list[str]:
+    texts = (f"{name}={number(value)}" for name, value in metrics.items())
+    return [text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text) for text in texts]
+
+
+def wrapped(items: Sequence[str], width: int, most: int) -> list[str]:
+    """The items on lines of at most ``width`` columns, and at most so many lines; the last says how many are left out."""
+    from rich.cells import cell_len, set_cell_size
+
+    lines: list[list[str]] = []
+    used = width
+    for item in items:
+        if cell_len(item) > width:  # the name gives way
+            name, _, value = item.rpartition("=")
+            item = set_cell_size(name, max(0, width - 2 - cell_len(value))) + "…=" + value
+            item = set_cell_size(item, min(width, cell_len(item)))
+        if used + 2 + cell_len(item) > width:
+            lines.append([])
+            used = -2
+        lines[-1].append(item)
+        used += 2 + cell_len(item)
+    if len(lines) > most:
+        left_out = sum(map(len, lines[max(0, most - 1) :]))
+        lines = lines[: max(0, most - 1)] + ([[f"… {left_out} more"]] if most > 0 else [])
+    return ["  ".join(line) for line in lines]

@@ -1,0 +1,241 @@
+"""The numbers of a progress bar: how far a run is, how fast, and how long it will take."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from dataclasses import dataclass
+from fractions import Fraction
+
+from engine import Run
+
+RECENT = 60
+"""Seconds of training over which the rate is measured."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """One bar: an epoch, or an evaluation."""
+
+    title: str
+    """``"epoch 2/10"``, ``"validation"``."""
+    done: int
+    """Optimizer steps in the epoch, or batches of the evaluation."""
+    total: int | None
+    """Of them all; ``None``: not known."""
+    fraction: float | None
+    """From 0 to 1, counted in micro-batches; ``None``: not known."""
+    unit: str
+    """What ``done`` counts: ``"step"`` or ``"batch"``."""
+    rate: float | None
+    """Units a second; ``None``: not measured yet."""
+    elapsed_s: float
+    """Since the epoch or the evaluation started."""
+    eta_s: float | None
+    """Seconds until the training (validation included) or the evaluation ends; ``None``: not known."""
+    whole: str = ""
+    """Steps of the training, ``"step 145/1000"``."""
+
+
+class Figures:
+    """Measures one run. Everything is read from the run's counters and the clock: nothing waits for a device.
+
+    The rate is the one of the last minute, without validation and without the first step, in which much is compiled and loaded. The time
+    that is left counts the micro-batches and the validations that are left. Until a validation has been measured, one of its batches
+    is taken to last as long as one in training.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[float, int, int]] = deque(maxlen=RECENT)  # seconds of training, steps, micro-batches
+        self._away = 0.0  # seconds in evaluations
+        self._epoch_began = self._eval_began = 0.0
+        self._first_step = 0
+        self._length: int | None = None  # micro-batches of the last epoch
+        self._validation_s: float | None = None
+        self._eval_batch_s: float | None = None
+        self._limits: list[int | None] = []
+        self._loader = 0
+        self.eval_name: str | None = None
+        """What is being evaluated: ``"validation"``, ``"sanity check"``, ``"test"``, ``"predict"``."""
+        self.eval_done = 0
+
+    # -- events -------------------------------------------------------------------------------------------------------------------
+
+    def begin_epoch(self, run: Run) -> None:
+        """An epoch starts, or continues after a resume."""
+        self._epoch_began, self._first_step = self._trained(), run.step
+
+    def measure(self, run: Run) -> None:
+        """A micro-batch is done. Called before a bar is drawn."""
+        now = self._trained()
+        if not self._recent or now - self._recent[-1][0] >= 1.0:
+            self._recent.append((now, run.step, run.state.batches))
+
+    def end_epoch(self, run: Run) -> None:
+        """An epoch ends."""
+        self._length = run.state.batch_idx
+
+    def begin_evaluation(self, name: str, limits: list[int | None]) -> None:
+        """An evaluation of loaders with so many batches starts."""
+        self.eval_name, self.eval_done, self._limits, self._loader = name, 0, limits, 0
+        self._eval_began = time.monotonic()
+
+    def evaluated(self, dataloader_idx: int) -> None:
+        """A batch of an evaluation is done."""
+        self.eval_done += 1
+        self._loader = dataloader_idx
+
+    def end_evaluation(self) -> None:
+        """The evaluation is over."""
+        seconds = time.monotonic() - self._eval_began
+        self._away += seconds
+        if self.eval_done:
+            self._eval_batch_s = seconds / self.eval_done
+        if self.eval_name == "validation":
+            self._validation_s = seconds
+        self.eval_name = None
+
+    # -- what is shown --------------------------------------------------------------------------------------------------------------
+
+    def epoch(self, run: Run) -> Progress:
+        """The epoch under way. Epochs are counted from 1, as people do."""
+        state, window = run.state, run.window_at(run.state.epoch)
+        done, length = -(-state.batch_idx // window), run.num_train_batches
+        total = None if length is None else -(-length // window)
+        if run.max_steps is not None:  # which may end the epoch
+            total = min(total if total is not None else run.max_steps, done + max(0, run.max_steps - run.step))
+        batches = None if total is None else min(total * window, length or total * window)
+        return Progress(
+            title=f"epoch {state.epoch + 1}" + ("" if run.max_epochs is None else f"/{run.max_epochs}"),
+            done=done,
+            total=total,
+            fraction=min(1.0, state.batch_idx / batches) if batches else None,
+            unit="step",
+            rate=self._rate(run),
+            elapsed_s=self._trained() - self._epoch_began,
+            eta_s=self._left(run),
+            whole=self._whole(run),
+        )
+
+    def epoch_rate(self, run: Run) -> float:
+        """Steps a second in this epoch so far, without validation."""
+        return (run.step - self._first_step) / max(self._trained() - self._epoch_began, 1e-9)
+
+    def evaluation(self) -> Progress:
+        """The evaluation under way."""
+        total = _sum(self._limits)
+        elapsed = time.monotonic() - self._eval_began
+        rate = self.eval_done / elapsed if self.eval_done and elapsed > 0 else None
+        several = f" {self._loader + 1}/{len(self._limits)}" if len(self._limits) > 1 else ""
+        return Progress(
+            title=f"{self.eval_name}{several}",
+            done=self.eval_done,
+            total=total,
+            fraction=min(1.0, self.eval_done / total) if total else None,
+            unit="batch",
+            rate=rate,
+            elapsed_s=elapsed,
+            eta_s=None if rate is None or total is None else max(0, total - self.eval_done) / rate,
+        )
+
+    # -- estimates ------------------------------------------------------------------------------------------------------------------
+
+    def _trained(self) -> float:
+        """The clock without the time of evaluations: inside one it stands still."""
+        return (self._eval_began if self.eval_name is not None else time.monotonic()) - self._away
+
+    def _since(self, run: Run) -> tuple[float, int, int]:
+        """Seconds, steps and micro-batches of the recent past."""
+        if not self._recent:
+            return 0.0, 0, 0
+        seconds, step, batches = self._recent[0]
+        return self._trained() - seconds, run.step - step, run.state.batches - batches
+
+    def _rate(self, run: Run) -> float | None:
+        seconds, steps, _ = self._since(run)
+        return steps / seconds if steps and seconds > 0 else None
+
+    def _whole(self, run: Run) -> str:
+        """Of the training: the step, and the number of steps if it is known."""
+        batches, window = self._batches_left(run), run.window_at(run.state.epoch)
+        return f"step {run.step}" + ("" if batches is None else f"/{run.step + -(-batches // window)}")
+
+    def _batches_left(self, run: Run) -> int | None:
+        """Micro-batches of the training that are left on this rank."""
+        state, length, found = run.state, run.num_train_batches or self._length, []
+        if length is not None and run.max_epochs is not None:
+            found.append((run.max_epochs - state.epoch) * length - state.batch_idx)
+        if run.max_steps is not None:
+            window = run.window_at(state.epoch)
+            found.append((run.max_steps - run.step) * window - state.batch_idx % window)
+        return max(0, min(found)) if found else None
+
+    def _left(self, run: Run) -> float | None:
+        """Seconds of the training that are left."""
+        seconds, _, done = self._since(run)
+        batches, estimates = self._batches_left(run), []
+        if batches == 0 and self.eval_name is None:
+            return 0.0
+        if batches is not None and done > 0 and seconds > 0:
+            batch_s = seconds / done
+            training_s = batches * batch_s
+            validation_s = self._one_validation(run, batch_s)
+            left = training_s + self._validations_left(run, batches, training_s) * validation_s
+            if self.eval_name == "validation":
+                left += max(0.0, validation_s - (time.monotonic() - self._eval_began))
+            estimates.append(left)
+        if run.settings.max_time is not None:
+            estimates.append(max(0.0, run.settings.max_time.value - run.elapsed_s))
+        return min(estimates) if estimates else None
+
+    def _one_validation(self, run: Run, batch_s: float) -> float:
+        if self._validation_s is not None:
+            return self._validation_s
+        count = _sum(run.num_eval_batches)
+        return 0.0 if count is None else count * (batch_s if self._eval_batch_s is None else self._eval_batch_s)
+
+    def _validations_left(self, run: Run, batches: int, training_s: float) -> int:
+        """Validations in the next ``batches`` micro-batches, which take ``training_s``."""
+        every, state = run.val_every.duration, run.state
+        if every is None or not run.val_loaders:
+            return 0
+        if every.unit == "seconds":
+            return int(training_s / every.value)
+        if every.unit == "steps":
+            steps = -(-batches // run.window_at(state.epoch))
+            return math.floor((run.step + steps) / every.value) - math.floor(run.step / every.value)
+        length = run.num_train_batches or self._length
+        if not length:
+            return 0
+        now = state.epoch + Fraction(min(state.batch_idx, length), length)
+        value = Fraction(every.value).limit_denominator(1_000_000)
+        return math.floor((now + Fraction(batches, length)) / value) - math.floor(now / value)
+
+
+def _sum(counts: list[int | None]) -> int | None:
+    return None if any(count is None for count in counts) else sum(count or 0 for count in counts)
+
+
+def duration(seconds: float | None) -> str:
+    """``"0:07"``, ``"1:02:03"``, ``"2d 03:04"``; ``"-:--"`` if it is not known."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-:--"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d {hours % 24:02d}:{minutes:02d}"
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def speed(rate: float | None, unit: str) -> str:
+    """``"12.3 step/s"``, or ``"3.2 s/step"`` if one takes longer than a second."""
+    if rate is None or rate <= 0:
+        return f"- {unit}/s"
+    value, name = (rate, f"{unit}/s") if rate >= 1 else (1 / rate, f"s/{unit}")
+    return f"{value:.0f} {name}" if value >= 1000 else f"{value:.1f} {name}"
+
+
+def number(value: object) -> str:
+    """A metric's value in four digits."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
