@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from callbacks.lr_finder import find_lr
     from callbacks.lr_monitor import LearningRateMonitor
     from callbacks.model_checkpoint import ModelCheckpoint
+    from callbacks.model_summary import ModelSummary
     from callbacks.prediction_writer import PredictionWriter, read_predictions
     from callbacks.progress_bar import RichProgressBar
     from callbacks.pruning import Pruning
@@ -39,6 +40,7 @@ _PLACES = {
     "LambdaCallback": ".lambda_callback",
     "LearningRateMonitor": ".lr_monitor",
     "ModelCheckpoint": ".model_checkpoint",
+    "ModelSummary": ".model_summary",
     "PredictionWriter": ".prediction_writer",
     "Pruning": ".pruning",
     "RichProgressBar": ".progress_bar",
@@ -62,6 +64,7 @@ __all__ = [
     "LambdaCallback",
     "LearningRateMonitor",
     "ModelCheckpoint",
+    "ModelSummary",
     "PredictionWriter",
     "Pruning",
     "RichProgressBar",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from callbacks import LambdaCallback as LambdaCallback
     from callbacks import LearningRateMonitor as LearningRateMonitor
     from callbacks import ModelCheckpoint as ModelCheckpoint
+    from callbacks import ModelSummary as ModelSummary
     from callbacks import RichProgressBar as RichProgressBar
     from callbacks import TQDMProgressBar as TQDMProgressBar
     from callbacks import WeightAveraging as WeightAveraging

@@ -1,0 +1,183 @@
+"""The model as a table before the training: parameters, bytes, FLOPs and shapes."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from callbacks.example_pass import NotMeasured, Seen, pass_through
+from engine import Callback, Run
+
+
+@dataclass(slots=True)
+class Layer:
+    """A submodule, with all that is inside it. Parameters that two submodules share count in both."""
+
+    name: str
+    """``""``: the whole module."""
+    type: str
+    parameters: int
+    """Numbers in its parameters, over all ranks."""
+    trainable: int
+    """Those that require a gradient."""
+    bytes: int
+    """Of its parameters and buffers, over all ranks."""
+    held: int
+    """Bytes of them that this rank holds."""
+    flops: int | None = None
+    """Of a forward pass of the example batch on this rank; a multiplication and an addition are two. ``None``: not measured."""
+    inputs: Any = field(default=None)
+    """Shapes of its inputs in the first call, ``[2, 10]`` or a list of them; ``None``: not measured, or not called."""
+    outputs: Any = field(default=None)
+
+
+class ModelSummary(Callback):
+    """Prints the module as a table when a training starts, on the main process: for each submodule its type, parameters, how many of them
+    are trainable, bytes, FLOPs and shapes, and below it the totals and what one rank holds of a sharded model.
+
+    FLOPs (multiplications and additions of matrix products, convolutions and attention, by ``torch.utils.flop_counter``) and shapes come
+    from one call of ``training_step`` with ``run.example_batch``, without gradients. The training does not notice: random numbers,
+    buffers, parameters, modes and the modules' attributes are restored, and nothing is logged. What ``training_step`` does to other objects
+    (printing, counting in an object that is not a module) happens once more; ``measure=False`` leaves it out. Where it
+    is not possible, the table says why: manual optimization, pipelines, DeepSpeed, streams, lazy modules.
+    """
+
+    def __init__(self, max_depth: int = 1, measure: bool = True) -> None:
+        """
+        Args:
+            max_depth: levels of submodules to show; 0: only the totals; -1: all.
+            measure: whether to measure FLOPs and shapes.
+
+        Raises:
+            ValueError: ``max_depth`` is not -1 or more.
+        """
+        if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < -1:
+            raise ValueError(f"ModelSummary(max_depth={max_depth!r}): it must be -1 (all levels), 0 (totals) or more")
+        self.max_depth, self.measure = max_depth, measure
+        self.layers: list[Layer] = []
+        """The rows of the latest training's table; the first is the whole module."""
+
+    def on_fit_start(self, run: Run, module: nn.Module) -> None:
+        self.layers = [_layer(name, each) for name, each in module.named_modules() if self._shows(name)]
+        note = ""
+        if self.measure:
+            try:
+                note = self._measured(run)
+            except NotMeasured as reason:
+                note = f"FLOPs and shapes are not measured: {reason}"
+            except Exception as error:  # the first step will show it with its traceback
+                note = f"FLOPs and shapes are not measured: {type(error).__name__}: {error}"
+        if run.is_main_process:
+            print("\n".join([*self._table(), *self._totals(run), *([note] if note else [])]), flush=True)
+
+    def _shows(self, name: str) -> bool:
+        return not name or self.max_depth < 0 or name.count(".") < self.max_depth
+
+    def _measured(self, run: Run) -> str:
+        seen = pass_through(run, [layer.name for layer in self.layers])
+        for layer in self.layers:
+            found = seen.get(layer.name, Seen())
+            layer.flops, layer.inputs, layer.outputs = found.flops, found.inputs, found.outputs
+        return (
+            f"{quantity(self.layers[0].flops or 0)} FLOPs in a forward pass of a batch {_text(self.layers[0].inputs)}"
+        )
+
+    def _table(self) -> list[str]:
+        from rich import box
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+
+        rows = self.layers[1:]
+        if not rows:
+            return []
+        measured = any(layer.flops is not None for layer in rows)
+        table = Table("name", "type", box=box.SIMPLE_HEAD, padding=(0, 1))
+        for column in ("params", "trainable", "bytes", *(("FLOPs",) if measured else ())):
+            table.add_column(column, justify="right")
+        for column in ("in", "out") if measured else ():
+            table.add_column(column)
+        for layer in rows:
+            trains = (
+                "all"
+                if layer.trainable == layer.parameters
+                else quantity(layer.trainable)
+                if layer.trainable
+                else "none"
+            )
+            cells = [
+                layer.name,
+                layer.type,
+                quantity(layer.parameters),
+                trains if layer.parameters else "",
+                size(layer.bytes),
+            ]
+            if measured:
+                cells += [quantity(layer.flops or 0), _text(layer.inputs), _text(layer.outputs)]
+            table.add_row(*map(escape, cells))
+        file = io.StringIO()
+        width = shutil.get_terminal_size((120, 24)).columns
+        Console(file=file, width=width, color_system=None, force_terminal=False, force_jupyter=False).print(table)
+        return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).strip("\n").split("\n")
+
+    def _totals(self, run: Run) -> list[str]:
+        whole = self.layers[0]
+        text = f"{quantity(whole.parameters)} parameters, {quantity(whole.trainable)} trainable, {size(whole.bytes)}"
+        if run.world_size > 1:
+            text += f"; rank {run.rank} of {run.world_size} holds {size(whole.held)}"
+        return [f"{whole.type}: {text}"]
+
+
+def _layer(name: str, module: nn.Module) -> Layer:
+    parameters = list(module.parameters())
+    numbers = [_count(p) for p in parameters]
+    trainable = sum(n for n, p in zip(numbers, parameters, strict=True) if p.requires_grad)
+    tensors = [*parameters, *module.buffers()]
+    return Layer(
+        name,
+        type(module).__name__,
+        sum(numbers),
+        trainable,
+        sum(_count(t) * t.element_size() for t in tensors),
+        sum(_held(t) * t.element_size() for t in tensors),
+    )
+
+
+def _count(tensor: Tensor) -> int:
+    """Elements over all ranks. DeepSpeed's stage 3 leaves empty tensors and notes their sizes."""
+    if nn.parameter.is_lazy(tensor):
+        return 0
+    return int(getattr(tensor, "ds_numel", tensor.numel()))
+
+
+def _held(tensor: Tensor) -> int:
+    """Elements on this rank."""
+    if nn.parameter.is_lazy(tensor):
+        return 0
+    part = getattr(tensor, "ds_tensor", tensor)
+    return int(part.to_local().numel() if hasattr(part, "to_local") else part.numel())
+
+
+def _text(shape: Any) -> str:
+    return "" if shape is None else str(shape)
+
+
+def quantity(number: int) -> str:
+    """Three digits: ``"1.23 M"``."""
+    return _scaled(float(number), 1000, ("", " K", " M", " G", " T", " P", " E"))
+
+
+def size(number: int) -> str:
+    """Three digits: ``"4.94 MB"``."""
+    return _scaled(float(number), 1000, (" B", " KB", " MB", " GB", " TB", " PB"))
+
+
+def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
+    place = 0
+    while value >= base * 0.9995 and place < len(units) - 1:
+        value, place = value / base, place + 1
+    return f"{value:.3g}{units[place]}" if place else f"{value:.0f}{units[0]}"
