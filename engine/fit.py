@@ -213,6 +213,7 @@ class Fit:
             if resume is not None:
                 snapshot.resume(run, resume)
             run.roll_back = partial(snapshot.roll_back, run)
+            run.finish_checkpoints = partial(checkpoint_events.finish, run)
             call_all(run, run.hooks.on_fit_start)
             self._sanity_check(run)
             compare(run)
@@ -221,7 +222,7 @@ class Fit:
                 train(run)
             run.over = True
             call_all(run, run.hooks.on_train_end)
-            checkpoint_events.finish(run)
+            run.finish_checkpoints()
             call_all(run, run.hooks.on_fit_end)
             snapshot.reload_best(run)
         return run.result()

@@ -28,7 +28,6 @@ from engine.distributed.agreement import HURRY, STOP, TERMINATE, Agreement
 from engine.distributed.collectives import gather_json
 from engine.engine import Engine
 from engine.health.garbage import Collector
-from engine.health.watchdog import collective_limit
 from engine.loop.hook_calls import Hooked, Hooks
 from engine.loop.result import Result, Times, TrainState
 from engine.loop.tally import Tally
@@ -85,9 +84,10 @@ class Run:
     """The backward pass: the engine's, or the module's overridden ``backward``."""
     best_checkpoint: Path | str | None = None
     last_checkpoint: Path | str | None = None
-    roll_back: Callable[
-        [Path | str], None
-    ]  # takes weights, optimizers and schedulers of a checkpoint; the rest continues
+    roll_back: Callable[[Path | str], None]
+    """Takes weights, optimizers and schedulers of a checkpoint; the rest continues."""
+    finish_checkpoints: Callable[[], None]
+    """Waits for the checkpoint in progress and calls its events; all ranks call this together."""
     train_loader: PreparedLoader | None = None
     datamodule: DataModule | None = None
     num_train_batches: int | None = None
@@ -266,13 +266,6 @@ class Run:
         if self.world_size > 1:
             return self.agreement.elapsed_s
         return self.clock()
-
-    def tighten(self) -> None:
-        """The first step is done, and so are slow starts (connecting, compiling): a longer wait from here on means a hang."""
-        self.started = True
-        if self.settings.timeout is not None and self.world_size > 1:
-            self.engine.group.barrier()  # other ranks may still be compiling
-            self.engine.group.limit(collective_limit(self.settings.timeout.value, self.device))
 
     def clock(self) -> float:
         """Seconds of training by this rank's own clock."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from engine.health.watchdog import collective_limit
 from engine.loop.checkpoint_events import announce
 from engine.loop.epoch_clock import EpochClock
 from engine.loop.evaluate import validate
@@ -105,7 +106,7 @@ def due(run: Run) -> None:
     run.engine.settle()
     step = run.state.step
     if not run.started:
-        run.tighten()
+        tighten(run)
     run.publish_due()
     if run.below_minimum and step >= (run.settings.min_steps or 0):
         run.below_minimum = False
@@ -118,6 +119,14 @@ def due(run: Run) -> None:
     if run.gc_every.due(step, None, 0.0):
         run.garbage.collect()
     plan_next(run)
+
+
+def tighten(run: Run) -> None:
+    """The first step is done, and so are slow starts (connecting, compiling): a longer wait from here on means a hang."""
+    run.started = True
+    if run.settings.timeout is not None and run.world_size > 1:
+        run.engine.group.barrier()  # other ranks may still be compiling
+        run.engine.group.limit(collective_limit(run.settings.timeout.value, run.device))
 
 
 def plan_next(run: Run) -> None:
