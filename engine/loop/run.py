@@ -460,6 +460,13 @@ class Run:
         self.home.announce()
         self.engine.settle()
         state = self.state
+        if (
+            self._logged_step >= 0
+            and not self.over
+            and self.exception is None
+            and state.batch_idx == state.whole_batches
+        ):
+            self.publish_due()  # a run that resumes here does not report this step again
         # The end of an epoch and the start of the next are one position. Inside a window the state at its start counts.
         key = (
             state.step,
