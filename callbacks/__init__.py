@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from callbacks.gradient_norm import GradientNorm
     from callbacks.lambda_callback import LambdaCallback
     from callbacks.loggers.csv import CSVLogger
+    from callbacks.loggers.jsonl import JSONLLogger
+    from callbacks.loggers.tensorboard import TensorBoardLogger
     from callbacks.lr_finder import find_lr
     from callbacks.lr_monitor import LearningRateMonitor
     from callbacks.model_checkpoint import ModelCheckpoint
@@ -37,6 +39,7 @@ _PLACES = {
     "EMA": ".ema",
     "EarlyStopping": ".early_stopping",
     "GradientNorm": ".gradient_norm",
+    "JSONLLogger": ".loggers.jsonl",
     "LambdaCallback": ".lambda_callback",
     "LearningRateMonitor": ".lr_monitor",
     "ModelCheckpoint": ".model_checkpoint",
@@ -47,6 +50,7 @@ _PLACES = {
     "SWA": ".swa",
     "SpikeGuard": ".spike_guard",
     "TQDMProgressBar": ".tqdm_progress_bar",
+    "TensorBoardLogger": ".loggers.tensorboard",
     "WeightAveraging": ".weight_averaging",
     "find_batch_size": ".batch_size_finder",
     "find_lr": ".lr_finder",
@@ -61,6 +65,7 @@ __all__ = [
     "CSVLogger",
     "EarlyStopping",
     "GradientNorm",
+    "JSONLLogger",
     "LambdaCallback",
     "LearningRateMonitor",
     "ModelCheckpoint",
@@ -70,6 +75,7 @@ __all__ = [
     "RichProgressBar",
     "SpikeGuard",
     "TQDMProgressBar",
+    "TensorBoardLogger",
     "WeightAveraging",
     "find_batch_size",
     "find_lr",

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import queue
-import threading
+import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
+from callbacks.loggers.progress import START, Position, Progress
+from callbacks.loggers.sender import Item, Sender
 from engine import Callback, Run
 
-_log = logging.getLogger("engine")
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Moment:
     """When values were logged."""
 
@@ -28,25 +25,34 @@ class Moment:
     """Optimizer steps done."""
     epoch: int
     """From 0."""
+    samples: int
+    """Samples trained on so far, on all ranks."""
     time: float
     """Seconds since 1970."""
 
 
 class Logger(Callback):
-    """Subclass it and define :meth:`open`, :meth:`scalars` and :meth:`close`.
+    """Subclass it and define :meth:`open`, :meth:`scalars` and :meth:`close`; for media also :attr:`takes` and :meth:`media`.
 
     All of them run on the main process only: ``open`` in ``setup``, where an error ends the run before its first step, the others in order in a
     thread of their own, so that a slow tracker does not slow the training down. One that fails is tried again, ``retries`` times
-    and ever later; then the error is logged, and the run continues without this logger. While a tracker does not answer, up to
-    ``waiting`` values wait for it; later ones are left out, with a warning. At the end of the run the rest is sent, for at most
-    ``patience_s`` seconds.
+    and ever later; then the error is logged, and the run continues without this logger (if a medium cannot be sent, without this medium).
+    While a tracker does not answer, up to ``waiting`` values wait for it, up to 200 media among them; later ones are left out, with a
+    warning. At the end of the run the rest is sent, for at most ``patience_s`` seconds.
 
-    A resumed run repeats the steps after its checkpoint, exactly. What a logger has sent is noted in the run's folder (``sent/<key>``), and is
-    not sent again.
+    A resumed run repeats the steps after its checkpoint, exactly. What a logger has sent is noted in the run's folder (``sent/``), and is not sent
+    again, unless it :attr:`rewinds`. What waited when a checkpoint was saved is in the checkpoint (without media), and is sent after the resume.
     """
 
     logs = True
     critical = False
+    takes: frozenset[str] = frozenset()
+    """The media that :meth:`media` can send: ``"image"``, ``"histogram"``, ``"text"``, ``"audio"``, ``"figure"``, ``"table"``; with
+    ``"artifact"``, files for :meth:`artifact`."""
+    rewinds = False
+    """Whether :meth:`rewind` can remove what was sent."""
+    threaded = True
+    """Whether calls are made by a thread; ``False`` for a file, where a row is to be seen at once."""
 
     def __init__(self, *, retries: int = 3, waiting: int = 10_000, patience_s: float = 30.0) -> None:
         """
@@ -64,8 +70,10 @@ class Logger(Callback):
                 "least 0, waiting at least 1"
             )
         self.retries, self.waiting, self.patience_s = retries, waiting, patience_s
-        self._sender: _Sender | None = None
-        self._sent: _Sent | None = None
+        self._sender: Sender | None = None
+        self._progress: Progress | None = None
+        self._position: Position = START
+        self._restored: dict[str, Any] | None = None
 
     # -- to define ----------------------------------------------------------------------------------------------------------------
 
@@ -75,127 +83,128 @@ class Logger(Callback):
     def scalars(self, values: Mapping[str, float], at: Moment) -> None:
         """Send ``values``, which were logged ``at`` this moment."""
 
+    def media(self, kind: str, name: str, value: Any, at: Moment, **options: Any) -> None:
+        """Send a medium whose ``kind`` is in :attr:`takes`; ``value`` and ``options`` as ``module.log_image`` and the like have got them."""
+
+    def artifact(self, path: Path, name: str, at: Moment) -> None:
+        """Send the file or folder at ``path``."""
+
     def close(self, status: str) -> None:
         """Close it. ``status``: ``"completed"``, ``"stopped"``, ``"interrupted"`` or ``"failed"``."""
+
+    def has(self, values: Mapping[str, float], at: Moment) -> bool:
+        """Whether the tracker has these; asked after a kill about those that were being sent then."""
+        return False
+
+    def rewind(self, step: int) -> None:
+        """Remove what is later than ``step``, where a training resumes; 0: a new one starts. Called if it :attr:`rewinds`."""
 
     # -- events of the run ----------------------------------------------------------------------------------------------------------
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
-        if not run.is_main_process:
-            return
-        self.open(run)
-        self._sender = _Sender(type(self).__name__, self.retries, self.waiting)
-        self._sent = _Sent(run.folder / "sent" / self.state_key)
+        self._progress = None
+        if run.is_main_process and stage != "predict":  # a prediction logs nothing, except for media
+            self._begin(run)
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
-        if self._sent is not None:
-            self._sent.start(run.step)
+        restored, self._restored = self._restored, None
+        self._position = START if restored is None else (int(restored["step"]), int(restored["number"]))
+        if self._sender is None:
+            return
+        self._progress = Progress(_progress_file(self, run), run.id)
+        if self.rewinds:
+            self._progress.forget_after(run.step)
+            self._sender.put(Item(partial(self.rewind, run.step)))
+        for position, moment, values in [] if restored is None else restored["waiting"]:
+            self._put(self._progress, (int(position[0]), int(position[1])), values, Moment(*moment))
 
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
-        if self._sender is None or self._sent is None:
+        if run.is_main_process and (at := self._now(run)) is not None:
+            self._put(self._progress, self._position, dict(metrics), at)
+
+    def on_media(self, run: Run, kind: str, name: str, value: Any, **options: Any) -> None:
+        """Send a medium soon, or (``kind="artifact"``) the file or folder at the path ``value``. The value is not changed any more."""
+        if not run.is_main_process:
             return
-        if (number := self._sent.next(step)) is not None:
-            at = Moment(step, run.epoch, time.time())
-            self._sender.put(partial(self._send, self._sent, dict(metrics), at, number))
+        if self._sender is None:
+            self._begin(run)
+        if (at := self._now(run)) is not None:
+            if kind == "artifact":
+                send = partial(self.artifact, Path(value), name, at)
+            else:
+                send = partial(self.media, kind, name, value, at, **options)
+            call = partial(self._send, self._progress, self._position, send, None)
+            assert self._sender is not None
+            self._sender.put(Item(call, media=f"the {kind} {name!r}"))
 
     def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
         if self._sender is not None:
-            status = "failed" if run.exception is not None else run.result().status
-            self._sender.end(partial(self.close, status), self.patience_s)
-        self._sender = self._sent = None
+            self._sender.end(partial(self.close, _status(run)), self.patience_s)
+        self._sender = self._progress = None
 
-    def _send(self, sent: _Sent, values: Mapping[str, float], at: Moment, number: int) -> None:
-        self.scalars(values, at)
-        sent.note(at.step, number)
+    def state_dict(self) -> dict[str, Any]:
+        """How far the run has logged, and what waits to be sent."""
+        step, number = self._position
+        return {"step": step, "number": number, "waiting": [] if self._sender is None else self._sender.waiting()}
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._restored = state
 
-class _Sender:
-    """A thread that makes calls in order."""
+    # -- inside -----------------------------------------------------------------------------------------------------------------------
 
-    def __init__(self, name: str, retries: int, waiting: int) -> None:
-        self._name, self._retries = name, retries
-        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(waiting)
-        self._gone = threading.Event()  # nothing more is sent
-        self._left_out = 0
-        self._thread = threading.Thread(target=self._work, name=f"fit-{name}", daemon=True)
-        self._thread.start()
+    def _begin(self, run: Run) -> None:
+        self.open(run)
+        self._sender = Sender(type(self).__name__, self.retries, self.waiting, self.threaded)
 
-    def put(self, call: Callable[[], None]) -> None:
-        """Make this call soon."""
-        if self._gone.is_set():
+    def _now(self, run: Run) -> Moment | None:
+        """Count what is logged now; ``None``: it was sent before."""
+        step = run.step
+        self._position = step, self._position[1] + 1 if step == self._position[0] else 1
+        if self._progress is not None and self._position <= self._progress.sent:
+            return None
+        return Moment(step, run.epoch, getattr(run, "samples", 0), time.time())
+
+    def _put(self, progress: Progress | None, position: Position, values: Mapping[str, float], at: Moment) -> None:
+        if self._sender is None or (progress is not None and position <= progress.sent):
             return
-        try:
-            self._calls.put_nowait(call)
-        except queue.Full:
-            self._left_out += 1
-            if self._left_out == 1:
-                _log.warning("%s does not keep up: values are left out", self._name)
+        send, has = partial(self.scalars, values, at), partial(self.has, values, at)
+        record = [list(position), [at.step, at.epoch, at.samples, at.time], dict(values)]
+        self._sender.put(Item(partial(self._send, progress, position, send, has), record))
 
-    def end(self, close: Callable[[], None], patience_s: float) -> None:
-        """Make the waiting calls, then ``close``; give up after ``patience_s``."""
-        deadline = time.monotonic() + patience_s
-        for call in (close, None):
-            try:
-                self._calls.put(call, timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Full:
-                break
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._thread.is_alive():
-            self._gone.set()
-            _log.error("%s did not answer within %g s: what it had not sent is lost", self._name, patience_s)
-
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            if not self._gone.is_set():
-                self._make(call)
-
-    def _make(self, call: Callable[[], None]) -> None:
-        for attempt in range(self._retries + 1):
-            try:
-                call()
-                return
-            except Exception as error:
-                if attempt < self._retries and not self._gone.wait(min(2.0**attempt, 30.0)):
-                    continue
-                self._gone.set()
-                _log.exception("%s failed; the run continues without it: %s", self._name, error)
-                return
+    def _send(self, progress: Progress | None, position: Position, send: Any, has: Any) -> None:
+        if progress is None:  # an evaluation, which is logged each time
+            send()
+            return
+        if not (progress.begin(position) and has is not None and has()):
+            send()
+        progress.done(position)
 
 
-class _Sent:
-    """How far a run's values were sent: step, and how many times values were sent at this step."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._last = _last(path)
-        self._step, self._number = -1, 0
-        self._skips = False
-
-    def start(self, step: int) -> None:
-        """The training begins, or resumes, at this step."""
-        self._skips = step > 0
-        if not self._skips:
-            self._last = (-1, 0)
-            self._path.unlink(missing_ok=True)
-
-    def next(self, step: int) -> int | None:
-        """The number of the values that come now among those of this step, from 1; ``None``: they were sent before."""
-        self._step, self._number = step, self._number + 1 if step == self._step else 1
-        return None if self._skips and (step, self._number) <= self._last else self._number
-
-    def note(self, step: int, number: int) -> None:
-        """These were sent; a kill of the process does not lose this."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
-        try:
-            os.pwrite(descriptor, json.dumps([step, number]).ljust(40).encode() + b"\n", 0)
-        finally:
-            os.close(descriptor)
+def settings_of(run: Run) -> dict[str, Any]:
+    """What a tracker shows of a run, without secrets: its hyperparameters by name, and its settings as ``fit/<name>``."""
+    found = flat(getattr(run, "hyperparameters", {}))
+    return found | {
+        f"fit/{name}": value for name, value in flat({k: v["value"] for k, v in run.config.items()}).items()
+    }
 
 
-def _last(path: Path) -> tuple[int, int]:
-    try:
-        step, number = json.loads(path.read_text())
-        return int(step), int(number)
-    except (OSError, ValueError, TypeError):
-        return -1, 0
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, with names such as ``model/width``; lists and other values become text."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{name}/")
+        else:
+            found[f"{prefix}{name}"] = value if isinstance(value, (bool, int, float, str)) else str(value)
+    return found
+
+
+def _progress_file(logger: Logger, run: Run) -> Path:
+    key = hashlib.sha256(logger.state_key.encode()).hexdigest()[:12]
+    return run.folder / "sent" / f"{type(logger).__qualname__}-{key}.json"
+
+
+def _status(run: Run) -> str:
+    if run.interrupted or isinstance(run.exception, KeyboardInterrupt):
+        return "interrupted"
+    return "failed" if run.exception is not None else run.result().status

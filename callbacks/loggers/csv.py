@@ -5,23 +5,23 @@ from __future__ import annotations
 import csv
 import io
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from torch import nn
-
-from engine import Callback, Run
+from callbacks.loggers.base import Logger, Moment
+from engine import Run
 
 _FIXED = ("step", "epoch")
 _CONFIG = "config.yaml"
 
 
-class CSVLogger(Callback):
+class CSVLogger(Logger):
     """One row per log event: the first step, every ``log_every_n_steps`` steps, the last one, and after each evaluation.
 
-    The columns are ``step`` (optimizer steps done), ``epoch`` (from 0) and one for each metric, in the order in which they first
-    appear; a metric that is missing in a row leaves its cell empty. A new metric adds a column and keeps earlier rows. Each row is
-    flushed when the hook returns. Only the main process writes the file.
+    The columns are ``step`` (optimizer steps done), ``epoch`` (from 0), ``samples`` (trained on so far, by all ranks) and one for each metric, in
+    the order in which they first appear; a metric that is missing in a row leaves its cell empty. A new metric adds a column and keeps
+    earlier rows. Each row is flushed when the hook returns. Only the main process writes the file.
 
     A resumed run appends, after removing rows later than the step that it resumed from. A run that starts at step 0
     where such a file exists already first moves that file to ``metrics.1.csv`` (or the next free number).
@@ -29,7 +29,8 @@ class CSVLogger(Callback):
     ``config.yaml`` in the same folder has the settings of the run with their origins, in the form of ``fit.yaml``, without secrets.
     """
 
-    logs = True
+    rewinds = True
+    threaded = False
 
     def __init__(self, dir: str | os.PathLike[str] | None = None, name: str = "metrics.csv") -> None:
         """
@@ -44,54 +45,63 @@ class CSVLogger(Callback):
             raise ValueError(
                 f"CSVLogger(name={name!r}): name must be the name of a file without a folder, other than {_CONFIG}; give the folder as dir="
             )
+        super().__init__(retries=0)
         self.dir = None if dir is None else Path(dir)
         self.name = name
         self.path: Path | None = None
         """The file; known from the start of the first run."""
+        self._config = ""
         self._columns: list[str] = list(_FIXED)
         self._file: TextIO | None = None
 
-    def setup(self, run: Run, module: nn.Module, stage: str) -> None:
-        self.path = (run.folder if self.dir is None else self.dir) / self.name
+    @property
+    def state_key(self) -> str:
+        return f"{type(self).__qualname__}; dir={self.dir}, name={self.name}"
 
-    def on_train_start(self, run: Run, module: nn.Module) -> None:
+    def open(self, run: Run) -> None:
+        self.path = (run.folder if self.dir is None else self.dir) / self.name
+        self._config = run.config_as_yaml()
+        if self.path.exists():
+            _read(self.path)
+
+    def rewind(self, step: int) -> None:
         """Truncate (resumed) or move away (new run) an earlier run's file."""
         assert self.path is not None
-        if not run.is_main_process:
-            return
-        self._write_config(run)
+        self._write_config(step)
         if not self.path.exists():
             return
-        self._close()
-        if run.step > 0:
+        self.close("")
+        if step > 0:
             columns, rows = _read(self.path)
             self._columns = columns
-            _rewrite(self.path, columns, [row for row in rows if int(row["step"]) <= run.step])
+            _rewrite(self.path, columns, [row for row in rows if int(row["step"]) <= step])
         else:
-            self.path.rename(_free_name(self.path))
+            self.path.rename(free_name(self.path))
             self._columns = list(_FIXED)
 
-    def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
-        if run.is_main_process:
-            self._write(
-                {"step": step, "epoch": run.epoch, **{name: metrics[name] for name in metrics if name not in _FIXED}}
-            )
+    def scalars(self, values: Mapping[str, float], at: Moment) -> None:
+        own = {name: value for name, value in values.items() if name not in _FIXED}
+        self._write({"step": at.step, "epoch": at.epoch, "samples": at.samples, **own})
 
-    def on_exception(self, run: Run, module: nn.Module, exception: BaseException) -> None:
-        self._close()
+    def has(self, values: Mapping[str, float], at: Moment) -> bool:
+        assert self.path is not None
+        rows = _read(self.path)[1] if self.path.exists() else []
+        row = {"step": at.step, **{name: value for name, value in values.items() if name not in _FIXED}}
+        return any(all(there.get(name) == str(value) for name, value in row.items()) for there in rows)
 
-    def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
-        self._close()
+    def close(self, status: str) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
-    def _write_config(self, run: Run) -> None:
+    def _write_config(self, step: int) -> None:
         assert self.path is not None
         path = self.path.with_name(_CONFIG)
-        text = run.config_as_yaml()
-        if run.step == 0 and path.exists() and path.read_text(encoding="utf-8") != text:
-            path.rename(_free_name(path))
+        if step == 0 and path.exists() and path.read_text(encoding="utf-8") != self._config:
+            path.rename(free_name(path))
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + ".new")
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(self._config, encoding="utf-8")
         os.replace(temporary, path)
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -106,7 +116,7 @@ class CSVLogger(Callback):
 
     def _widen(self, new: list[str]) -> None:
         assert self.path is not None
-        self._close()
+        self.close("")
         _, rows = _read(self.path)
         self._columns = [*self._columns, *new]
         _rewrite(self.path, self._columns, rows)
@@ -123,11 +133,6 @@ class CSVLogger(Callback):
             self._columns = list(_FIXED)
             _rewrite(self.path, self._columns, [])
         self._file = self.path.open("a", newline="", encoding="utf-8")
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
@@ -162,7 +167,8 @@ def _rewrite(path: Path, columns: list[str], rows: list[dict[str, str]]) -> None
     os.replace(temporary, path)
 
 
-def _free_name(path: Path) -> Path:
+def free_name(path: Path) -> Path:
+    """``path`` with the next free number before its ending."""
     number = 1
     while (free := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1

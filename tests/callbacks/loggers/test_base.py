@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
+import signal
 import threading
 import time
 from collections.abc import Mapping
@@ -14,7 +12,7 @@ from typing import Any
 
 import pytest
 from models import Weight, fit, ones
-from processes import clean_environment, run_ranks
+from processes import run_ranks
 
 from callbacks import ModelCheckpoint
 from callbacks.loggers.base import Logger, Moment
@@ -91,7 +89,7 @@ def test_a_tracker_that_is_gone_stops_nothing(tmp_path: Path, how: str, caplog: 
 
     begun = time.monotonic()
     with caplog.at_level(logging.WARNING, "engine"):
-        gone = Gone(retries=0, waiting=2, patience_s=0.5)
+        gone = Gone(retries=0, waiting=2 if how == "hangs" else 100, patience_s=0.5)
         result = fit(tmp_path, max_steps=20, log_every_n_steps=1, callbacks=gone).run(Logs(), ones(20))
     assert (result.status, result.step) == ("completed", 20)
     assert time.monotonic() - begun < 300
@@ -103,6 +101,64 @@ def test_a_tracker_that_is_gone_stops_nothing(tmp_path: Path, how: str, caplog: 
             "Gone does not keep up: values are left out",
             "Gone did not answer within 0.5 s: what it had not sent is lost",
         ]
+
+
+def test_a_medium_that_cannot_be_sent_is_left_out_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Pictures(Notes):
+        takes = frozenset({"image", "artifact"})
+
+        def media(self, kind: str, name: str, value: Any, at: Moment, **options: Any) -> None:
+            if value is None:
+                raise TypeError("not an image")
+            self.sent.append((at.step, kind, name, value, options))
+
+        def artifact(self, path: Path, name: str, at: Moment) -> None:
+            self.sent.append((at.step, path, name))
+
+    class Draws(Logs):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            notes.on_media(self.run, "image", "picture", batch_idx or None, caption="c")
+            notes.on_media(self.run, "artifact", "file", "a.txt")
+            return super().training_step(batch, batch_idx)
+
+    notes = Pictures()
+    fit(tmp_path, max_steps=2, log_every_n_steps=1, callbacks=notes).run(Draws(), ones(2))
+    assert notes.sent == [
+        ("open", "fit"),
+        *((0, Path("a.txt"), "file"), (1, 0, "loss")),
+        *((1, "image", "picture", 1, {"caption": "c"}), (1, Path("a.txt"), "file"), (2, 0, "loss")),
+        "completed",
+    ]
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert said == ["Pictures could not send the image 'picture': it is left out: not an image"]
+
+
+def test_ctrl_c_is_an_interruption(tmp_path: Path) -> None:
+    class Stops(Logs):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx:
+                raise KeyboardInterrupt
+            return super().training_step(batch, batch_idx)
+
+    notes = Notes()
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, log_every_n_steps=1, callbacks=notes).run(Stops(), ones(2))
+    assert notes.sent == [("open", "fit"), (1, 0, "loss"), "interrupted"]
+
+
+def test_an_evaluation_does_not_change_what_was_sent(tmp_path: Path) -> None:
+    trainer = fit(
+        tmp_path,
+        max_steps=4,
+        log_every_n_steps=1,
+        callbacks=[notes := Notes(), ModelCheckpoint("2 steps", save_top_k=2)],
+    )
+    result = trainer.run(Logs(), ones(4))
+    checkpoint = result.folder / "checkpoints" / "step=00000002"
+    trainer.validate(Logs(), ones(1), checkpoint=checkpoint)
+    notes.sent.clear()
+    trainer.run(Logs(), ones(4), resume=checkpoint)
+    assert notes.sent == [("open", "fit"), "completed"]
 
 
 def test_what_cannot_be_opened_is_an_error_before_the_first_step(tmp_path: Path) -> None:
@@ -117,50 +173,103 @@ def test_what_cannot_be_opened_is_an_error_before_the_first_step(tmp_path: Path)
 
 
 KILLED = """
-import os, sys
+import json, os, signal, sys, threading
 from pathlib import Path
-root, kill = Path(sys.argv[1]), int(sys.argv[2])
+root, event, kill, slow, asynchronous = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5]
+from torch.utils.data import DataLoader
 from callbacks import ModelCheckpoint
 from callbacks.loggers.base import Logger
 from engine import Callback
 from models import Weight, fit, ones
 
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
 class Lines(Logger):
-    def scalars(self, values, at):
+    takes = frozenset({"text"})
+    def write(self, *words):
+        if slow == "stuck" and not go.is_set():
+            go.wait(600)
         with (root / "lines").open("a") as file:
-            print(at.step, *values, file=file)
+            print(*words, file=file)
+    def scalars(self, values, at):
+        self.write(at.step, at.epoch, *(f"{name}={value:g}" for name, value in values.items()))
+        if event == "sending" and at.step == kill:
+            die()
+    def media(self, kind, name, value, at, **options):
+        self.write(at.step, at.epoch, name, value)
+    def has(self, values, at):
+        written = (root / "lines").open() if (root / "lines").exists() else []
+        there = [line.split()[0] + line.split()[2].partition("=")[0] for line in written]
+        return str(at.step) + next(iter(values)) in there
+
+go = threading.Event()
+lines = Lines(patience_s=300)
 
 class Logs(Weight):
     def training_step(self, batch, batch_idx):
-        self.log("loss", 1.0)
+        self.log("loss", float(self.global_step))
+        if self.run.step == 4:
+            lines.on_media(self.run, "text", "note", "four")
         return super().training_step(batch, batch_idx)
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.log("val", float(dataloader_idx))
+    def on_validation_epoch_end(self):
+        self.log("all", 1.0)
 
 class Kills(Callback):
-    def on_train_batch_end(self, run, *args):
-        if run.step == kill:
-            while not (root / "lines").exists() or f"{kill - 1} val" not in (root / "lines").read_text():
+    seen = 0
+    def on_checkpoint_saved(self, run, *args):
+        if event == "saved" and run.step >= kill:
+            die()
+    def on_log(self, run, module, metrics, step):
+        self.seen = self.seen + 1 if step == kill else 0
+        if event.startswith("log") and step == kill and self.seen == int(event[3:]):
+            while slow != "stuck" and lines._sender.waiting():
                 pass
-            os._exit(9)
+            die()
+    def on_train_end(self, *args):
+        go.set()
 
-checkpoint = ModelCheckpoint(every="3 steps", asynchronous=False)
-fit(root, max_steps=9, log_every_n_steps=1, val_every="1 steps", callbacks=[Lines(), Kills(), checkpoint]).run(
-    Logs(), ones(9), ones(1), resume="auto"
+data = DataLoader(ones(1)[0], batch_size=1)
+checkpoint = ModelCheckpoint(every="3 steps", asynchronous=asynchronous == "asynchronous")
+fit(root, max_steps=9, log_every_n_steps=1, val_every="1 steps", callbacks=[lines, Kills(), checkpoint]).run(
+    Logs(), ones(9), [data, data], resume="auto"
 )
+report(True)
 """
-
-
-def test_a_killed_and_resumed_run_has_no_line_twice_and_none_missing(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(KILLED)
-    environment = clean_environment(
-        PYTHONPATH=os.pathsep.join([str(Path(__file__).parents[2]), os.environ["PYTHONPATH"]])
+WHOLE = [
+    line
+    for step in range(1, 10)
+    for line in (
+        *((f"{step} 0 loss={step - 1}",)),
+        *((f"{step} 0 val/dataloader_idx_0=0", f"{step} 0 val/dataloader_idx_1=1", f"{step} 0 all=1")),
+        *(["4 0 note four"] if step == 4 else []),
     )
-    for kill in (5, 8, -1):
-        command = [sys.executable, str(script), str(tmp_path), str(kill)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == (9 if kill > 0 else 0), done.stderr
-    lines = (tmp_path / "lines").read_text().splitlines()
-    assert lines == [f"{step} {name}" for step in range(1, 10) for name in ("loss", "val")]
+]
+
+
+@pytest.mark.parametrize(
+    ("kills", "asynchronous"),
+    [
+        # At the event of the checkpoint; in the middle of the evaluations of a step that is saved, and of one that is not; while values are sent.
+        (["saved 3 quick", "log3 8 quick", "sending 9 quick"], "no"),
+        # All values wait for a tracker that does not answer, and are in the checkpoint.
+        (["log4 7 stuck", "saved 9 stuck"], "asynchronous"),
+    ],
+)
+def test_a_killed_and_resumed_run_has_no_line_twice_and_none_missing(
+    tmp_path: Path, kills: list[str], asynchronous: str
+) -> None:
+    script = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n" + KILLED
+    for kill in kills:
+        ran = run_ranks(script, 1, tmp_path, *kill.split(), asynchronous, check=False)[0]
+        assert ran.returncode == -signal.SIGKILL, ran.stderr
+    run_ranks(script, 1, tmp_path, "never", 0, "quick", asynchronous)
+    whole = (
+        WHOLE if asynchronous == "no" else [line for line in WHOLE if "note" not in line]
+    )  # checkpoints keep no media
+    assert (tmp_path / "lines").read_text().splitlines() == whole
 
 
 def test_only_the_main_process_opens(tmp_path: Path) -> None:

@@ -1,0 +1,69 @@
+"""How far a run's values have reached a tracker, kept in the run's folder: a kill of the process does not lose it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+Position = tuple[int, int]
+"""A step, and how many times something was logged at this step."""
+
+START: Position = (-1, 0)
+_WIDTH = 160
+
+
+class Progress:
+    """What a logger has sent of one run.
+
+    Args:
+        path: the file that keeps it.
+        run_id: what other runs have sent does not count.
+    """
+
+    def __init__(self, path: Path, run_id: str) -> None:
+        self._path, self._run_id = path, run_id
+        self.sent, self.doubtful, self.count = _read(path, run_id)
+        """Up to where everything was sent; what was being sent when the process was killed, or ``None``; how many times something was sent."""
+
+    def forget_after(self, step: int) -> None:
+        """What came after this step is not there any more; with 0 nothing is."""
+        self.sent = min(self.sent, (step + 1, 0)) if step else START
+        if self.doubtful is not None and (self.doubtful[0] > step or not step):
+            self.doubtful = None
+
+    def begin(self, position: Position) -> bool:
+        """This is about to be sent. Returns whether it may be there already."""
+        doubtful, self.doubtful = self.doubtful == position, position
+        self._write()
+        return doubtful
+
+    def done(self, position: Position) -> None:
+        """This was sent."""
+        self.sent, self.doubtful, self.count = max(self.sent, position), None, self.count + 1
+        self._write()
+
+    def _write(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps([self._run_id, self.sent, self.doubtful, self.count])
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            os.pwrite(descriptor, text.ljust(_WIDTH).encode() + b"\n", 0)
+        finally:
+            os.close(descriptor)
+
+
+def _read(path: Path, run_id: str) -> tuple[Position, Position | None, int]:
+    try:
+        name, sent, doubtful, count = json.loads(path.read_text())
+        if name != run_id:
+            return START, None, 0
+        return _position(sent), None if doubtful is None else _position(doubtful), int(count)
+    except (OSError, ValueError, TypeError):
+        return START, None, 0
+
+
+def _position(value: Any) -> Position:
+    step, number = map(int, value)
+    return step, number

@@ -1,0 +1,127 @@
+"""TensorBoard's event files."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from callbacks.loggers.base import Logger, Moment, settings_of
+from callbacks.loggers.media import markdown, numbers, pixels, samples, table
+from engine import Run
+
+
+class TensorBoardLogger(Logger):
+    """Writes event files for TensorBoard: ``pip install tensorboard``, then ``tensorboard --logdir runs``.
+
+    Each metric is a series over the steps (optimizer steps done), with the series ``epoch`` and ``samples`` (trained on so far, by all ranks) beside
+    them. Hyperparameters and settings, without secrets, are in its tab HPARAMS. Everything is in the file soon after it is logged: a
+    kill loses nothing. A run that resumes from an earlier step writes where the series are to be cut (TensorBoard's ``purge_step``).
+    An artifact is a text with its path; of a sound, TensorBoard gets the mean of the channels.
+    """
+
+    takes = frozenset({"image", "histogram", "text", "audio", "figure", "table", "artifact"})
+    rewinds = True
+
+    def __init__(self, dir: str | os.PathLike[str] | None = None, **options: Any) -> None:
+        """
+        Args:
+            dir: a folder for many runs, each of which gets a folder in it, named after the run's folder and id; ``None``: ``tensorboard`` in the
+                run's folder.
+            options: of :class:`Logger`.
+        """
+        super().__init__(**options)
+        self.dir = None if dir is None else Path(dir)
+        self.path: Path | None = None
+        """The folder of the event files; known from the start of the first run."""
+        self._new: Any = None
+        self._made: Any = None
+        self._settings: dict[str, Any] = {}
+
+    @property
+    def state_key(self) -> str:
+        return f"{type(self).__qualname__}; dir={self.dir}"
+
+    def open(self, run: Run) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                "TensorBoardLogger writes with the package tensorboard: pip install tensorboard"
+            ) from error
+        self.path = run.folder / "tensorboard" if self.dir is None else self.dir / f"{run.folder.name}-{run.id[:8]}"
+        self._settings = settings_of(run)
+        self._new = partial(SummaryWriter, str(self.path), max_queue=1000)
+        self._made = None
+
+    def rewind(self, step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from torch.utils.tensorboard.summary import hparams
+
+        if step and self._made is None:
+            self._next_second()
+        start = SessionLog(status=SessionLog.START)
+        self._writer.file_writer.add_event(Event(step=step + 1 if step else 0, session_log=start))
+        if not step:
+            for summary in hparams(self._settings, {}):
+                self._writer.file_writer.add_summary(summary)
+        self._writer.flush()
+
+    def scalars(self, values: Mapping[str, float], at: Moment) -> None:
+        for name, value in {"epoch": at.epoch, "samples": at.samples, **values}.items():
+            self._writer.add_scalar(name, value, at.step, at.time)
+        self._writer.flush()
+
+    def has(self, values: Mapping[str, float], at: Moment) -> bool:
+        from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+        assert self.path is not None
+        name, value = list(values.items())[-1]  # the last one that was written
+        return any(
+            event.step == at.step
+            and any(each.tag == name and each.simple_value == np.float32(value) for each in event.summary.value)
+            for path in self.path.glob("events.out.tfevents.*")
+            for event in LegacyEventFileLoader(str(path)).Load()
+        )
+
+    def media(self, kind: str, name: str, value: Any, at: Moment, **options: Any) -> None:
+        when = (at.step, at.time)
+        if kind in ("image", "figure"):
+            self._writer.add_image(name, pixels(value, options.get("dataformats")), *when, dataformats="HWC")
+        elif kind == "histogram":
+            found = numbers(value)
+            self._writer.add_histogram(
+                name, found[np.isfinite(found)], at.step, options.get("bins", "tensorflow"), at.time
+            )
+        elif kind == "audio":
+            self._writer.add_audio(name, samples(value).mean(1), at.step, options.get("sample_rate", 44100), at.time)
+        else:
+            text = markdown(*table(value, options.get("columns"))) if kind == "table" else str(value)
+            self._writer.add_text(name, text, *when)
+        self._writer.flush()
+
+    def artifact(self, path: Path, name: str, at: Moment) -> None:
+        self.media("text", name, str(path.absolute()), at)
+
+    def close(self, status: str) -> None:
+        if self._made is not None:
+            self._made.close()
+
+    @property
+    def _writer(self) -> Any:
+        if self._made is None:
+            self._made = self._new()
+        return self._made
+
+    def _next_second(self) -> None:
+        """TensorBoard reads files in the order of their names, which have the second of their creation: no two processes may share one."""
+        assert self.path is not None
+        while any(
+            path.name.split(".")[3] == f"{int(time.time()):010d}" for path in self.path.glob("events.out.tfevents.*")
+        ):
+            time.sleep(0.05)
