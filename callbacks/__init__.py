@@ -17,9 +17,13 @@ if TYPE_CHECKING:
     from callbacks.finetuning import BaseFinetuning
     from callbacks.gradient_norm import GradientNorm
     from callbacks.lambda_callback import LambdaCallback
+    from callbacks.loggers.aim import AimLogger
     from callbacks.loggers.csv import CSVLogger
     from callbacks.loggers.jsonl import JSONLLogger
+    from callbacks.loggers.mlflow import MLflowLogger
     from callbacks.loggers.tensorboard import TensorBoardLogger
+    from callbacks.loggers.trackio import TrackioLogger
+    from callbacks.loggers.wandb import WandbLogger
     from callbacks.lr_finder import find_lr
     from callbacks.lr_monitor import LearningRateMonitor
     from callbacks.model_checkpoint import ModelCheckpoint
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from callbacks.weight_averaging import WeightAveraging
 
 _PLACES = {
+    "AimLogger": ".loggers.aim",
     "BackboneFinetuning": ".backbone_finetuning",
     "BaseFinetuning": ".finetuning",
     "CSVLogger": ".loggers.csv",
@@ -42,6 +47,7 @@ _PLACES = {
     "JSONLLogger": ".loggers.jsonl",
     "LambdaCallback": ".lambda_callback",
     "LearningRateMonitor": ".lr_monitor",
+    "MLflowLogger": ".loggers.mlflow",
     "ModelCheckpoint": ".model_checkpoint",
     "ModelSummary": ".model_summary",
     "PredictionWriter": ".prediction_writer",
@@ -51,6 +57,8 @@ _PLACES = {
     "SpikeGuard": ".spike_guard",
     "TQDMProgressBar": ".tqdm_progress_bar",
     "TensorBoardLogger": ".loggers.tensorboard",
+    "TrackioLogger": ".loggers.trackio",
+    "WandbLogger": ".loggers.wandb",
     "WeightAveraging": ".weight_averaging",
     "find_batch_size": ".batch_size_finder",
     "find_lr": ".lr_finder",
@@ -60,6 +68,7 @@ _PLACES = {
 __all__ = [
     "EMA",
     "SWA",
+    "AimLogger",
     "BackboneFinetuning",
     "BaseFinetuning",
     "CSVLogger",
@@ -68,6 +77,7 @@ __all__ = [
     "JSONLLogger",
     "LambdaCallback",
     "LearningRateMonitor",
+    "MLflowLogger",
     "ModelCheckpoint",
     "ModelSummary",
     "PredictionWriter",
@@ -76,6 +86,8 @@ __all__ = [
     "SpikeGuard",
     "TQDMProgressBar",
     "TensorBoardLogger",
+    "TrackioLogger",
+    "WandbLogger",
     "WeightAveraging",
     "find_batch_size",
     "find_lr",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,6 +72,7 @@ class Logger(Callback):
         self.retries, self.waiting, self.patience_s = retries, waiting, patience_s
         self._sender: Sender | None = None
         self._progress: Progress | None = None
+        self._training = False  # what is sent is numbered, and sent once
         self._position: Position = START
         self._restored: dict[str, Any] | None = None
 
@@ -102,25 +103,25 @@ class Logger(Callback):
     # -- events of the run ----------------------------------------------------------------------------------------------------------
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
-        self._progress = None
+        self._training = False
         if run.is_main_process and stage != "predict":  # a prediction logs nothing, except for media
             self._begin(run)
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         restored, self._restored = self._restored, None
         self._position = START if restored is None else (int(restored["step"]), int(restored["number"]))
-        if self._sender is None:
+        if self._sender is None or self._progress is None:
             return
-        self._progress = Progress(_progress_file(self, run), run.id)
+        self._training = True
         if self.rewinds:
             self._progress.forget_after(run.step)
             self._sender.put(Item(partial(self.rewind, run.step)))
         for position, moment, values in [] if restored is None else restored["waiting"]:
-            self._put(self._progress, (int(position[0]), int(position[1])), values, Moment(*moment))
+            self._put((int(position[0]), int(position[1])), values, Moment(*moment))
 
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
         if run.is_main_process and (at := self._now(run)) is not None:
-            self._put(self._progress, self._position, dict(metrics), at)
+            self._put(self._position, dict(metrics), at)
 
     def on_media(self, run: Run, kind: str, name: str, value: Any, **options: Any) -> None:
         """Send a medium soon, or (``kind="artifact"``) the file or folder at the path ``value``. The value is not changed any more."""
@@ -133,9 +134,7 @@ class Logger(Callback):
                 send = partial(self.artifact, Path(value), name, at)
             else:
                 send = partial(self.media, kind, name, value, at, **options)
-            call = partial(self._send, self._progress, self._position, send, None)
-            assert self._sender is not None
-            self._sender.put(Item(call, media=f"the {kind} {name!r}"))
+            self._offer(self._position, send, None, media=f"the {kind} {name!r}")
 
     def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
         if self._sender is not None:
@@ -153,31 +152,44 @@ class Logger(Callback):
     # -- inside -----------------------------------------------------------------------------------------------------------------------
 
     def _begin(self, run: Run) -> None:
+        self._progress = Progress(_progress_file(self, run), run.id)
         self.open(run)
         self._sender = Sender(type(self).__name__, self.retries, self.waiting, self.threaded)
+
+    @property
+    def count(self) -> int:
+        """How many times something was sent in this run, before it was resumed too."""
+        return 0 if self._progress is None else self._progress.count
 
     def _now(self, run: Run) -> Moment | None:
         """Count what is logged now; ``None``: it was sent before."""
         step = run.step
         self._position = step, self._position[1] + 1 if step == self._position[0] else 1
-        if self._progress is not None and self._position <= self._progress.sent:
+        if self._known(self._position):
             return None
         return Moment(step, run.epoch, getattr(run, "samples", 0), time.time())
 
-    def _put(self, progress: Progress | None, position: Position, values: Mapping[str, float], at: Moment) -> None:
-        if self._sender is None or (progress is not None and position <= progress.sent):
-            return
-        send, has = partial(self.scalars, values, at), partial(self.has, values, at)
-        record = [list(position), [at.step, at.epoch, at.samples, at.time], dict(values)]
-        self._sender.put(Item(partial(self._send, progress, position, send, has), record))
+    def _known(self, position: Position) -> bool:
+        return self._training and self._progress is not None and position <= self._progress.sent
 
-    def _send(self, progress: Progress | None, position: Position, send: Any, has: Any) -> None:
-        if progress is None:  # an evaluation, which is logged each time
-            send()
-            return
-        if not (progress.begin(position) and has is not None and has()):
-            send()
-        progress.done(position)
+    def _put(self, position: Position, values: dict[str, float], at: Moment) -> None:
+        if not self._known(position):
+            record = [list(position), [at.step, at.epoch, at.samples, at.time], values]
+            self._offer(position, partial(self.scalars, values, at), partial(self.has, values, at), record)
+
+    def _offer(self, position: Position, send: Any, has: Any, record: Any = None, media: str = "") -> None:
+        if self._sender is not None and self._progress is not None:
+            work = partial(_send, self._progress, position if self._training else None, send, has)
+            self._sender.put(Item(work, record, media))
+
+
+def _send(
+    progress: Progress, position: Position | None, send: Callable[[], None], has: Callable[[], bool] | None
+) -> None:
+    """``position``: ``None`` in evaluations, which are logged each time."""
+    if position is None or not (progress.begin(position) and has is not None and has()):
+        send()
+    progress.done(position)
 
 
 def settings_of(run: Run) -> dict[str, Any]:

@@ -39,9 +39,11 @@ class Progress:
         self._write()
         return doubtful
 
-    def done(self, position: Position) -> None:
-        """This was sent."""
-        self.sent, self.doubtful, self.count = max(self.sent, position), None, self.count + 1
+    def done(self, position: Position | None) -> None:
+        """This was sent; ``None``: in an evaluation."""
+        if position is not None:
+            self.sent, self.doubtful = max(self.sent, position), None
+        self.count += 1
         self._write()
 
     def _write(self) -> None:

@@ -1,0 +1,85 @@
+"""Trackio's local database."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+
+from callbacks.loggers.base import Logger, Moment, settings_of
+from callbacks.loggers.media import histogram, markdown, pixels, samples, table
+from engine import Run
+
+
+class TrackioLogger(Logger):
+    """Logs into Trackio's database on this machine: ``pip install trackio``, then ``trackio show``.
+
+    A row has the optimizer steps done as its step, with ``epoch`` and ``samples`` (trained on so far, by all ranks). Hyperparameters and
+    settings, without secrets, are the run's config. A resumed run and its evaluations are the same run. A row is in the database when it is
+    sent: a kill loses nothing. ``trackio sync --project NAME --space-id SPACE`` copies a project into a Space; files are not taken.
+    """
+
+    takes = frozenset({"image", "histogram", "text", "audio", "figure", "table"})
+
+    def __init__(self, project: str = "fit", name: str | None = None, **options: Any) -> None:
+        """
+        Args:
+            project: groups runs.
+            name: of the run; ``None``: the name of the run's folder, with the first letters of the run's id.
+            options: of :class:`Logger`.
+        """
+        super().__init__(**options)
+        self.project, self.name = project, name
+        self._run = self._id = ""
+        self._config: dict[str, Any] | None = None
+
+    @property
+    def state_key(self) -> str:
+        return f"{type(self).__qualname__}; {self.project}"
+
+    def open(self, run: Run) -> None:
+        try:
+            import trackio
+            from trackio.sqlite_storage import SQLiteStorage
+        except ImportError as error:
+            raise ImportError("TrackioLogger logs with the package trackio: pip install trackio") from error
+        self._trackio, self._storage = trackio, SQLiteStorage
+        self._run, self._id = self.name or f"{run.folder.name}-{run.id[:8]}", run.id
+        self._config = settings_of(run)
+        SQLiteStorage.init_db(self.project)
+
+    def scalars(self, values: Mapping[str, float], at: Moment) -> None:
+        self._log(dict(values), at)
+
+    def media(self, kind: str, name: str, value: Any, at: Moment, **options: Any) -> None:
+        caption = options.get("caption")
+        if kind in ("image", "figure"):
+            made: Any = self._trackio.Image(pixels(value, options.get("dataformats")), caption=caption)
+        elif kind == "audio":
+            made = self._trackio.Audio(samples(value), sample_rate=options.get("sample_rate", 44100), caption=caption)
+        elif kind == "histogram":
+            made = self._trackio.Histogram(
+                np_histogram=tuple(map(np.asarray, histogram(value, options.get("bins", 64))))
+            )
+        else:
+            made = self._trackio.Markdown(
+                markdown(*table(value, options.get("columns"))) if kind == "table" else str(value)
+            )
+        if kind in ("image", "figure", "audio"):
+            made._save(self.project, self._run, at.step)
+        self._log({name: made._to_dict()}, at)
+
+    def _log(self, values: dict[str, Any], at: Moment) -> None:
+        self._storage.bulk_log(
+            project=self.project,
+            run=self._run,
+            run_id=self._id,
+            metrics_list=[{"epoch": at.epoch, "samples": at.samples, **values}],
+            steps=[at.step],
+            timestamps=[datetime.fromtimestamp(at.time, UTC).isoformat()],
+            config=self._config,
+            log_ids=[f"{self._id}-{self.count}"],  # a row that is there already is not written again
+        )
+        self._config = None

@@ -1,0 +1,126 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from callbacks.loggers.base import Logger, Moment, settings_of
+from callbacks.loggers.media import pixels, samples, table
+from engine import Run
+
+_FLUSH_S = 0.02
+"""How often W&B writes what it has got into the run's file (s); its default is 15 s."""
+
+
+class WandbLogger(Logger):
+    """Logs to Weights & Biases: ``pip install wandb``.
+
+    Each row has ``step`` (optimizer steps done), which is the x axis of all metrics, ``epoch`` and ``samples`` (trained on so far, by all ranks).
+    Hyperparameters and settings, without secrets, are the run's config. A resumed run and its evaluations are the same run, with the id
+    of the run; steps that it has already are not sent again. With ``mode="offline"`` nothing leaves the machine: each start of a run writes a
+    folder ``offline-run-*`` in ``wandb`` of the run's folder, and ``wandb sync --append`` sends them, in their order, to one run.
+    """
+
+    takes = frozenset({"image", "histogram", "text", "audio", "figure", "table", "artifact"})
+
+    def __init__(
+        self,
+        project: str | None = None,
+        name: str | None = None,
+        mode: str | None = None,
+        retries: int = 3,
+        waiting: int = 10_000,
+        patience_s: float = 60.0,
+        **init: Any,
+    ) -> None:
+        """
+        Args:
+            project, name: of the run; ``None``: W&B's choice, and the name of the run's folder.
+            mode: ``"online"``, ``"offline"`` or ``"disabled"``; ``None``: as W&B is configured (``WANDB_MODE``).
+            retries, waiting, patience_s: of :class:`Logger`.
+            init: further arguments of ``wandb.init``: ``entity``, ``tags``, ``group``, ``settings``.
+
+        Raises:
+            ValueError: ``id``, ``resume``, ``reinit``, ``config`` or ``dir`` are given, which the logger sets.
+        """
+        if taken := sorted({"id", "resume", "reinit", "config", "dir"} & init.keys()):
+            raise ValueError(
+                f"WandbLogger({', '.join(taken)}=...): a run and its resumes have the id run.id, the config of the run and a folder in run.folder; "
+                "leave it out"
+            )
+        super().__init__(retries=retries, waiting=waiting, patience_s=patience_s)
+        self.project, self.name, self.mode, self.init = project, name, mode, init
+        self.experiment: Any = None
+        """The ``wandb.Run`` while a run is under way."""
+
+    @property
+    def state_key(self) -> str:
+        return f"{type(self).__qualname__}; {self.project}"
+
+    def open(self, run: Run) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ImportError("WandbLogger logs with the package wandb: pip install wandb") from error
+        self._wandb = wandb
+        run.folder.mkdir(parents=True, exist_ok=True)
+        offline = wandb.Settings().mode if self.mode is None else self.mode
+        settings = self.init.get("settings") or {}
+        settings = wandb.Settings(**settings) if isinstance(settings, Mapping) else settings
+        settings.x_transaction_log_flush_interval = _FLUSH_S
+        self.experiment = wandb.init(
+            project=self.project,
+            name=self.name or run.folder.name,
+            mode=self.mode,
+            id=run.id,
+            dir=str(run.folder),
+            config=settings_of(run),
+            resume=None if offline in ("offline", "dryrun") else "allow",
+            reinit="create_new",
+            settings=settings,
+            **{name: value for name, value in self.init.items() if name != "settings"},
+        )
+        self.experiment.define_metric("step")
+        self.experiment.define_metric("*", step_metric="step")
+
+    def scalars(self, values: Mapping[str, float], at: Moment) -> None:
+        self._log(values, at)
+
+    def media(self, kind: str, name: str, value: Any, at: Moment, **options: Any) -> None:
+        wandb, caption = self._wandb, options.get("caption")
+        if kind in ("image", "figure"):
+            made: Any = wandb.Image(pixels(value, options.get("dataformats")), caption=caption)
+        elif kind == "histogram":
+            made = wandb.Histogram(value, num_bins=min(options.get("bins", 64), 512))
+        elif kind == "audio":
+            made = wandb.Audio(samples(value), sample_rate=options.get("sample_rate", 44100), caption=caption)
+        elif kind == "table":
+            columns, rows = table(value, options.get("columns"))
+            made = wandb.Table(columns=columns, data=rows)
+        else:
+            made = wandb.Html(f"<pre>{escape(str(value))}</pre>")
+        self._log({name: made}, at)
+
+    def artifact(self, path: Path, name: str, at: Moment) -> None:
+        made = self._wandb.Artifact(re.sub(r"[^\w.-]", "_", name), type="file", metadata={"step": at.step})
+        (made.add_dir if path.is_dir() else made.add_file)(str(path))
+        self.experiment.log_artifact(made)
+
+    def close(self, status: str) -> None:
+        self.experiment.finish(exit_code=1 if status in ("failed", "interrupted") else 0)
+        self.experiment = None
+
+    def _log(self, values: Mapping[str, Any], at: Moment) -> None:
+        path = Path(self.experiment.settings.sync_file or "")
+        before = path.stat().st_size if path.is_file() else 0
+        # W&B's own step counts rows, also those of earlier offline folders; it must rise with each row.
+        row = {"epoch": at.epoch, "samples": at.samples, **values, "step": at.step}
+        self.experiment.log(row, step=self.count, commit=True)
+        deadline = time.monotonic() + 5.0
+        while path.is_file() and path.stat().st_size == before and time.monotonic() < deadline:
+            time.sleep(_FLUSH_S / 4)  # what W&B's process has not written yet is lost if this process is killed
