@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from callbacks.loggers.base import Logger, Moment, settings_of
-from callbacks.loggers.media import markdown, numbers, pixels, samples, table
+from callbacks.loggers.media import finite, markdown, pixels, sound
 from engine import Run
 
 
@@ -77,13 +77,13 @@ class AimLogger(Logger):
     def media(self, kind: str, name: str, value: Any, at: Moment, **options: Any) -> None:
         aim, caption = self._aim, options.get("caption") or ""
         if kind in ("image", "figure"):
-            made: Any = aim.Image(pixels(value, options.get("dataformats")).squeeze(), caption=caption)
+            made: Any = aim.Image(pixels(value).squeeze(), caption=caption)
         elif kind == "audio":
-            made = aim.Audio(samples(value).astype("float32"), rate=options.get("sample_rate", 44100), caption=caption)
+            made = aim.Audio(sound(value).astype("float32"), rate=options["sample_rate"])
         elif kind == "histogram":
-            made = aim.Distribution(numbers(value).ravel(), bin_count=min(options.get("bins", 64), 512))
+            made = aim.Distribution(finite(value), bin_count=64)
         else:
-            made = aim.Text(markdown(*table(value, options.get("columns"))) if kind == "table" else str(value))
+            made = aim.Text(markdown(*value) if kind == "table" else str(value))
         self._run.track(made, name=name, step=at.step, epoch=at.epoch)
 
     def close(self, status: str) -> None:

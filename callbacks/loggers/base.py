@@ -85,7 +85,7 @@ class Logger(Callback):
         """Send ``values``, which were logged ``at`` this moment."""
 
     def media(self, kind: str, name: str, value: Any, at: Moment, **options: Any) -> None:
-        """Send a medium whose ``kind`` is in :attr:`takes`; ``value`` and ``options`` as ``module.log_image`` and the like have got them."""
+        """Send a medium whose ``kind`` is in :attr:`takes`; ``value`` as of :meth:`on_media`, ``options``: keywords of ``module.log_<kind>``."""
 
     def artifact(self, path: Path, name: str, at: Moment) -> None:
         """Send the file or folder at ``path``."""
@@ -123,15 +123,14 @@ class Logger(Callback):
         if run.is_main_process and (at := self._now(run)) is not None:
             self._put(self._position, dict(metrics), at)
 
-    def on_media(self, run: Run, kind: str, name: str, value: Any, **options: Any) -> None:
-        """Send a medium soon, or (``kind="artifact"``) the file or folder at the path ``value``. The value is not changed any more."""
-        if not run.is_main_process:
+    def on_media(self, run: Run, module: nn.Module, kind: str, name: str, value: Any, options: dict[str, Any]) -> None:
+        if kind not in self.takes:
             return
         if self._sender is None:
             self._begin(run)
         if (at := self._now(run)) is not None:
             if kind == "artifact":
-                send = partial(self.artifact, Path(value), name, at)
+                send = partial(self.artifact, value, name, at)
             else:
                 send = partial(self.media, kind, name, value, at, **options)
             self._offer(self._position, send, None, media=f"the {kind} {name!r}")
@@ -167,7 +166,7 @@ class Logger(Callback):
         self._position = step, self._position[1] + 1 if step == self._position[0] else 1
         if self._known(self._position):
             return None
-        return Moment(step, run.epoch, getattr(run, "samples", 0), time.time())
+        return Moment(step, run.epoch, run.samples, time.time())
 
     def _known(self, position: Position) -> bool:
         return self._training and self._progress is not None and position <= self._progress.sent
@@ -194,7 +193,7 @@ def _send(
 
 def settings_of(run: Run) -> dict[str, Any]:
     """What a tracker shows of a run, without secrets: its hyperparameters by name, and its settings as ``fit/<name>``."""
-    found = flat(getattr(run, "hyperparameters", {}))
+    found = flat(run.hyperparameters)
     return found | {
         f"fit/{name}": value for name, value in flat({k: v["value"] for k, v in run.config.items()}).items()
     }

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from callbacks.loggers.base import Logger, Moment, settings_of
 from callbacks.loggers.csv import free_name
-from callbacks.loggers.media import ENDINGS, content, file_name, histogram, jsonable, table
+from callbacks.loggers.media import ENDINGS, cells, content, file_name, histogram, jsonable
 from engine import Run
 
 
@@ -90,15 +90,15 @@ class JSONLLogger(Logger):
     def media(self, kind: str, name: str, value: Any, at: Moment, **options: Any) -> None:
         line: dict[str, Any] = _head(at) | {"kind": kind, "name": name}
         if kind == "histogram":
-            line["counts"], line["edges"] = histogram(value, options.pop("bins", 64))
+            line["counts"], line["edges"] = histogram(value)
         elif kind == "table":
-            line["columns"], line["rows"] = table(value, options.pop("columns", None))
+            line["columns"], line["rows"] = value[0], cells(value[1])
         else:
             path = self._free(name, at.step, ENDINGS[kind])
-            path.write_bytes(content(kind, value, options))
+            path.write_bytes(content(kind, value, options.get("sample_rate", 44100)))
             line["file"] = self._relative(path)
-        if isinstance(caption := options.get("caption"), str):
-            line["caption"] = caption
+        if options.get("caption") is not None:
+            line["caption"] = options["caption"]
         self._write(line)
 
     def artifact(self, path: Path, name: str, at: Moment) -> None:
@@ -128,7 +128,7 @@ class JSONLLogger(Logger):
     def _free(self, name: str, step: int, ending: str) -> Path:
         assert self.path is not None
         number = 0
-        while (path := self.path.parent / "media" / file_name(name, step, number, ending)).exists():
+        while (path := self.path.parent / "media" / file_name(name, step, ending, number)).exists():
             number += 1
         path.parent.mkdir(parents=True, exist_ok=True)
         return path

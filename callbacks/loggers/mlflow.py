@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from callbacks.loggers.base import Logger, Moment, settings_of
-from callbacks.loggers.media import content, file_name, histogram, pixels, table
+from callbacks.loggers.media import cells, content, file_name, histogram, pixels
 from engine import Run
 
 _TAG = "fit.run_id"
@@ -89,25 +89,22 @@ class MLflowLogger(Logger):
         return any(each.step == at.step and each.value == value for each in history)
 
     def media(self, kind: str, name: str, value: Any, at: Moment, **options: Any) -> None:
-        client, path = self._client, file_name(name, at.step, 0, ".json").as_posix()
+        client, path = self._client, file_name(name, at.step, ".json").as_posix()
         if kind == "image":
             when = int(at.time * 1000)
-            client.log_image(
-                self.run_id, pixels(value, options.get("dataformats")), key=_allowed(name), step=at.step, timestamp=when
-            )
+            client.log_image(self.run_id, pixels(value), key=_allowed(name), step=at.step, timestamp=when)
         elif kind == "histogram":
-            counts, edges = histogram(value, options.get("bins", 64))
+            counts, edges = histogram(value)
             client.log_dict(self.run_id, {"counts": counts, "edges": edges}, path)
         elif kind == "table":
-            columns, rows = table(value, options.get("columns"))
-            client.log_dict(self.run_id, {"columns": columns, "data": rows}, path)
+            client.log_dict(self.run_id, {"columns": value[0], "data": cells(value[1])}, path)
         elif kind == "text":
             client.log_text(self.run_id, str(value), path.removesuffix(".json") + ".txt")
         else:
             target = Path(path.removesuffix(".json") + {"audio": ".wav", "figure": ".png"}[kind])
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder, target.name)
-                file.write_bytes(content(kind, value, options))
+                file.write_bytes(content(kind, value, options.get("sample_rate", 44100)))
                 client.log_artifact(self.run_id, str(file), target.parent.as_posix())
 
     def artifact(self, path: Path, name: str, at: Moment) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from callbacks.loggers.base import Logger, Moment, settings_of
-from callbacks.loggers.media import markdown, numbers, pixels, samples, table
+from callbacks.loggers.media import finite, markdown, pixels, sound
 from engine import Run
 
 
@@ -92,16 +92,13 @@ class TensorBoardLogger(Logger):
     def media(self, kind: str, name: str, value: Any, at: Moment, **options: Any) -> None:
         when = (at.step, at.time)
         if kind in ("image", "figure"):
-            self._writer.add_image(name, pixels(value, options.get("dataformats")), *when, dataformats="HWC")
+            self._writer.add_image(name, pixels(value), *when, dataformats="HWC")
         elif kind == "histogram":
-            found = numbers(value)
-            self._writer.add_histogram(
-                name, found[np.isfinite(found)], at.step, options.get("bins", "tensorflow"), at.time
-            )
+            self._writer.add_histogram(name, finite(value), at.step, "auto", at.time)
         elif kind == "audio":
-            self._writer.add_audio(name, samples(value).mean(1), at.step, options.get("sample_rate", 44100), at.time)
+            self._writer.add_audio(name, sound(value).mean(1), at.step, options["sample_rate"], at.time)
         else:
-            text = markdown(*table(value, options.get("columns"))) if kind == "table" else str(value)
+            text = markdown(*value) if kind == "table" else str(value)
             self._writer.add_text(name, text, *when)
         self._writer.flush()
 

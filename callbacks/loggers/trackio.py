@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from callbacks.loggers.base import Logger, Moment, settings_of
-from callbacks.loggers.media import histogram, markdown, pixels, samples, table
+from callbacks.loggers.media import histogram, markdown, pixels, sound
 from engine import Run
 
 
@@ -56,17 +56,13 @@ class TrackioLogger(Logger):
     def media(self, kind: str, name: str, value: Any, at: Moment, **options: Any) -> None:
         caption = options.get("caption")
         if kind in ("image", "figure"):
-            made: Any = self._trackio.Image(pixels(value, options.get("dataformats")), caption=caption)
+            made: Any = self._trackio.Image(pixels(value), caption=caption)
         elif kind == "audio":
-            made = self._trackio.Audio(samples(value), sample_rate=options.get("sample_rate", 44100), caption=caption)
+            made = self._trackio.Audio(sound(value), sample_rate=options["sample_rate"])
         elif kind == "histogram":
-            made = self._trackio.Histogram(
-                np_histogram=tuple(map(np.asarray, histogram(value, options.get("bins", 64))))
-            )
+            made = self._trackio.Histogram(np_histogram=tuple(map(np.asarray, histogram(value))))
         else:
-            made = self._trackio.Markdown(
-                markdown(*table(value, options.get("columns"))) if kind == "table" else str(value)
-            )
+            made = self._trackio.Markdown(markdown(*value) if kind == "table" else str(value))
         if kind in ("image", "figure", "audio"):
             made._save(self.project, self._run, at.step)
         self._log({name: made._to_dict()}, at)

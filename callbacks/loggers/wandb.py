@@ -7,10 +7,10 @@ import time
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from callbacks.loggers.base import Logger, Moment, settings_of
-from callbacks.loggers.media import pixels, samples, table
+from callbacks.loggers.media import cells, histogram, pixels, sound
 from engine import Run
 
 _FLUSH_S = 0.02
@@ -32,7 +32,7 @@ class WandbLogger(Logger):
         self,
         project: str | None = None,
         name: str | None = None,
-        mode: str | None = None,
+        mode: Literal["online", "offline", "disabled", "shared"] | None = None,
         retries: int = 3,
         waiting: int = 10_000,
         patience_s: float = 60.0,
@@ -94,14 +94,13 @@ class WandbLogger(Logger):
     def media(self, kind: str, name: str, value: Any, at: Moment, **options: Any) -> None:
         wandb, caption = self._wandb, options.get("caption")
         if kind in ("image", "figure"):
-            made: Any = wandb.Image(pixels(value, options.get("dataformats")), caption=caption)
+            made: Any = wandb.Image(pixels(value), caption=caption)
         elif kind == "histogram":
-            made = wandb.Histogram(value, num_bins=min(options.get("bins", 64), 512))
+            made = wandb.Histogram(np_histogram=histogram(value))
         elif kind == "audio":
-            made = wandb.Audio(samples(value), sample_rate=options.get("sample_rate", 44100), caption=caption)
+            made = wandb.Audio(sound(value), sample_rate=options["sample_rate"])
         elif kind == "table":
-            columns, rows = table(value, options.get("columns"))
-            made = wandb.Table(columns=columns, data=rows)
+            made = wandb.Table(columns=value[0], data=cells(value[1]))
         else:
             made = wandb.Html(f"<pre>{escape(str(value))}</pre>")
         self._log({name: made}, at)

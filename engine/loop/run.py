@@ -460,20 +460,11 @@ class Run:
         self.home.announce()
         self.engine.settle()
         state = self.state
-        if (
-            self._logged_step >= 0
-            and not self.over
-            and self.exception is None
-            and state.batch_idx == state.whole_batches
-        ):
+        if state.batch_idx == state.whole_batches and self._logged_step >= 0 and not (self.over or self.exception):
             self.publish_due()  # a run that resumes here does not report this step again
         # The end of an epoch and the start of the next are one position. Inside a window the state at its start counts.
-        key = (
-            state.step,
-            state.epoch + state.epoch_done,
-            0 if state.epoch_done else state.whole_batches,
-            state.validated_step,
-        )
+        whole = 0 if state.epoch_done else state.whole_batches
+        key = (state.step, state.epoch + state.epoch_done, whole, state.validated_step)
         if self._saved is not None and (
             key == self._saved[0] or (state.batch_idx != state.whole_batches and self._saved[0][0] == state.step)
         ):

@@ -105,11 +105,11 @@ def test_a_tracker_that_is_gone_stops_nothing(tmp_path: Path, how: str, caplog: 
 
 def test_a_medium_that_cannot_be_sent_is_left_out_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Pictures(Notes):
-        takes = frozenset({"image", "artifact"})
+        takes = frozenset({"text", "artifact"})
 
         def media(self, kind: str, name: str, value: Any, at: Moment, **options: Any) -> None:
-            if value is None:
-                raise TypeError("not an image")
+            if value == "0":
+                raise TypeError("not a word")
             self.sent.append((at.step, kind, name, value, options))
 
         def artifact(self, path: Path, name: str, at: Moment) -> None:
@@ -117,20 +117,20 @@ def test_a_medium_that_cannot_be_sent_is_left_out_alone(tmp_path: Path, caplog: 
 
     class Draws(Logs):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            notes.on_media(self.run, "image", "picture", batch_idx or None, caption="c")
-            notes.on_media(self.run, "artifact", "file", "a.txt")
+            self.log_text("word", f"{batch_idx}")
+            self.log_artifact("file", tmp_path)
             return super().training_step(batch, batch_idx)
 
     notes = Pictures()
     fit(tmp_path, max_steps=2, log_every_n_steps=1, callbacks=notes).run(Draws(), ones(2))
     assert notes.sent == [
         ("open", "fit"),
-        *((0, Path("a.txt"), "file"), (1, 0, "loss")),
-        *((1, "image", "picture", 1, {"caption": "c"}), (1, Path("a.txt"), "file"), (2, 0, "loss")),
+        *((0, tmp_path, "file"), (1, 0, "loss")),
+        *((1, "text", "word", "1", {}), (1, tmp_path, "file"), (2, 0, "loss")),
         "completed",
     ]
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert said == ["Pictures could not send the image 'picture': it is left out: not an image"]
+    assert said == ["Pictures could not send the text 'word': it is left out: not a word"]
 
 
 def test_ctrl_c_is_an_interruption(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ class Logs(Weight):
     def training_step(self, batch, batch_idx):
         self.log("loss", float(self.global_step))
         if self.run.step == 4:
-            lines.on_media(self.run, "text", "note", "four")
+            self.log_text("note", "four")
         return super().training_step(batch, batch_idx)
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         self.log("val", float(dataloader_idx))
