@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from callbacks.prediction_writer import PredictionWriter, read_predictions
     from callbacks.progress_bar import RichProgressBar
     from callbacks.pruning import Pruning
+    from callbacks.report.callback import Report
+    from callbacks.report.page import write_report
     from callbacks.spike_guard import SpikeGuard
     from callbacks.swa import SWA
     from callbacks.tqdm_progress_bar import TQDMProgressBar
@@ -52,6 +54,7 @@ _PLACES = {
     "ModelSummary": ".model_summary",
     "PredictionWriter": ".prediction_writer",
     "Pruning": ".pruning",
+    "Report": ".report.callback",
     "RichProgressBar": ".progress_bar",
     "SWA": ".swa",
     "SpikeGuard": ".spike_guard",
@@ -63,6 +66,7 @@ _PLACES = {
     "find_batch_size": ".batch_size_finder",
     "find_lr": ".lr_finder",
     "read_predictions": ".prediction_writer",
+    "write_report": ".report.page",
 }
 
 __all__ = [
@@ -82,6 +86,7 @@ __all__ = [
     "ModelSummary",
     "PredictionWriter",
     "Pruning",
+    "Report",
     "RichProgressBar",
     "SpikeGuard",
     "TQDMProgressBar",
@@ -92,6 +97,7 @@ __all__ = [
     "find_batch_size",
     "find_lr",
     "read_predictions",
+    "write_report",
 ]
 
 

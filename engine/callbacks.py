@@ -15,17 +15,32 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from callbacks import EMA as EMA
     from callbacks import SWA as SWA
+    from callbacks import AimLogger as AimLogger
     from callbacks import BackboneFinetuning as BackboneFinetuning
     from callbacks import BaseFinetuning as BaseFinetuning
     from callbacks import CSVLogger as CSVLogger
     from callbacks import EarlyStopping as EarlyStopping
+    from callbacks import GradientNorm as GradientNorm
+    from callbacks import JSONLLogger as JSONLLogger
     from callbacks import LambdaCallback as LambdaCallback
     from callbacks import LearningRateMonitor as LearningRateMonitor
+    from callbacks import MLflowLogger as MLflowLogger
     from callbacks import ModelCheckpoint as ModelCheckpoint
     from callbacks import ModelSummary as ModelSummary
+    from callbacks import PredictionWriter as PredictionWriter
+    from callbacks import Pruning as Pruning
+    from callbacks import Report as Report
     from callbacks import RichProgressBar as RichProgressBar
+    from callbacks import SpikeGuard as SpikeGuard
+    from callbacks import TensorBoardLogger as TensorBoardLogger
     from callbacks import TQDMProgressBar as TQDMProgressBar
+    from callbacks import TrackioLogger as TrackioLogger
+    from callbacks import WandbLogger as WandbLogger
     from callbacks import WeightAveraging as WeightAveraging
+    from callbacks import find_batch_size as find_batch_size
+    from callbacks import find_lr as find_lr
+    from callbacks import read_predictions as read_predictions
+    from callbacks import write_report as write_report
 
 _FOLDER = Path(__file__).resolve().parent.parent / "callbacks"
 

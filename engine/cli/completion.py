@@ -121,7 +121,7 @@ def _words(argument: str) -> Iterable[str]:
     if argument == "command":
         return cli.COMMANDS
     if argument == "callback":
-        return list(importlib.import_module(CALLBACKS).__all__)
+        return [name for name in importlib.import_module(CALLBACKS).__all__ if name[0].isupper()]  # not functions
     if argument == "set":
         names = [f"{each.name}=" for each in fields(Settings) if each.name != "callbacks"]
         return [*names, "model.", "data.", "callbacks."]

@@ -1,0 +1,175 @@
+"""One page that shows a whole run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine import Callback, Run
+
+from .page import write_report
+from .record import Record
+
+_SEPARATE_GROUPS = 8
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+_STATM = Path("/proc/self/statm")
+
+
+class Report(Callback):
+    """At the end of a training, ``report.html`` in the run's folder: one file that needs no network.
+
+    The page has the curves of all metrics, learning rates, throughput and memory, where the time went, the configuration without
+    secrets, and the checkpoints. It is written when the run ends, also after an error or Ctrl-C, and again after an evaluation in
+    the same folder. A run that was killed, or is still running, has left its record: ``fit report FOLDER`` makes the page, and
+    ``fit report FOLDER OTHER`` one that compares runs.
+
+    The main process appends to the record (``report.jsonl`` in the run's folder) at log boundaries. A resumed run continues it; what the
+    run repeats replaces what was recorded for those steps.
+    """
+
+    critical = False
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        """
+        Args:
+            path: the page; ``None``: ``report.html`` in the run's folder.
+
+        Raises:
+            ValueError: ``path`` is a folder, or does not end in ``.html``.
+        """
+        self.path = None if path is None else Path(path)
+        if self.path is not None and (self.path.suffix != ".html" or self.path.is_dir()):
+            raise ValueError(f"Report(path={str(path)!r}): it must be the path of a file that ends in .html")
+        self._record: Record | None = None
+        self._optimizers: list[tuple[str, Any]] = []
+        self._computed = 0.0
+
+    def setup(self, run: Run, module: nn.Module, stage: str) -> None:
+        """
+        Raises:
+            ValueError: the run has a second ``Report``, which would record everything twice.
+        """
+        if sum(isinstance(callback, Report) for callback in run.callbacks) > 1:
+            raise ValueError("a run can have one Report: remove the others, or copy the page afterwards")
+        self._optimizers, self._computed = [], 0.0
+
+    def on_train_start(self, run: Run, module: nn.Module) -> None:
+        if run.is_main_process:
+            self._open(run)
+            self._optimizers = _named(run.optimizers)
+
+    def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
+        if not run.is_main_process:
+            return
+        if self._record is None:
+            self._open(run)
+        assert self._record is not None
+        more: dict[str, Any] = {}
+        if run.stage == "fit":
+            if run.times.compute != self._computed:  # an epoch has ended, and its times were added
+                self._computed = run.times.compute
+                self._record.add("times", times=asdict(run.times))
+            more = {
+                "apart": run.times.validation + run.times.checkpoint,
+                "lr": _learning_rates(self._optimizers),
+                "memory": _memory(run.device),
+                "samples": run.samples,
+            }
+        self._record.add("values", stage=run.stage, step=step, epoch=run.epoch, values=metrics, **more)
+
+    def on_checkpoint_saved(self, run: Run, module: nn.Module, path: Path | str, score: float | None) -> None:
+        if self._record is not None:
+            best = run.best_checkpoint is not None and str(run.best_checkpoint) == str(path)
+            self._record.add("checkpoint", path=str(path), step=run.step, score=score, best=best)
+
+    def on_checkpoint_removed(self, run: Run, module: nn.Module, path: Path | str) -> None:
+        if self._record is not None:
+            self._record.add("removed", path=str(path))
+
+    def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
+        if self._record is None:
+            return
+        record, self._record, self._optimizers = self._record, None, []
+        result, error = run.result(), run.exception
+        failed = error is not None and not run.interrupted
+        record.add(
+            "end",
+            stage=stage,
+            status="failed" if failed else result.status,
+            reason=f"{type(error).__name__}: {error}"[:2000] if failed else result.stop_reason,
+            step=result.step,
+            epoch=result.epoch,
+            times=asdict(result.times),
+        )
+        record.close()
+        write_report([run.folder], self.path or run.folder / "report.html", only=True)
+
+    def _open(self, run: Run) -> None:
+        self._record = Record(run.folder)
+        self._record.add(
+            "start",
+            id=run.id,
+            stage=run.stage,
+            step=run.step,
+            elapsed=run.elapsed_s,
+            config=run.config,
+            hyperparameters=run.hyperparameters,
+            machine=_machine(run),
+        )
+
+
+def _named(optimizers: list[Any]) -> list[tuple[str, Any]]:
+    """Optimizers with unique names."""
+    found: dict[str, Any] = {}
+    for optimizer in optimizers:
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # what the engine prepared wraps the user's
+        name = first = type(optimizer).__name__
+        number = 1
+        while name in found:
+            number += 1
+            name = f"{first} {number}"
+        found[name] = optimizer
+    return list(found.items())
+
+
+def _learning_rates(optimizers: list[tuple[str, Any]]) -> dict[str, float]:
+    """By optimizer and parameter group; of many groups the lowest and the highest."""
+    found = {}
+    for name, optimizer in optimizers:
+        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        if len(rates) == 1:
+            found[name] = rates[0]
+        elif len(rates) > _SEPARATE_GROUPS:
+            found |= {f"{name} lowest": min(rates), f"{name} highest": max(rates)}
+        else:
+            found |= {f"{name} group {number}": rate for number, rate in enumerate(rates, start=1)}
+    return found
+
+
+def _memory(device: torch.device) -> dict[str, int]:
+    """Bytes that this process holds."""
+    found = {}
+    if device.type == "cuda":  # the allocator's counters, without waiting for the device
+        found["GPU, most allocated"] = torch.cuda.max_memory_allocated(device)
+        found["GPU, reserved"] = torch.cuda.memory_reserved(device)
+    with contextlib.suppress(OSError):  # where there is no /proc
+        found["main process"] = int(_STATM.read_bytes().split()[1]) * _PAGE_BYTES
+    return found
+
+
+def _machine(run: Run) -> dict[str, str]:
+    device = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else run.device.type
+    return {
+        "host": platform.node(),
+        "device": device,
+        "processes": str(run.world_size),
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+    }

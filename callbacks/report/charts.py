@@ -1,0 +1,89 @@
+"""Which curves share a chart, and their points for the page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .curves import Curve, Packed, share
+from .runs import RunData
+
+Chart = dict[str, Any]
+"""``title``, ``group`` (a key of :data:`GROUPS`), ``unit``, and ``series``: the number of their ``run``, ``name``, ``stage`` (a number: how the line
+is drawn), where ``x`` (steps), ``t`` (seconds) and ``y`` are among the points, ``total`` points, ``odd`` (NaN and infinite ones)."""
+GROUPS = {
+    "Metrics": "Metrics",
+    **dict.fromkeys(("Learning rate", "Gradient norm", "Throughput", "Memory"), "Optimization and machine"),
+    "Parameters": "Gradient norm of each parameter",
+}
+"""Kinds of charts, in their order, and the headings above them."""
+
+_STAGE = re.compile(r"(train|training|val|valid|validation|test|eval)[/_](.+)")
+_LOGGED = (
+    ("Learning rate", re.compile(r"lr-|(.*/)?(lr|learning_rate)$")),
+    ("Parameters", re.compile(r"grad_norm/")),
+    ("Gradient norm", re.compile(r".*grad\w*[_/]norm", re.IGNORECASE)),
+    ("Throughput", re.compile(r".*(throughput|per_s(ec(ond)?)?\b|/s$|\bmfu\b|flops|goodput)", re.IGNORECASE)),
+    ("Memory", re.compile(r".*(memory|\bmem\b|_bytes|allocated|reserved)", re.IGNORECASE)),
+)
+
+
+def charts_of(runs: Sequence[RunData], max_points: int) -> tuple[list[Chart], str]:
+    """The charts in their order, and all points as one text (:class:`.curves.Packed`)."""
+    placed: dict[tuple[str, str, str], list[tuple[int, str, Curve]]] = {}
+    for number, run in enumerate(runs):
+        for place, name, curve in _places(run):
+            placed.setdefault(place, []).append((number, name, curve))
+    limit = share([curve for series in placed.values() for _, _, curve in series], max_points)
+    packed = Packed()
+    charts = []
+    # Groups in their order; within a group a chart stays where it first appeared.
+    for place in sorted(placed, key=lambda place: list(GROUPS).index(place[0])):
+        group, title, unit = place
+        names = list(dict.fromkeys(name for _, name, _ in placed[place]))
+        series = [
+            {"run": number, "name": name, "stage": names.index(name), **_points(curve, limit, packed)}
+            for number, name, curve in placed[place]
+        ]
+        charts.append({"title": title, "group": group, "unit": unit, "series": series})
+    return charts, packed.text()
+
+
+def _points(curve: Curve, limit: int, packed: Packed) -> dict[str, Any]:
+    thin = curve.thinned(limit)
+    timed = bool(np.isfinite(thin.seconds).all())
+    return {
+        "x": packed.add(thin.steps, double=True),
+        "t": packed.add(thin.seconds, double=True) if timed else None,
+        "y": packed.add(thin.values),
+        "total": len(curve),
+        "odd": int(len(curve) - np.isfinite(curve.values).sum()),
+    }
+
+
+def _places(run: RunData) -> list[tuple[tuple[str, str, str], str, Curve]]:
+    """Chart (group, title, unit), name and curve."""
+    found = [(_place(name), name, curve) for name, curve in run.metrics.items()]
+    if not any(place[0] == "Learning rate" for place, _, _ in found):
+        found += _named(run.rates, ("Learning rate", "learning rate", ""))
+    for name, curve in run.speed.items():
+        found.append((("Throughput", name, ""), name, curve))
+    return found + _named(run.memory, ("Memory", "memory", "bytes"))
+
+
+def _named(group: Mapping[str, Curve], place: tuple[str, str, str]) -> list[tuple[tuple[str, str, str], str, Curve]]:
+    return [(place, name, curve) for name, curve in group.items()]
+
+
+def _place(name: str) -> tuple[str, str, str]:
+    """The chart of a logged value: ``train/loss`` and ``val/loss`` share one."""
+    for group, pattern in _LOGGED:
+        if pattern.match(name):
+            if group == "Learning rate" and not name.endswith(("-momentum", "-weight_decay")):
+                return group, "learning rate", ""
+            return group, name, ""
+    staged = _STAGE.fullmatch(name)
+    return "Metrics", staged[2] if staged else name, ""

@@ -1,0 +1,157 @@
+"""The page as text: everything in it is escaped, nothing in it comes from elsewhere, and runs are compared."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+from report_page import Page
+
+from callbacks import write_report
+from callbacks.report.markup import Html, element, table
+from callbacks.report.sections import duration, number
+
+ROOT = Path(__file__).resolve().parents[3]
+HOSTILE = "</script><img src=x onerror=alert(1)>{{points}}"
+
+
+def run(folder: Path, config: dict[str, object], **metrics: list[float]) -> Path:
+    """A folder with a record of ``metrics`` at steps 1, 2, ..."""
+    folder.mkdir(parents=True)
+    entries = {name: {"value": value, "origin": "code"} for name, value in config.items()}
+    lines: list[dict[str, object]] = [{"event": "start", "stage": "fit", "time": 1.0, "step": 0, "config": entries}]
+    for step in range(max(map(len, metrics.values()))):
+        logged = {name: values[step] for name, values in metrics.items() if step < len(values)}
+        lines.append({"event": "values", "stage": "fit", "time": 2.0 + step, "step": step + 1, "values": logged})
+    (folder / "report.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_text_of_a_run_is_text_on_the_page(tmp_path: Path) -> None:
+    hostile = tmp_path / "<b>&amp;"
+    run(hostile, {HOSTILE: HOSTILE}, **{HOSTILE: [1.0, 2.0], "'\"": [float("nan"), float("inf")]})
+    path = write_report([hostile], tmp_path / "page.html")
+    page = Page(path)
+    assert not {"img", "b"} & {tag for tag, _ in page.tags}
+    assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
+    assert page.tables["Values of each metric"][1][:2] == ["'\"", "∞"]
+    assert [HOSTILE, HOSTILE, "code"] in page.tables["Settings"]
+    assert page.series["<b>&amp;", HOSTILE][2] == [1.0, 2.0]
+    assert (
+        path.read_text().count("onerror") == path.read_text().count("&lt;img src=x onerror=") + 2
+    )  # in the data: title and name
+
+
+def test_only_the_pages_own_style_and_script_may_run(tmp_path: Path) -> None:
+    path = write_report([run(tmp_path / "run", {}, loss=[1.0])])
+    text = path.read_text()
+    policy = next(a["content"] for tag, a in Page(path).tags if tag == "meta" and a.get("http-equiv"))
+    for tag in ("style", "script"):
+        inner = re.search(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        assert inner is not None
+        digest = base64.b64encode(hashlib.sha256(inner[1].encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in str(policy)
+    assert "default-src 'none'" in str(policy)
+    addresses = set(re.findall(r"https?://[\w./]+", text))
+    assert addresses <= {"http://www.w3.org/2000/svg"}  # a name, not a place
+
+
+def test_runs_are_compared(tmp_path: Path) -> None:
+    first = run(tmp_path / "a", {"lr": 0.1, "seed": 1}, **{"train/loss": [3.0, 2.0], "only": [1.0]})
+    second = run(tmp_path / "b", {"lr": 0.2, "seed": 1, "extra": {"name": "x", "deep": 1}}, **{"train/loss": [3.0]})
+    path = write_report([first, second, tmp_path / "a"])
+    assert path == first / "comparison.html"
+    page = Page(path)
+    assert page.data["runs"] == ["a", "b"]
+    assert page.tables["Settings that differ"] == [
+        ["setting", "a", "b"],
+        ["lr", "0.1", "0.2"],
+        ["extra.name", "not set", "x"],
+        ["extra.deep", "not set", "1"],
+    ]
+    assert page.tables["Last value of each metric"][1:] == [["only", "1", ""], ["train/loss", "2", "3"]]
+    (loss,) = [chart for chart in page.data["charts"] if chart["title"] == "loss"]
+    assert [one["run"] for one in loss["series"]] == [0, 1]
+
+
+def test_training_and_validation_share_a_chart_and_what_is_not_a_result_is_apart(tmp_path: Path) -> None:
+    names = (
+        "train/loss",
+        "val/loss",
+        "val_accuracy",
+        "lr-AdamW",
+        "lr-AdamW-momentum",
+        "grad_norm",
+        "grad_norm/w",
+        "tokens_per_second",
+        "a/b",
+    )
+    page = Page(write_report([run(tmp_path / "run", {}, **{name: [1.0] for name in names})]))
+    charts = {
+        chart["title"]: (chart["group"], [one["name"] for one in chart["series"]]) for chart in page.data["charts"]
+    }
+    assert charts == {
+        "loss": ("Metrics", ["train/loss", "val/loss"]),
+        "accuracy": ("Metrics", ["val_accuracy"]),
+        "a/b": ("Metrics", ["a/b"]),
+        "learning rate": ("Learning rate", ["lr-AdamW"]),
+        "lr-AdamW-momentum": ("Learning rate", ["lr-AdamW-momentum"]),
+        "grad_norm": ("Gradient norm", ["grad_norm"]),
+        "grad_norm/w": ("Parameters", ["grad_norm/w"]),
+        "tokens_per_second": ("Throughput", ["tokens_per_second"]),
+    }
+
+
+def test_the_number_of_points_has_a_limit(tmp_path: Path) -> None:
+    values = [float(n % 7) for n in range(2000)]
+    values[1234] = 1000.0
+    page = Page(write_report([run(tmp_path / "run", {}, loss=values)], max_points=300))
+    steps, _, kept = page.series["run", "loss"]
+    assert len(steps) <= 300
+    assert kept[steps.index(1235.0)] == 1000.0
+
+
+def test_a_page_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = run(tmp_path / "run", {}, loss=[1.0])
+    path = write_report([folder])
+    before = path.read_text()
+    (folder / "report.jsonl").write_bytes(b"\xff\n")
+    write_report([folder])  # nothing usable, and still a page
+    assert "No values were logged" in Page(path).text
+    assert before != path.read_text()
+    assert [each.name for each in folder.iterdir() if each.name.startswith(".")] == []
+
+
+def test_elements() -> None:
+    assert element("p", "<", Html("<br>"), None, ["&", 1], class_='a"b', aria_hidden=True, id=None) == (
+        '<p class="a&quot;b" aria-hidden>&lt;<br>&amp;1</p>'
+    )
+    assert table("t", ["a", "b"], [["<", 1]], numbers_from=1).count('class="number"') == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0, "0 s"), (4.2149, "4.21 s"), (61.0, "1 min 01 s"), (3725.0, "1 h 02 min")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_numbers() -> None:
+    assert [number(value) for value in (0.125, 1e-9, 1234567.0, float("nan"), float("-inf"))] == [
+        *("0.125", "1e-09", "1.23457e+06", "NaN", "-∞")
+    ]
+
+
+def test_an_installed_package_has_the_pages_files() -> None:
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    patterns = [each.strip() for each in config["options.package_data"]["callbacks"].split(",")]
+    found = {path for pattern in patterns for path in (ROOT / "callbacks").glob(pattern)}
+    needed = {path for path in (ROOT / "callbacks" / "report").iterdir() if path.is_file() and path.suffix != ".py"}
+    assert needed
+    assert needed <= found

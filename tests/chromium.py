@@ -1,0 +1,144 @@
+"""Chromium without a window, driven over its debugging pipe (the Chrome DevTools Protocol)."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PATIENCE_S = 120.0
+
+_NOISE = (
+    "--no-first-run",
+    "--disable-gpu",
+    "--disable-extensions",
+    "--disable-background-networking",
+    "--hide-scrollbars",
+)
+
+
+def program() -> str | None:
+    """Its path; ``None``: it is not installed (Debian's package ``chromium``)."""
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+class Browser:
+    """One tab. ``events``: what the page did, as the protocol's messages."""
+
+    def __init__(self, reading: int, writing: int) -> None:
+        self._reading, self._writing = reading, writing
+        self._rest, self._number, self._session = b"", 0, {}
+        self.events: list[dict[str, Any]] = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = {"sessionId": attached["sessionId"]}
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **params: Any) -> Any:
+        """Call a method of the protocol and return its result."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params, **self._session}
+        data = json.dumps(message).encode() + b"\0"
+        while data:
+            data = data[os.write(self._writing, data) :]
+        while True:
+            answer = self._next()
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer["error"]
+                return answer["result"]
+            self.events.append(answer)
+
+    def evaluate(self, code: str) -> Any:
+        """The value of a JavaScript expression, of a promise what it resolves to."""
+        answer = self.call("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def open(self, page: Path, width: int = 1280, height: int = 900, dark: bool = False) -> float:
+        """Load a file and wait until its curves are drawn; return how long that took (s)."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.events.clear()
+        began = time.perf_counter()
+        address = page.resolve().as_uri()
+        self.call("Page.navigate", url=address)
+        while not self.evaluate(f"location.href === {json.dumps(address)} && document.documentElement?.dataset.drawn"):
+            assert time.perf_counter() - began < PATIENCE_S, self.complaints()
+            time.sleep(0.02)
+        return time.perf_counter() - began
+
+    def complaints(self) -> list[Any]:
+        """What the console shows, and exceptions that nobody caught."""
+        methods = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
+        return [event["params"] for event in self.events if event["method"] in methods]
+
+    def requests(self) -> list[str]:
+        """The addresses that the page has asked for, itself included."""
+        return [e["params"]["request"]["url"] for e in self.events if e["method"] == "Network.requestWillBeSent"]
+
+    def screenshot(self, path: Path) -> None:
+        """The whole page as a PNG."""
+        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        shot = self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(shot["data"]))
+
+    def press(self, key: str) -> None:
+        """Press a key."""
+        text = {"text": key} if len(key) == 1 else {}
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
+
+    def _next(self) -> dict[str, Any]:
+        deadline = time.monotonic() + PATIENCE_S
+        while b"\0" not in self._rest:
+            ready, _, _ = select.select([self._reading], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, "Chromium does not answer"
+            more = os.read(self._reading, 1 << 20)
+            assert more, "Chromium has ended"
+            self._rest += more
+        message, _, self._rest = self._rest.partition(b"\0")
+        found: dict[str, Any] = json.loads(message)
+        return found
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """A browser of its own, with a profile of its own, that ends with the block."""
+    path = program()
+    assert path is not None
+    from_us, to_them = os.pipe()
+    from_them, to_us = os.pipe()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        options = ["--headless=new", "--no-sandbox", *_NOISE, f"--user-data-dir={profile}", "--remote-debugging-pipe"]
+        # It reads from descriptor 3 and writes to 4.
+        shell = f'exec "$@" 3<&{from_us} 4>&{to_us}'
+        process = subprocess.Popen(
+            ["bash", "-c", shell, "chromium", path, *options, "about:blank"],
+            pass_fds=(from_us, to_us),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(from_us)
+        os.close(to_us)
+        try:
+            yield Browser(from_them, to_them)
+        finally:
+            os.close(to_them)
+            os.close(from_them)
+            process.kill()
+            process.wait()
