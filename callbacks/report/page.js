@@ -52,7 +52,7 @@ function ticks(low, high, count) {
   const gap = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough) || 10 * power;
   const found = [];
   for (let n = Math.ceil(low / gap - 1e-9); n * gap <= high + gap * 1e-9 && found.length < 50; n++) found.push(+(n * gap).toPrecision(12));
-  return found;
+  return found.length < 2 && count < 40 ? ticks(low, high, count * 2) : found;
 }
 
 function logTicks(low, high) {

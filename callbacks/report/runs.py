@@ -103,9 +103,8 @@ class _Reader:
         )
         self.times: dict[str, float] = {}
         self.training = self.ended = False
-        self.before: tuple[int, float, float] | None = (
-            None  # step, clock and seconds apart of the first values of the last step
-        )
+        # Of the last step: itself, the clock without validation and checkpoints, samples.
+        self.before: tuple[int, float, float | None] | None = None
 
     def read(self, found: Iterable[Mapping[str, Any]]) -> None:
         """All events, in order."""

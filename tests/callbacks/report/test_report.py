@@ -67,7 +67,9 @@ def test_the_page_of_a_run(make_fit, falling, batches, tmp_path):
     assert series(tmp_path / "report.html", "score") == ([4, 8], [0.25, 0.125])
     assert series(tmp_path / "report.html", "SGD") == (steps, [1.0] * 5)  # the learning rate
     assert series(tmp_path / "report.html", "steps per second")[0] == [2, 4, 6, 8]
-    speed = zip(*(series(tmp_path / "report.html", f"{what} per second")[1] for what in ("samples", "steps")), strict=True)
+    speed = zip(
+        *(series(tmp_path / "report.html", f"{what} per second")[1] for what in ("samples", "steps")), strict=True
+    )
     assert [samples / steps for samples, steps in speed] == pytest.approx([2.0] * 4)  # samples of a step
     assert ["score", "0.125", "0.125", "8", "0.25", "4"] in page.tables["Values of each metric"]
     assert ["gradient_clip_val", "3.0", "code"] in page.tables["Settings"]
@@ -75,6 +77,19 @@ def test_the_page_of_a_run(make_fit, falling, batches, tmp_path):
     times = {row[0]: row[1] for row in page.tables["Time of each phase"][1:]}
     assert {"training steps", "validation", "checkpoints", "in all"} <= times.keys()
     assert "completed max_epochs=2 reached" in page.text
+
+
+def test_secrets_are_not_recorded(make_fit, falling, batches, tmp_path):
+    class Secretive(falling):
+        def __init__(self, width, api_key):
+            super().__init__()
+            self.save_hyperparameters()
+
+    make_fit(callbacks=Report()).run(Secretive(64, "open sesame"), batches)
+    settings = Page(tmp_path / "report.html").tables["Settings"]
+    assert ["width", "64", "hyperparameter"] in settings
+    assert ["api_key", "***", "hyperparameter"] in settings
+    assert "sesame" not in (tmp_path / "report.jsonl").read_text() + (tmp_path / "report.html").read_text()
 
 
 def test_an_evaluation_adds_its_values(make_fit, scripted, batches, tmp_path):
