@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.autograd import profiler
 
 from engine.loop.run import Run
 from engine.metrics.torchmetrics_states import unchanged
@@ -23,7 +24,7 @@ class Automatic:
     """Whether the run decides where a window ends (otherwise the module steps when it wants)."""
 
     def __init__(self, run: Run, optimizers: Sequence[Any]) -> None:
-        self.run, self.optimizers = run, list(optimizers)
+        self.run, self.optimizers, self.phases = run, list(optimizers), run.phases
         self._parameters = _named(run)
 
     def begin(self) -> None:
@@ -45,8 +46,11 @@ class Automatic:
     def micro(self, batch: Any, index: int, share: Share) -> Any:
         """One micro-batch; what ``training_step`` returned."""
         self.sync(self.models, share.last)
+        call, phases = self.call, self.phases
+        if profiler._is_profiler_enabled or phases.timers:
+            call = phases.named("forward", call)
         with self.autocast:
-            outputs = self.call(batch, index) if share.size else matched_only(self.run, self.call, batch, index)
+            outputs = call(batch, index) if share.size else matched_only(self.run, call, batch, index)
         backward(self.run, outputs)
         return outputs
 
@@ -63,7 +67,10 @@ class Automatic:
             for optimizer in run.optimizers:
                 for hook in hooks.on_before_optimizer_step:
                     hook(run, module, optimizer)
-        engine.step(run.optimizers, max_norm=run.max_norm, max_value=run.max_value, then=run.applied)
+        step = engine.step
+        if profiler._is_profiler_enabled or run.phases.timers:
+            step = run.phases.named("optimizer", step)
+        step(run.optimizers, max_norm=run.max_norm, max_value=run.max_value, then=run.applied)
         for optimizer in run.optimizers:
             for hook in hooks.on_before_zero_grad:
                 hook(run, module, optimizer)
@@ -89,8 +96,11 @@ class InParts(Automatic):
 
     def micro(self, batch: Any, index: int, share: Share) -> Any:
         self.sync(self.models, share.last)
+        call, phases = self.call, self.phases
+        if profiler._is_profiler_enabled or phases.timers:
+            call = phases.named("forward_backward", call)
         with self.autocast:
-            return self.call(batch, index) if share.size else matched_only(self.run, self.call, batch, index)
+            return call(batch, index) if share.size else matched_only(self.run, call, batch, index)
 
 
 class ByHand(Automatic):
@@ -100,8 +110,11 @@ class ByHand(Automatic):
 
     def micro(self, batch: Any, index: int, share: Share) -> Any:
         self.run.stepping = True
+        call, phases = self.call, self.phases
+        if profiler._is_profiler_enabled or phases.timers:
+            call = phases.named("training_step", call)
         with self.autocast:
-            return self.call(batch, index) if share.size else matched_only(self.run, self.call, batch, index)
+            return call(batch, index) if share.size else matched_only(self.run, call, batch, index)
 
     def step(self) -> None:
         """Nothing is left to do."""
@@ -144,7 +157,10 @@ def backward(run: Run, outputs: Any) -> None:
             return
     for hook in run.hooks.on_before_backward:
         hook(run, run.module, loss)
-    run.backward(loss)
+    function = run.backward
+    if profiler._is_profiler_enabled or run.phases.timers:
+        function = run.phases.named("backward", function)
+    function(loss)
     for hook in run.hooks.on_after_backward:
         hook(run, run.module)
 

@@ -132,7 +132,8 @@ class ByClosure(Automatic):
         """Forward and backward pass of one micro-batch."""
         self.sync(self.models, share.last)
         with self.autocast:
-            outputs = self.call(batch, index) if share.size else matched_only(self.run, self.call, batch, index)
+            call = self.phases.named("forward", self.call)
+            outputs = call(batch, index) if share.size else matched_only(self.run, call, batch, index)
         if first and self.zeroes_first:
             self._zero(index)
         backward(self.run, outputs)
@@ -222,7 +223,7 @@ class ByClosure(Automatic):
         if self._fed:
             self._clip()
             limits = {} if self._apart else self._limits
-            run.engine.step([optimizer], then=self._verdicts.append, **limits)
+            run.phases.named("optimizer", run.engine.step)([optimizer], then=self._verdicts.append, **limits)
         return value
 
     def _apply_inside(self, optimizer: ClosureOptimizer, closure: Callable[[], Any]) -> Any:
@@ -243,7 +244,8 @@ class ByClosure(Automatic):
             self._clip()
             return value
 
-        value = optimizer.optimizer.step(exact)
+        with self.phases.of("optimizer"):
+            value = optimizer.optimizer.step(exact)
         self._fresh = False
         self._verdicts.append(True)
         return value

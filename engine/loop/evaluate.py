@@ -60,7 +60,7 @@ def evaluate(
     *recorders, common = every = [
         run.engine.recorder(on_step=False, on_epoch=True, suffix=suffix) for suffix in [*suffixes, ""]
     ]
-    with evaluating(module, name):
+    with run.phases.of(name), evaluating(module, name):
         run.record_to(common)
         call_all(run, getattr(hooks, f"on_{name}_start"))
         call_all(run, getattr(hooks, f"on_{name}_epoch_start"))
@@ -101,7 +101,7 @@ def predict(run: Run, loaders: Sequence[PreparedLoader], keep: bool = True) -> l
     """
     run.num_eval_batches = [loader.length for loader in loaders]
     results: list[list[Any]] = []
-    with evaluating(run.module, "predict"):
+    with run.phases.of("predict"), evaluating(run.module, "predict"):
         call_all(run, run.hooks.on_predict_start)
         call_all(run, run.hooks.on_predict_epoch_start)
         run.engine.share_buffers(run.module)

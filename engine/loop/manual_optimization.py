@@ -35,7 +35,8 @@ class ManualOptimizer(PreparedOptimizer):
                 raise RuntimeError(
                     "optimizer.step(closure) on several ranks: call manual_backward first and step() without a closure"
                 )
-            value = super().step(closure)
+            with run.phases.of("optimizer"):
+                value = super().step(closure)
             run.applied(True)
             return value
         if run.hooks.on_before_optimizer_step:
@@ -44,7 +45,7 @@ class ManualOptimizer(PreparedOptimizer):
                 hook(run, run.module, self)
         else:
             self._average()
-        run.engine.step([self], then=run.applied)
+        run.phases.named("optimizer", run.engine.step)([self], then=run.applied)
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -29,6 +29,7 @@ from engine.distributed.collectives import gather_json
 from engine.engine import Engine
 from engine.health.garbage import Collector
 from engine.loop.hook_calls import Hooked, Hooks
+from engine.loop.phases import Phases, phase
 from engine.loop.result import Result, Times, TrainState
 from engine.loop.tally import Tally
 from engine.metrics import media
@@ -152,7 +153,7 @@ class Run:
         self.max_value = settings.gradient_clip_val if settings.gradient_clip_algorithm == "value" else None
         self.window_at: Callable[[int], int] = settings.accumulate_at
         """Micro-batches in a window, by epoch."""
-        self.garbage = Collector()
+        self.garbage, self.phases = Collector(), Phases()
         self.call: Callable[..., Any] = module.training_step
         """Calls ``training_step``: the module itself, or the strategy's wrapper around it."""
         self.backward = engine.backward
@@ -431,6 +432,7 @@ class Run:
         )[0]
         return set(found)
 
+    @phase("checkpoint")
     def save_checkpoint(
         self,
         name: str | None = None,
@@ -488,6 +490,7 @@ class Run:
         self.pulse += 1
         return path
 
+    @phase("checkpoint")
     def wait_for_checkpoint(self) -> set[str]:
         """Wait until the checkpoint on its way is complete; all ranks call this together.
 
@@ -536,7 +539,7 @@ class Run:
         """Implements ``module.manual_backward`` of ``loss``."""
         for hook in self.hooks.on_before_backward:
             hook(self, self.module, loss)
-        self.backward(loss, *args, **kwargs)
+        self.phases.named("backward", self.backward)(loss, *args, **kwargs)
         for hook in self.hooks.on_after_backward:
             hook(self, self.module)
 

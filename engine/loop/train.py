@@ -51,7 +51,7 @@ def train_epoch(run: Run) -> None:
     batches = begin_epoch(run)
     optimization.begin()
     window.accumulating = accumulates
-    clock, closes = EpochClock(run.times), True
+    clock, closes = EpochClock(run.times, run.phases), True
     for batch in clock.waits_for(batches):
         index = state.batch_idx
         share = window.share

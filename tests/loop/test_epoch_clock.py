@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from engine.loop.epoch_clock import EpochClock
+from engine.loop.phases import Phases
 from engine.loop.result import Times
 
 
@@ -25,7 +26,7 @@ def test_an_epoch_is_divided_between_data_computing_and_what_measures_itself(now
             yield number
         now[0] += 0.25  # it finds that it has ended
 
-    clock = EpochClock(times)
+    clock = EpochClock(times, Phases())
     for _ in clock.waits_for(batches()):
         now[0] += 2.0
         assert clock.since_batch() == 2.0
@@ -37,7 +38,7 @@ def test_an_epoch_is_divided_between_data_computing_and_what_measures_itself(now
 
 def test_an_epoch_that_is_left_in_its_middle_counts_what_it_was(now: list[float]) -> None:
     times = Times()
-    clock = EpochClock(times)
+    clock = EpochClock(times, Phases())
     for number in clock.waits_for(range(5)):
         now[0] += 1.0
         if number == 1:
