@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from callbacks.model_checkpoint import ModelCheckpoint
     from callbacks.model_summary import ModelSummary
     from callbacks.prediction_writer import PredictionWriter, read_predictions
+    from callbacks.profiler import Profiler
     from callbacks.progress_bar import RichProgressBar
     from callbacks.pruning import Pruning
     from callbacks.report.callback import Report
     from callbacks.report.page import write_report
+    from callbacks.simple_profiler import SimpleProfiler
     from callbacks.spike_guard import SpikeGuard
     from callbacks.swa import SWA
     from callbacks.tqdm_progress_bar import TQDMProgressBar
@@ -53,10 +55,12 @@ _PLACES = {
     "ModelCheckpoint": ".model_checkpoint",
     "ModelSummary": ".model_summary",
     "PredictionWriter": ".prediction_writer",
+    "Profiler": ".profiler",
     "Pruning": ".pruning",
     "Report": ".report.callback",
     "RichProgressBar": ".progress_bar",
     "SWA": ".swa",
+    "SimpleProfiler": ".simple_profiler",
     "SpikeGuard": ".spike_guard",
     "TQDMProgressBar": ".tqdm_progress_bar",
     "TensorBoardLogger": ".loggers.tensorboard",
@@ -85,9 +89,11 @@ __all__ = [
     "ModelCheckpoint",
     "ModelSummary",
     "PredictionWriter",
+    "Profiler",
     "Pruning",
     "Report",
     "RichProgressBar",
+    "SimpleProfiler",
     "SpikeGuard",
     "TQDMProgressBar",
     "TensorBoardLogger",

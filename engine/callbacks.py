@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from callbacks import ModelCheckpoint as ModelCheckpoint
     from callbacks import ModelSummary as ModelSummary
     from callbacks import PredictionWriter as PredictionWriter
+    from callbacks import Profiler as Profiler
     from callbacks import Pruning as Pruning
     from callbacks import Report as Report
     from callbacks import RichProgressBar as RichProgressBar
+    from callbacks import SimpleProfiler as SimpleProfiler
     from callbacks import SpikeGuard as SpikeGuard
     from callbacks import TensorBoardLogger as TensorBoardLogger
     from callbacks import TQDMProgressBar as TQDMProgressBar

@@ -65,18 +65,38 @@ class Hooks:
 
     def __init__(self, callbacks: Sequence[Hooked], module: nn.Module, base: type, module_base: type) -> None:
         self._failed: set[int] = set()  # ids of callbacks that are not called any more
+        self._owners: dict[str, list[str]] = {}  # whose the hooks of each event are
         early = [c for c in callbacks if not c.runs_last]
         late = [c for c in callbacks if c.runs_last]
         for event in (name for name in vars(base) if name.startswith("on_") or name in ("setup", "teardown")):
-            found = [self._of_callback(c, event, base) for c in early]
-            found += [_of_module(module, module_base, event)]
-            last = [self._of_callback(c, event, base) for c in late]
+            found = [(f"[Callback]{c.state_key}", self._of_callback(c, event, base)) for c in early]
+            found += [(f"[TrainModule]{type(module).__name__}", _of_module(module, module_base, event))]
+            last = [(f"[Callback]{c.state_key}", self._of_callback(c, event, base)) for c in late]
             if event in APART:
-                setattr(self, f"last_{event}", tuple(hook for hook in last if hook is not None))
+                self._set(f"last_{event}", last)
             else:
                 found += last
-            called = [hook for hook in found if hook is not None]
-            setattr(self, event, (_hold, *called) if called and event in HOLDING else tuple(called))
+            self._set(event, found)
+
+    def _set(self, name: str, found: Sequence[tuple[str, Hook | None]]) -> None:
+        called = [(owner, hook) for owner, hook in found if hook is not None]
+        if called and name in HOLDING:
+            called.insert(0, ("[Run]copies of the checkpoint", _hold))
+        self._owners[name] = [owner for owner, _ in called]
+        setattr(self, name, tuple(hook for _, hook in called))
+
+    def wrap(self, wrapper: Callable[[str, Hook], Hook]) -> None:
+        """Replace each hook from now on, to measure it.
+
+        Args:
+            wrapper: called with the name of each hook, ``"[Callback]EarlyStopping.on_validation_end"`` or ``"[TrainModule]Net.on_fit_start"``,
+                and the hook; returns what is called instead.
+        """
+        for name, owners in self._owners.items():
+            event = name.removeprefix("last_")
+            hooks: tuple[Hook, ...] = getattr(self, name)
+            wrapped = (wrapper(f"{owner}.{event}", hook) for owner, hook in zip(owners, hooks, strict=True))
+            setattr(self, name, tuple(wrapped))
 
     def _of_callback(self, callback: Hooked, event: str, base: type) -> Hook | None:
         method: Hook | None = getattr(callback, event, None)

@@ -21,7 +21,9 @@ def table(*callbacks: Callback, module: TrainModule | None = None) -> Hooks:
 
 def test_only_overridden_hooks_are_in_the_table() -> None:
     hooks = table(Callback(), Counts())
-    assert {event for event, called in vars(hooks).items() if called} == {"on_train_batch_end"}
+    assert {event for event, called in vars(hooks).items() if called and not event.startswith("_")} == {
+        "on_train_batch_end"
+    }
     assert len(hooks.on_train_batch_end) == 1
     with pytest.raises(AttributeError, match="there is no event 'on_batch_done'"):
         _ = hooks.on_batch_done
@@ -40,3 +42,29 @@ def test_a_hook_of_the_module_takes_neither_run_nor_module() -> None:
 
     (hook,) = table(module=Module()).on_before_backward
     assert hook("run", "module", 4) == 5
+
+
+def test_a_wrapper_gets_each_hook_with_its_name() -> None:
+    class Module(Weight):
+        def on_train_start(self) -> None:
+            seen.append("its own")
+
+    class Late(Callback):
+        runs_last = True
+
+        def on_validation_end(self, *args: Any) -> None: ...
+
+    seen: list[str] = []
+    hooks = table(Counts(), Late(), module=Module())
+
+    def wrapper(name: str, hook: Any) -> Any:
+        return lambda *args: (seen.append(name), hook(*args))
+
+    hooks.wrap(wrapper)
+    for hook in (*hooks.on_train_batch_end, *hooks.on_train_start, *hooks.last_on_validation_end):
+        hook("run", "module")
+    assert [name.rpartition(".")[2] for name in seen] == [
+        *("on_train_batch_end", "on_train_start", "its own", "on_validation_end"),
+    ]
+    assert seen[0] == "[Callback]Counts.on_train_batch_end"
+    assert seen[1] == "[TrainModule]Module.on_train_start"
