@@ -66,13 +66,16 @@ def _within(phase: Phase, function: Callable[..., Any], *args: Any, **kwargs: An
 
 
 def phase(name: str) -> Callable[[Function], Function]:
-    """Decorator for a method of an object that has ``phases``: each call is the phase ``name``."""
+    """Decorator for a method of a run: each call is the phase ``name``, and its time is added to the run's ``times``."""
 
     def decorate(method: Function) -> Function:
         @wraps(method)
         def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
             with self.phases.of(name):
-                return method(self, *args, **kwargs)
+                result = method(self, *args, **kwargs)
+            setattr(self.times, name, getattr(self.times, name) + time.perf_counter() - began)
+            return result
 
         return cast(Function, wrapped)
 

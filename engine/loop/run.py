@@ -458,7 +458,6 @@ class Run:
             TypeError: a value cannot be stored; the message says where in the state it is.
             OSError: it cannot be written (and neither ``asynchronous`` nor ``tolerant``).
         """
-        began = time.perf_counter()
         self.home.announce()
         self.engine.settle()
         state = self.state
@@ -486,7 +485,6 @@ class Run:
         self.checkpoint_scores[name_of(path)] = None if score is None else score["value"]
         if asynchronous:
             self.engine.before_step(self.saver.hold)
-        self.times.checkpoint += time.perf_counter() - began
         self.pulse += 1
         return path
 
@@ -500,9 +498,7 @@ class Run:
         Raises:
             RuntimeError: too many consecutive writes failed.
         """
-        began = time.perf_counter()
         self.saver.wait()
-        self.times.checkpoint += time.perf_counter() - began
         self.pulse += 1
         return self.saver.lost
 
