@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from callbacks.backbone_finetuning import BackboneFinetuning
     from callbacks.batch_size_finder import find_batch_size
+    from callbacks.device_stats_monitor import DeviceStatsMonitor
     from callbacks.early_stopping import EarlyStopping
     from callbacks.ema import EMA
     from callbacks.finetuning import BaseFinetuning
@@ -32,11 +33,14 @@ if TYPE_CHECKING:
     from callbacks.profiler import Profiler
     from callbacks.progress_bar import RichProgressBar
     from callbacks.pruning import Pruning
+    from callbacks.replica_check import ReplicaCheck
     from callbacks.report.callback import Report
     from callbacks.report.page import write_report
     from callbacks.simple_profiler import SimpleProfiler
     from callbacks.spike_guard import SpikeGuard
+    from callbacks.straggler_monitor import StragglerMonitor
     from callbacks.swa import SWA
+    from callbacks.throughput_monitor import ThroughputMonitor
     from callbacks.tqdm_progress_bar import TQDMProgressBar
     from callbacks.weight_averaging import WeightAveraging
 
@@ -45,6 +49,7 @@ _PLACES = {
     "BackboneFinetuning": ".backbone_finetuning",
     "BaseFinetuning": ".finetuning",
     "CSVLogger": ".loggers.csv",
+    "DeviceStatsMonitor": ".device_stats_monitor",
     "EMA": ".ema",
     "EarlyStopping": ".early_stopping",
     "GradientNorm": ".gradient_norm",
@@ -57,13 +62,16 @@ _PLACES = {
     "PredictionWriter": ".prediction_writer",
     "Profiler": ".profiler",
     "Pruning": ".pruning",
+    "ReplicaCheck": ".replica_check",
     "Report": ".report.callback",
     "RichProgressBar": ".progress_bar",
     "SWA": ".swa",
     "SimpleProfiler": ".simple_profiler",
     "SpikeGuard": ".spike_guard",
+    "StragglerMonitor": ".straggler_monitor",
     "TQDMProgressBar": ".tqdm_progress_bar",
     "TensorBoardLogger": ".loggers.tensorboard",
+    "ThroughputMonitor": ".throughput_monitor",
     "TrackioLogger": ".loggers.trackio",
     "WandbLogger": ".loggers.wandb",
     "WeightAveraging": ".weight_averaging",
@@ -80,6 +88,7 @@ __all__ = [
     "BackboneFinetuning",
     "BaseFinetuning",
     "CSVLogger",
+    "DeviceStatsMonitor",
     "EarlyStopping",
     "GradientNorm",
     "JSONLLogger",
@@ -91,12 +100,15 @@ __all__ = [
     "PredictionWriter",
     "Profiler",
     "Pruning",
+    "ReplicaCheck",
     "Report",
     "RichProgressBar",
     "SimpleProfiler",
     "SpikeGuard",
+    "StragglerMonitor",
     "TQDMProgressBar",
     "TensorBoardLogger",
+    "ThroughputMonitor",
     "TrackioLogger",
     "WandbLogger",
     "WeightAveraging",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from callbacks import BackboneFinetuning as BackboneFinetuning
     from callbacks import BaseFinetuning as BaseFinetuning
     from callbacks import CSVLogger as CSVLogger
+    from callbacks import DeviceStatsMonitor as DeviceStatsMonitor
     from callbacks import EarlyStopping as EarlyStopping
     from callbacks import GradientNorm as GradientNorm
     from callbacks import JSONLLogger as JSONLLogger
@@ -30,11 +31,14 @@ if TYPE_CHECKING:
     from callbacks import PredictionWriter as PredictionWriter
     from callbacks import Profiler as Profiler
     from callbacks import Pruning as Pruning
+    from callbacks import ReplicaCheck as ReplicaCheck
     from callbacks import Report as Report
     from callbacks import RichProgressBar as RichProgressBar
     from callbacks import SimpleProfiler as SimpleProfiler
     from callbacks import SpikeGuard as SpikeGuard
+    from callbacks import StragglerMonitor as StragglerMonitor
     from callbacks import TensorBoardLogger as TensorBoardLogger
+    from callbacks import ThroughputMonitor as ThroughputMonitor
     from callbacks import TQDMProgressBar as TQDMProgressBar
     from callbacks import TrackioLogger as TrackioLogger
     from callbacks import WandbLogger as WandbLogger

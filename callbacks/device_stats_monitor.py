@@ -1,0 +1,140 @@
+"""Memory and utilization of device and processor among the logged metrics."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine import Callback, Run
+
+
+class DeviceStatsMonitor(Callback):
+    """Adds, at each log boundary of the training, the largest value over all ranks of each of these to the metrics:
+
+    ============================================  ====================================================================
+    ``device/allocated_bytes``, ``reserved_...``  memory of tensors now, and held by torch's allocator (an accelerator)
+    ``device/max_allocated_bytes``                the most since the process started (an accelerator)
+    ``device/utilization_percent``                time in which a kernel ran, of the last second or so (CUDA with ``pynvml``)
+    ``cpu/rss_bytes``                             resident memory of the process
+    ``cpu/process_percent``                       processor time of the process since the last boundary; 200: two cores
+    ``cpu/percent``, ``cpu/memory_percent``       of the whole machine (with ``psutil``)
+    ============================================  ====================================================================
+
+    The rank with the largest value is the one that runs out of memory. The ranks share their values in one collective at a log boundary, so an error
+    in this callback ends the run; a value that cannot be read is left out. Nothing is measured, and the device does not wait, between
+    two boundaries. Bytes of a whole log interval are not sampled: ``max_allocated_bytes`` has the peak.
+    """
+
+    def __init__(self, cpu_stats: bool | None = None) -> None:
+        """
+        Args:
+            cpu_stats: whether to log those of ``cpu/``. ``None``: only when training on the CPU. ``True`` needs ``psutil``, as in
+                Lightning; without it (``None``) those that need it are left out.
+
+        Raises:
+            ModuleNotFoundError: ``cpu_stats=True`` without ``psutil``.
+        """
+        if cpu_stats and importlib.util.find_spec("psutil") is None:
+            raise ModuleNotFoundError(
+                "DeviceStatsMonitor(cpu_stats=True) needs psutil: pip install psutil, or leave cpu_stats out"
+            )
+        self.cpu_stats = cpu_stats
+        self._readers: dict[str, Callable[[], float]] = {}
+        self._training = False
+        self._clock = (0.0, 0.0)
+        self._step = -1
+
+    def on_train_start(self, run: Run, module: nn.Module) -> None:
+        self._readers = _of_accelerator(run.device)
+        if self.cpu_stats or (self.cpu_stats is None and run.device.type == "cpu"):
+            self._readers |= {"cpu/process_percent": self._process_percent, **_of_processor()}
+        self._clock = (time.perf_counter(), time.process_time())
+        self._training, self._step = True, -1
+
+    # An evaluation's metrics are logged between these two.
+    def on_validation_start(self, run: Run, module: nn.Module) -> None:
+        self._training = False
+
+    def on_validation_end(self, run: Run, module: nn.Module) -> None:
+        self._training = bool(self._readers)
+
+    def on_train_end(self, run: Run, module: nn.Module) -> None:
+        self._training, self._readers = False, {}
+
+    def on_before_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
+        if not self._training or step == self._step:
+            return
+        self._step = step
+        values = torch.tensor([_read(reader) for reader in self._readers.values()], dtype=torch.float64)
+        largest = run.engine.reduce(values, "max").tolist()
+        metrics.update({name: value for name, value in zip(self._readers, largest, strict=True) if value >= 0})
+
+    def _process_percent(self) -> float:
+        wall, used = time.perf_counter(), time.process_time()
+        (before, used_before), self._clock = self._clock, (wall, used)
+        return 100 * (used - used_before) / max(wall - before, 1e-9)
+
+
+def _read(reader: Callable[[], float]) -> float:
+    """The value, -1 if it cannot be read: the ranks must share as many values as each other."""
+    try:
+        return float(reader())
+    except Exception:
+        return -1.0
+
+
+def _of_accelerator(device: torch.device) -> dict[str, Callable[[], float]]:
+    if device.type == "cpu":
+        return {}
+    names = {
+        "device/allocated_bytes": "memory_allocated",
+        "device/reserved_bytes": "memory_reserved",
+        "device/max_allocated_bytes": "max_memory_allocated",
+    }
+    readers: dict[str, Callable[[], float]] = {}
+    for name, function in names.items():
+        readers[name] = _called(getattr(torch.accelerator, function), device)
+    if device.type == "cuda":
+        readers["device/utilization_percent"] = _called(torch.cuda.utilization, device)
+    return readers
+
+
+def _called(function: Callable[..., Any], device: torch.device) -> Callable[[], float]:
+    return lambda: function(device)
+
+
+def _of_processor() -> dict[str, Callable[[], float]]:
+    readers: dict[str, Callable[[], float]] = {
+        "cpu/rss_bytes": _resident,
+        "cpu/percent": _never,
+        "cpu/memory_percent": _never,
+    }
+    if importlib.util.find_spec("psutil") is not None:
+        psutil = importlib.import_module("psutil")
+
+        psutil.cpu_percent()  # later calls give the time since the call before
+        readers["cpu/percent"] = psutil.cpu_percent
+        readers["cpu/memory_percent"] = lambda: psutil.virtual_memory().percent
+    return readers
+
+
+def _never() -> float:
+    return -1.0
+
+
+def _resident() -> float:
+    """Bytes of memory; where the system does not say, the most so far."""
+    status = Path("/proc/self/statm")
+    if status.exists():
+        return int(status.read_text().split()[1]) * resource.getpagesize()
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

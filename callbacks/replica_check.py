@@ -1,0 +1,166 @@
+"""Whether the ranks still have the same parameters, bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from engine import Callback, CheckError, Run
+
+_log = logging.getLogger("engine")
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 1 << 22
+"""Elements hashed at a time: 32 MiB for each intermediate result."""
+_MULTIPLIER = 6364136223846793004
+"""Even, so that ``1 + _MULTIPLIER * position`` is odd: an odd factor modulo 2**64 maps different numbers to different ones."""
+
+
+class ReplicaCheck(Callback):
+    """Compares the parameters of all ranks that hold the same ones, every ``every_n_steps`` steps and at the end of the training.
+
+    Replicas start equal and get the same updates, so they stay equal bit for bit. If they differ, a device has computed something wrong (silent
+    data corruption), or the ranks run different code. The error, on all ranks, names the first parameter that differs, and the ranks with another
+    value than most. A parameter divided among ranks (FSDP, tensor parallel) is compared over the ranks with the same part of it, HSDP's
+    replicas for example; what only one rank holds is not compared (everything, under FSDP without replicas, and on one process: the log says so
+    once). DeepSpeed's stage 3 hides its parts, and is refused.
+
+    Each tensor is hashed on its device: the sum over its elements' bits, times an odd number that depends on the position, modulo 2**64.
+    A change of one element is always found. A check reads the parameters once, waits for the device, and shares 16 bytes a tensor.
+    Between two checks a micro-batch costs one call.
+    """
+
+    def __init__(
+        self, every_n_steps: int = 100, *, buffers: bool = False, on_mismatch: Literal["raise", "warn"] = "raise"
+    ) -> None:
+        """
+        Args:
+            every_n_steps: optimizer steps between two checks.
+            buffers: compare buffers, too. Running statistics of batch norms differ between ranks, unless ``sync_batchnorm``.
+            on_mismatch: ``"raise"`` :class:`engine.CheckError`, or ``"warn"`` at each check.
+
+        Raises:
+            ValueError: ``every_n_steps`` is below 1, or ``on_mismatch`` is unknown.
+        """
+        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
+            raise ValueError(f"ReplicaCheck(every_n_steps={every_n_steps!r}): it must be an int of at least 1")
+        if on_mismatch not in ("raise", "warn"):
+            raise ValueError(f"ReplicaCheck(on_mismatch={on_mismatch!r}): it must be 'raise' or 'warn'")
+        self.every_n_steps, self.buffers, self.on_mismatch = every_n_steps, buffers, on_mismatch
+        self.checked_step = -1
+        """The step after which replicas were compared last."""
+        self._next = 0
+        self._said = False
+
+    def on_train_start(self, run: Run, module: nn.Module) -> None:
+        if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
+            raise ValueError(
+                "ReplicaCheck cannot compare parameters under DeepSpeed's stage 3, which has no replicas of them: remove the callback, or "
+                "use stage 1 or 2"
+            )
+        self._said, self.checked_step = False, -1
+        self._next = (run.step // self.every_n_steps + 1) * self.every_n_steps
+
+    def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if run.step >= self._next:
+            self._next = (run.step // self.every_n_steps + 1) * self.every_n_steps
+            self._check(run, module)
+
+    def on_train_end(self, run: Run, module: nn.Module) -> None:
+        if run.step != self.checked_step:
+            self._check(run, module)
+
+    def _check(self, run: Run, module: nn.Module) -> None:
+        self.checked_step = run.step
+        if run.world_size == 1:
+            self._say("there is one process, and nothing to compare")
+            return
+        named = list(_tensors(module, self.buffers))
+        keys = torch.tensor([_key(name, tensor) for name, tensor in named], dtype=torch.int64)
+        hashes = torch.stack([_hash(tensor) for _, tensor in named]).cpu() if named else keys  # waits for the device
+        ranks = torch.full_like(keys, run.rank)
+        found = run.engine.gather([keys, hashes, ranks])
+        holders: dict[int, dict[int, int]] = {}  # key -> rank -> hash; a rank's parameters come in the model's order
+        for key, value, rank in zip(*(column.tolist() for column in found), strict=True):
+            holders.setdefault(key, {})[rank] = value
+        if all(len(values) == 1 for values in holders.values()):
+            self._say(
+                f"under {type(run.engine.strategy).__name__} each rank has a part of the model of its own, and nothing is compared"
+            )
+        wrong = [key for key, values in holders.items() if len(set(values.values())) > 1]
+        if not wrong:
+            return
+        first = wrong[0]
+        own = next((name for key, (name, _) in zip(keys.tolist(), named, strict=True) if key == first), "")
+        shown = own.encode() if run.rank == min(holders[first]) else b""  # other ranks may not have this part
+        name = bytes(run.engine.gather(torch.tensor(list(shown), dtype=torch.uint8)).tolist()).decode()
+        message = _message(name, holders[first], len(wrong), len(holders), run.step)
+        if self.on_mismatch == "raise":
+            raise CheckError(message)
+        if run.is_main_process:
+            _log.warning(message)
+
+    def _say(self, text: str) -> None:
+        if not self._said:
+            _log.info("ReplicaCheck: %s", text)
+            self._said = True
+
+
+def _tensors(module: nn.Module, buffers: bool) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and buffers, that have values on this rank."""
+    kinds = [module.named_parameters(), module.named_buffers()] if buffers else [module.named_parameters()]
+    for named in kinds:
+        for name, tensor in named:
+            if not tensor.is_meta and not isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+                yield name, tensor
+
+
+def _key(name: str, tensor: Tensor) -> int:
+    """The same number on the ranks that hold the same part of the same tensor."""
+    part = ""
+    if isinstance(tensor, DTensor):
+        where = list(tensor.device_mesh.get_coordinate() or ())
+        part = str([(n, str(p)) for n, p in zip(where, tensor.placements, strict=True) if not p.is_replicate()])
+    text = f"{name} {tensor.dtype} {list(tensor.shape)} {part}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+
+
+@torch.no_grad()
+def _hash(tensor: Tensor) -> Tensor:
+    """A hash of all bits of this rank's part, int64 with shape ``()``, on the device."""
+    plain = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    if hasattr(plain, "__tensor_flatten__"):
+        inner, _ = plain.__tensor_flatten__()
+        return torch.stack([_hash(getattr(plain, name)) * (2 * i + 1) for i, name in enumerate(inner)]).sum()
+    flat = plain.contiguous().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    bits = flat.view(_INTEGERS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, bits.numel(), _CHUNK):
+        part = bits[start : start + _CHUNK].long()
+        positions = torch.arange(start, start + part.numel(), device=bits.device)
+        total += (part * (positions * _MULTIPLIER + 1)).sum()
+    return total
+
+
+def _message(name: str, values: dict[int, int], wrong: int, tensors: int, step: int) -> str:
+    """What differs. ``values``: the hash by rank, of the first tensor that differs."""
+    (common, count), *others = Counter(values.values()).most_common()
+    odd = sorted(rank for rank, value in values.items() if value != common)
+    if others and others[0][1] == count:  # no majority
+        which = f"its values differ between the ranks {', '.join(map(str, sorted(values)))}"
+    else:
+        of = f"of the {len(values)} ranks that hold it"
+        which = f"another value than most {of}: rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))}"
+    return (
+        f"ReplicaCheck: replicas differ after step {step}. The first parameter is {name}: {which}; {wrong} of {tensors} tensors differ. Replicas "
+        "start equal and get equal updates: a device computes wrong results (test that machine, and resume from a checkpoint before "
+        "this step), or a callback, hook or optimizer changes parameters on some ranks only"
+    )

@@ -1,0 +1,120 @@
+"""Which rank keeps the others waiting."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from statistics import median_low
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine import Callback, Run
+
+_log = logging.getLogger("engine")
+
+PHASES = ("data", "forward", "backward", "optimizer")
+_WARM_UP = 2
+"""Steps that are not measured: compilation, and DDP, which makes its buckets again in the second forward pass, where the ranks wait."""
+_NUMBERED = {name: index for index, name in enumerate(PHASES)} | {"forward_backward": 2, "training_step": 1}
+
+
+class StragglerMonitor(Callback):
+    """Compares the ranks' times in each phase of a step, every ``every_n_steps`` steps, and names a rank that is slow.
+
+    In one collective the ranks share how long they spent in ``data``, ``forward``, ``backward`` and ``optimizer`` since the last time. A rank
+    is slow if a phase in which ranks do not wait for each other took more than ``threshold`` times the median (of an even number of ranks: the
+    lower of the two in the middle), and more than ``min_seconds`` a step longer. These phases are ``data``, and ``forward`` if the strategy
+    has no collectives in it (under FSDP and tensor parallelism it has). In ``backward`` a fast rank waits for a slow one, so it is only
+    logged. Times are those of the host: on CUDA a slow device shows where the host waits for it.
+
+    Logged, each as seconds a step: ``straggler/data``, ``straggler/forward``, ... (the longest of all ranks), and ``straggler/slowest_rank``,
+    the rank with the longest time in the compared phases. On one process the same values are logged, and nothing is compared. Each
+    micro-batch costs about 5 us. The first two steps of a run, resumed or not, are not measured.
+    """
+
+    def __init__(self, every_n_steps: int = 50, threshold: float = 2.0, min_seconds: float = 0.01) -> None:
+        """
+        Args:
+            every_n_steps: optimizer steps between two comparisons.
+            threshold: how many times the median a slow rank's time is.
+            min_seconds: how much longer than the median a slow rank's time is at least (s a step).
+
+        Raises:
+            ValueError: ``every_n_steps`` is below 1, ``threshold`` is at most 1, or ``min_seconds`` is negative.
+        """
+        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
+            raise ValueError(f"StragglerMonitor(every_n_steps={every_n_steps!r}): it must be an int of at least 1")
+        if not threshold > 1:
+            raise ValueError(f"StragglerMonitor(threshold={threshold!r}): it must be more than 1")
+        if not min_seconds >= 0:
+            raise ValueError(f"StragglerMonitor(min_seconds={min_seconds!r}): it must be at least 0")
+        self.every_n_steps, self.threshold, self.min_seconds = every_n_steps, threshold, min_seconds
+        self.slow: dict[int, str] = {}
+        """The ranks that were slow at the latest comparison, and in which phase."""
+        self._seconds = [0.0] * len(PHASES)
+        self._latest: dict[str, float] = {}
+        self._host_names: list[str] = []
+        self._compared: tuple[str, ...] = PHASES[:1]
+        self._next = self._last = 0
+
+    def on_train_start(self, run: Run, module: nn.Module) -> None:
+        strategy = run.engine.strategy
+        self._compared = PHASES[:1] if strategy.matched_forward or strategy.pipelined else PHASES[:2]
+        if not run.module.automatic_optimization:
+            self._compared = PHASES[:1]
+        host = platform.node().encode()[:64].ljust(64)
+        rows = run.all_gather(torch.frombuffer(bytearray(host), dtype=torch.uint8)).reshape(-1, 64)
+        self._host_names = [bytes(row.tolist()).decode(errors="replace").strip() for row in rows]
+        self._seconds, self._latest, self.slow = [0.0] * len(PHASES), {}, {}
+        self._last, self._next = -1, run.step + _WARM_UP
+        run.phases.timers += (self._add,)
+
+    def _add(self, name: str, seconds: float) -> None:
+        if (index := _NUMBERED.get(name)) is not None:
+            self._seconds[index] += seconds
+
+    def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if run.step >= self._next:
+            self._compare(run)
+
+    def _compare(self, run: Run) -> None:
+        before, self._last, self._next = self._last, run.step, run.step + self.every_n_steps
+        own_seconds, self._seconds = self._seconds, [0.0] * len(PHASES)
+        if before < 0:
+            return
+        rows = torch.zeros(run.world_size, len(PHASES), dtype=torch.float64)
+        rows[run.rank] = torch.tensor(own_seconds, dtype=torch.float64) / (run.step - before)
+        table: list[list[float]] = run.engine.reduce(rows, "sum").tolist()  # one collective
+        own = [sum(row[: len(self._compared)]) for row in table]
+        self._latest = {f"straggler/{name}": max(row[i] for row in table) for i, name in enumerate(PHASES)}
+        self._latest["straggler/slowest_rank"] = float(own.index(max(own)))
+        self.slow = self._found(table)
+        for rank, description in self.slow.items() if run.is_main_process else ():
+            _log.warning(
+                "StragglerMonitor: rank %d (%s) is slow at step %d: %s",
+                rank,
+                self._host_names[rank],
+                run.step,
+                description,
+            )
+
+    def _found(self, table: list[list[float]]) -> dict[int, str]:
+        """The slow ranks, and how slow; ``table``: seconds a step, ``[rank][phase]``."""
+        slow: dict[int, str] = {}
+        for index, name in enumerate(self._compared):
+            times = [row[index] for row in table]
+            middle = median_low(times)
+            for rank, seconds in enumerate(times):
+                if seconds > self.threshold * middle and seconds > middle + self.min_seconds:
+                    text = f"{name} takes {1000 * seconds:.4g} ms a step, {1000 * middle:.4g} ms on the median rank"
+                    slow[rank] = f"{slow[rank]}; {text}" if rank in slow else text
+        return slow
+
+    def on_before_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
+        metrics.update(self._latest)
+        self._latest = {}
+
+    def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
+        run.phases.timers = tuple(timer for timer in run.phases.timers if timer != self._add)

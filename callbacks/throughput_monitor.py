@@ -1,0 +1,216 @@
+"""How fast a run trains: samples, tokens and operations a second, and the share of time that was training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from callbacks.peak_flops import peak_of
+from engine import Callback, Run
+
+
+class ThroughputMonitor(Callback):
+    """Adds to the metrics, at each log boundary of the training, for the steps since the one before, over all ranks:
+
+    ==============================  ==================================================================================
+    ``throughput/samples_per_sec``  samples
+    ``throughput/tokens_per_sec``   the counts of the :class:`engine.Loss` objects, or what ``tokens_fn`` says
+    ``throughput/steps_per_sec``    optimizer steps
+    ``throughput/flops_per_sec``    floating point operations of forward and backward pass
+    ``throughput/mfu``              these, divided by what the devices can do (model FLOPs utilization)
+    ``throughput/goodput``          the share of the time since the training first started that was spent in steps that count
+    ==============================  ==================================================================================
+
+    Validation and checkpoints do not count as time, waiting for data does. The first boundary only starts the clock: its steps include
+    compilation. In goodput's share, waiting for data, validation, checkpoints, starts, the time between a kill and the resume, and steps that
+    were lost and repeated are not productive.
+
+    Operations are counted once, by the formulas of ``torch.utils.flop_counter.FlopCounterMode``, while the first micro-batch runs: nothing is
+    computed twice, and each rank counts its own part under tensor and pipeline parallelism. A compiled model runs that
+    micro-batch uncompiled. Other micro-batches count as many operations as this one. With ``activation_checkpointing`` the recomputation is
+    counted, so the name is ``throughput/hfu`` (hardware FLOPs utilization). A device that is not in ``callbacks/peak_flops.py`` has no MFU
+    unless ``peak_flops`` is given; no CPU is there.
+
+    The ranks share four numbers in one collective at a log boundary; between two boundaries nothing is called and the device does not wait.
+    """
+
+    def __init__(
+        self,
+        *,
+        peak_flops: float | None = None,
+        count_flops: bool = True,
+        tokens_fn: Callable[[Any], float] | None = None,
+    ) -> None:
+        """
+        Args:
+            peak_flops: what one rank's device can do (1/s), in the precision of the run; ``None``: from the table of known devices.
+            count_flops: ``False``: no ``flops_per_sec`` and no MFU.
+            tokens_fn: tokens of this rank's micro-batch; for losses without a count. Must not wait for the device.
+
+        Raises:
+            ValueError: ``peak_flops`` is not positive, or given with ``count_flops=False``.
+        """
+        if peak_flops is not None and not peak_flops > 0:
+            raise ValueError(
+                f"ThroughputMonitor(peak_flops={peak_flops!r}): it must be positive, in operations a second"
+            )
+        if peak_flops is not None and not count_flops:
+            raise ValueError("ThroughputMonitor(peak_flops=..., count_flops=False): MFU needs the count")
+        self.peak_flops, self.count_flops, self.tokens_fn = peak_flops, count_flops, tokens_fn
+        if tokens_fn is not None:
+            self.on_train_batch_end = self._count_tokens  # type: ignore[method-assign]
+        self.flops = 0
+        """Operations of the counted micro-batch on this rank; 0 until it has run."""
+        self._own_tokens = 0.0
+        self._counting: _Count | None = None
+        self._training = False
+        self._began: float | None = None
+        self._productive = 0.0
+        self._run: Run | None = None
+
+    # -- events ---------------------------------------------------------------------------------------------------------------------
+
+    def setup(self, run: Run, module: nn.Module, stage: str) -> None:
+        self._began, self._productive, self._run, self._training = None, 0.0, None, False
+
+    def on_train_start(self, run: Run, module: nn.Module) -> None:
+        now = time.time()
+        self._began = now if self._began is None else self._began
+        self._run, self._entered, self._apart = run, time.perf_counter(), run.times.apart
+        self._name = "hfu" if run.settings.activation_checkpointing else "mfu"
+        self._peak = self.peak_flops or peak_of(run.device, run.engine.precision.name) or 0.0
+        self._last: _Mark | None = None
+        self._training, self.flops, self._own_tokens = True, 0, 0.0
+        if self.count_flops:
+            run.phases.timers += (self._after_phase,)
+
+    # An evaluation's metrics are logged between these two.
+    def on_validation_start(self, run: Run, module: nn.Module) -> None:
+        self._training = False
+
+    def on_validation_end(self, run: Run, module: nn.Module) -> None:
+        self._training = self._run is not None
+
+    def on_before_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
+        if self._training and (self._last is None or step > self._last.step):
+            now = _Mark(run, self._own_tokens)
+            before, self._last = self._last, now
+            if before is not None:
+                metrics.update(self._values(run, before, now))
+
+    def on_train_end(self, run: Run, module: nn.Module) -> None:
+        self._productive, self._run = self._productive_seconds(), None
+        self._training = False
+        self._stop_counting(run)
+
+    def on_exception(self, run: Run, module: nn.Module, exception: BaseException) -> None:
+        self._stop_counting(run)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"began": self._began, "productive": self._productive_seconds()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._began, self._productive = state["began"], state["productive"]
+
+    # -- values ---------------------------------------------------------------------------------------------------------------------
+
+    def _values(self, run: Run, before: _Mark, now: _Mark) -> dict[str, float]:
+        assert self._began is not None
+        seconds, steps = now.seconds - before.seconds, now.step - before.step
+        own = [seconds, self.flops * (now.batches - before.batches), self._peak, float(not self._peak)]
+        own += [self._productive_seconds(), time.time() - self._began, now.own_tokens - before.own_tokens]
+        shared: list[float] = run.engine.reduce(torch.tensor(own, dtype=torch.float64), "sum").tolist()
+        seconds, flops, peak, unknown, productive, total, own_tokens = shared
+        seconds = max(seconds / run.world_size, 1e-9)
+        values = {"samples_per_sec": (now.samples - before.samples) / seconds, "steps_per_sec": steps / seconds}
+        if self.tokens_fn is not None:
+            values["tokens_per_sec"] = own_tokens * run.engine.data_group.world_size / run.world_size / seconds
+        elif now.tokens is not None:
+            values["tokens_per_sec"] = (now.tokens - (before.tokens or 0.0)) / seconds
+        if flops:
+            values["flops_per_sec"] = flops / seconds
+            if not unknown:
+                values[self._name] = flops / seconds / peak
+        values["goodput"] = min(1.0, productive / max(total, 1e-9))
+        return {f"throughput/{name}": value for name, value in values.items()}
+
+    def _productive_seconds(self) -> float:
+        """Time in steps so far, without waiting for data."""
+        if self._run is None:
+            return self._productive
+        return self._productive + time.perf_counter() - self._entered - (self._run.times.apart - self._apart)
+
+    def _count_tokens(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self.tokens_fn is not None
+        self._own_tokens += self.tokens_fn(batch)
+
+    # -- operations -----------------------------------------------------------------------------------------------------------------
+
+    def _after_phase(self, name: str, seconds: float) -> None:
+        """Count from the first batch's arrival to the end of its backward pass."""
+        if name == "data":
+            self._leave()  # the micro-batch before had no loss
+            self._counting = _Count()
+            self._counting.__enter__()
+        elif name in ("backward", "forward_backward", "training_step") and self._counting is not None:
+            if name == "backward" and self._run is not None and not self._run.module.automatic_optimization:
+                return  # training_step goes on
+            self.flops = self._leave()
+            if self._run is not None:
+                self._stop_counting(self._run)
+
+    def _leave(self) -> int:
+        counting, self._counting = self._counting, None
+        if counting is None:
+            return 0
+        counting.__exit__(None, None, None)
+        return counting.total
+
+    def _stop_counting(self, run: Run) -> None:
+        self._leave()
+        run.phases.timers = tuple(timer for timer in run.phases.timers if timer != self._after_phase)
+
+
+class _Mark:
+    """Counters at a log boundary."""
+
+    __slots__ = ("batches", "own_tokens", "samples", "seconds", "step", "tokens")
+
+    def __init__(self, run: Run, own_tokens: float) -> None:
+        self.step, self.batches, self.samples, self.own_tokens = run.step, run.state.batches, run.samples, own_tokens
+        self.tokens = run.tokens
+        self.seconds = time.perf_counter() - run.times.validation - run.times.checkpoint
+
+
+class _Count(TorchDispatchMode):
+    """Adds up the operations of what runs in it, by ``FlopCounterMode``'s formulas.
+
+    Unlike that, it counts this rank's part of a DTensor, not what torch infers shapes with, and sets no hooks on modules, which would make
+    compiled models compile again.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+        self._formulas = FlopCounterMode(display=False).flop_registry
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it calls the same on its local tensors
+        result = func(*args, **(kwargs or {}))
+        formula = self._formulas.get(getattr(func, "_overloadpacket", None))
+        if formula is not None and not any(
+            isinstance(a, FakeTensor) or (isinstance(a, Tensor) and a.is_meta) for a in args
+        ):
+            self.total += formula(*args, **(kwargs or {}), out_val=result)
+        return result
