@@ -52,6 +52,16 @@ def test_finetune_for_two_epochs(tmp_path):
     assert (tmp_path / "runs" / "finetune" / "exported" / "model.safetensors").exists()
 
 
+def test_optuna_ends_bad_trials_early(tmp_path):
+    pytest.importorskip("sklearn")
+    pytest.importorskip("optuna")
+    text = run(tmp_path, EXAMPLES / "optuna_digits.py", "--trials", 6, "--max-epochs", 2)
+    completed, pruned = map(int, re.search(r"(\d+) trials completed, (\d+) pruned", text).groups())
+    assert completed + pruned == 6
+    assert pruned > 0
+    assert float(re.search(r"best validation accuracy: ([\d.]+)%", text)[1]) > 50
+
+
 def test_gpt_for_a_few_steps(tmp_path):
     text = run(tmp_path, EXAMPLES / "gpt.py", "--max-steps", 4)
     assert re.search(r"[\d,]+ tokens/s", text)
