@@ -101,6 +101,11 @@ class SpikeGuard(Callback):
             self._found = False
             self._act(run)
 
+    def on_train_epoch_end(self, run: Run, module: nn.Module) -> None:
+        if self._found:  # on a device the last step's verdict is known after its batch
+            self._found = False
+            self._act(run)
+
     # The count is not a result of a validation.
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         self._logs, self._logged = True, -1

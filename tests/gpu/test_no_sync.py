@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from callbacks import SpikeGuard
 from engine import Callback, Fit, Loss, TrainModule
 
 STEPS, BOUNDARY = 100, 50
@@ -112,3 +113,22 @@ def test_nonfinite_raises_and_keeps_the_parameters(tmp_path: Any) -> None:
     with pytest.raises(FloatingPointError, match="not finite"):
         Fit(accelerator="cuda", devices=1, on_nonfinite="raise", root_dir=tmp_path).run(module, batches(10))
     assert all(bool(p.isfinite().all()) for p in module.parameters())
+
+
+def test_a_spike_guard_decides_on_the_device(tmp_path: Any) -> None:
+    fit = Fit(
+        accelerator="cuda",
+        devices=1,
+        log_every_n_steps=BOUNDARY,
+        callbacks=[guard := SpikeGuard(), Watch()],
+        root_dir=tmp_path / "calm",
+    )
+    assert fit.run(Net(False), batches()).step == STEPS
+    assert guard.spikes == 0
+    # A loss that is not finite is a spike as well: the step is left out, and the run equals one without its batch.
+    bad, clean = Net(False, overflow_at=30), Net(False)
+    fit = Fit(accelerator="cuda", devices=1, callbacks=[guard := SpikeGuard()], root_dir=tmp_path / "bad")
+    assert fit.run(bad, batches(40)).step == 39
+    assert guard.spikes == 1
+    Fit(accelerator="cuda", devices=1, root_dir=tmp_path / "clean").run(clean, [*batches(40)[:30], *batches(40)[31:]])
+    assert all(torch.equal(a, b) for a, b in zip(bad.parameters(), clean.parameters(), strict=True))
