@@ -120,9 +120,7 @@ def parser(command: str) -> argparse.ArgumentParser:
         return top
     text = f"last, best, or a checkpoint's path or URL; without it the constructor's weights; {_SAVED}"
     top.add_argument("--checkpoint", metavar="CHECKPOINT", help=text)
-    top.add_argument(
-        "--weights", metavar="NAME", help="other weights of the checkpoint than the trained ones, such as ema"
-    )
+    top.add_argument("--weights", metavar="NAME", help="other weights of the checkpoint than the trained ones: ema")
     top.add_argument("--json", action="store_true", help="print one JSON value")
     if command == "predict":
         top.add_argument(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import signal
 from typing import Any
 
 import pytest
@@ -190,6 +191,24 @@ def test_an_error_in_validation_leaves_the_trained_weights(make_fit, data):
     with pytest.raises(ArithmeticError, match="here"):
         make_fit(callbacks=[EMA(0.7), ModelCheckpoint()]).run(module, data, data[:1])
     assert torch.equal(module.layer.weight, module.seen[-1])
+
+
+def test_ctrl_c_in_validation_saves_the_trained_weights(make_fit, data, tmp_path):
+    class Interrupted(Net):
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            if len(self.seen) == 3 and batch_idx == 1:
+                signal.raise_signal(signal.SIGINT)
+
+    module, checkpoint, whole, other = Interrupted(), ModelCheckpoint(), Net(), Net()
+    with pytest.raises(KeyboardInterrupt):
+        make_fit(callbacks=[EMA(0.7), checkpoint], val_every=3).run(module, data, data)
+    saved = tmp_path / "checkpoints" / checkpoint.names[3]
+    assert torch.equal(Net.load_from_checkpoint(saved).layer.weight, module.seen[-1])
+    assert same(Net.load_from_checkpoint(saved, weights="ema"), module)
+    make_fit(callbacks=[EMA(0.7)], val_every=3, root_dir=tmp_path / "whole").run(whole, data, data)
+    make_fit(callbacks=[EMA(0.7)], val_every=3, root_dir=tmp_path / "again").run(other, data, data, resume=saved)
+    assert same(other, whole)
 
 
 def test_a_save_during_validation_is_an_error(make_fit, data):
