@@ -27,7 +27,7 @@ class WeightAveraging(Callback):
     - A checkpoint has both: the trained weights, and the averages in parts, under ``name``. ``load_from_checkpoint(path, weights="ema")``,
       ``fit.validate(module, checkpoint=path, weights="ema")``, ``engine.Resume(path, weights_only=True, weights="ema")`` and
       ``fit checkpoint export --weights ema`` use these.
-    - After the training the module has the averages.
+    - After the training the module has the averages (with ``Fit(reload_best=True)``, those of the best checkpoint).
 
     If a run has several such callbacks, validation and the module get the averages of the first; checkpoints have all.
     A resumed run continues with them. Steps that were skipped, of fp16 for example, are not averaged. To decide when to update, override
@@ -68,7 +68,6 @@ class WeightAveraging(Callback):
         self._step: int | None = None
         self._epoch = -1
         self._restored = False
-        self._first = True
         self._forget()
 
     def _forget(self) -> None:
@@ -99,7 +98,7 @@ class WeightAveraging(Callback):
         averaging = [c for c in run.callbacks if isinstance(c, WeightAveraging)]
         if sum(c.name == self.name for c in averaging) > 1:
             raise ValueError(f"two callbacks keep averages called {self.name!r}: give one of them another name=")
-        self._first = averaging[0] is self
+        self.validates_with = self.name if averaging[0] is self else None
         self.n_averaged, self._step, self._epoch, self._restored = 0, None, -1, False
         self._forget()
 
@@ -227,7 +226,7 @@ class WeightAveraging(Callback):
     # -- where they are used ----------------------------------------------------------------------------------------------------
 
     def on_validation_start(self, run: Run, module: nn.Module) -> None:
-        if run.stage == "fit" and self._first and self.n_averaged and self._kept is None:
+        if run.stage == "fit" and self.validates_with and self.n_averaged and self._kept is None:
             self._swap(run, module)
 
     def on_validation_end(self, run: Run, module: nn.Module) -> None:
@@ -240,7 +239,7 @@ class WeightAveraging(Callback):
         self._restore(run, module)
 
     def on_fit_end(self, run: Run, module: nn.Module) -> None:
-        if self._first and self.n_averaged:
+        if self.validates_with and self.n_averaged:
             self._swap(run, module)
             self._kept = None  # the trained weights are in the checkpoints
             run.engine.share_buffers(module)

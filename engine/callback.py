@@ -78,6 +78,10 @@ class Callback:
     called again in this run, except for ``teardown``. An error in ``setup`` or ``load_state_dict`` ends the run, before its first step.
     Such a callback must not communicate with other ranks, which would wait for one that has failed."""
 
+    validates_with: str | None = None
+    """The name of those of :meth:`weights` that the model has in validation, if this callback gives it others than the trained ones: scores are
+    theirs, and ``reload_best`` loads them."""
+
     @property
     def checkpoints_in(self) -> str | Path | None:
         """The directory or URL where this callback saves checkpoints; ``None``: in the run's folder, or nowhere. Read before ``setup``."""

@@ -20,6 +20,7 @@ class Hooked(Protocol):
     runs_last: bool
     critical: bool
     logs: bool
+    validates_with: str | None
     takes: frozenset[str]
     shows_progress: bool
 

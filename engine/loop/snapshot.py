@@ -154,8 +154,9 @@ def reload_best(run: Run) -> None:
         logger.warning("reload_best=True: no checkpoint has a score, so the module keeps its last weights")
         return
     run.wait_for_checkpoint()
-    with opening(run.engine.group, run.saver.location, str(run.best_checkpoint), ("model",)) as loaded:
-        _load_weights(run, loaded, True)
+    with opening(run.engine.group, run.saver.location, str(run.best_checkpoint), ("model", WEIGHTS)) as loaded:
+        names = [c.validates_with for c in run.callbacks if c.validates_with in loaded.source.others.names]
+        _load_weights(run, loaded, True, names[0] if names else None)
 
 
 def roll_back(run: Run, path: Path | str) -> None:

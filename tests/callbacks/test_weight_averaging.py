@@ -268,6 +268,21 @@ def test_a_checkpoint_saved_before_the_update_of_its_step(make_fit, data, tmp_pa
     assert same(module, other)
 
 
+def test_the_best_are_the_averages_that_were_validated(make_fit, data):
+    class Rises(Net):
+        def on_validation_epoch_end(self) -> None:
+            self.log("score", float(self.current_epoch == 1))
+
+    callbacks = [EMA(0.8), ModelCheckpoint(monitor="score", mode="max", every="1 epochs")]
+    module = Rises()
+    result = make_fit(callbacks=callbacks, max_epochs=3, reload_best=True).run(module, data, data[:1])
+    assert result.best_checkpoint.name == "step=00000012"
+    assert torch.equal(module.layer.weight, module.validated[1])
+    late = [EMA(0.8, update_starting_at_epoch=2), ModelCheckpoint(monitor="score", mode="max", every="1 epochs")]
+    make_fit(callbacks=late, max_epochs=3, reload_best=True).run(module := Rises(), data, data[:1])
+    assert torch.equal(module.layer.weight, module.seen[2 * STEPS - 1])  # there was no average yet
+
+
 def test_a_run_resumes_without_the_callback_and_with_a_new_one(make_fit, data, tmp_path, caplog):
     result = make_fit(callbacks=[EMA(0.8), ModelCheckpoint()]).run(Net(), data)
     make_fit(max_epochs=2, root_dir=tmp_path / "without").run(Net(), data, resume=result.last_checkpoint)
