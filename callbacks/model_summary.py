@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from callbacks.example_pass import NotMeasured, Seen, pass_through
 from engine import Callback, Run
+
+from .example_pass import NotMeasured, Seen, pass_through
 
 
 @dataclass(slots=True)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from callbacks.progress_figures import Figures, Progress, duration, number, speed
-from callbacks.progress_screen import Screen, screen_of
-from callbacks.results_table import results_table
 from engine import Callback, Run
+
+from .progress_figures import Figures, Progress, duration, number, speed
+from .progress_screen import Screen, screen_of
+from .results_table import results_table
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from callbacks.peak_flops import peak_of
 from engine import Callback, Run
+
+from .peak_flops import peak_of
 
 
 class ThroughputMonitor(Callback):

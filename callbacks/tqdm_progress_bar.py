@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from callbacks.progress import ProgressBar
-from callbacks.progress_figures import Progress, duration
-from callbacks.progress_screen import Screen
+from .progress import ProgressBar
+from .progress_figures import Progress, duration
+from .progress_screen import Screen
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -124,6 +124,21 @@ def test_imports_go_down(name: str) -> None:
     assert SECOND_NAME not in own_imports(name) or name == "engine", f"{name} imports callbacks"
 
 
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("callbacks")])
+def test_callbacks_import_each_other_relatively(name: str) -> None:
+    typing = [
+        node for node in ast.walk(TREES[name]) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+    ]
+    hints = {id(node) for block in typing for node in ast.walk(block)}
+    wrong = [
+        node.lineno
+        for node in ast.walk(TREES[name])
+        if isinstance(node, ast.ImportFrom) and not node.level and id(node) not in hints
+        if str(node.module).partition(".")[0] == "callbacks"
+    ]
+    assert not wrong, f"{FILES[name]}: lines {wrong} import callbacks by a name that a user's own callbacks.py may have"
+
+
 def test_no_import_cycle() -> None:
     graph = {name: own_imports(name) - {"engine"} for name in FILES if name != "engine"}
     assert find_cycle(graph) == []

@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from callbacks.loggers.base import Logger, Moment, settings_of
-from callbacks.loggers.media import finite, markdown, pixels, sound
 from engine import Run
+
+from .base import Logger, Moment, settings_of
+from .media import finite, markdown, pixels, sound
 
 
 class AimLogger(Logger):

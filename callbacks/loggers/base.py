@@ -12,9 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from callbacks.loggers.progress import START, Position, Progress
-from callbacks.loggers.sender import Item, Sender
 from engine import Callback, Run
+
+from .progress import START, Position, Progress
+from .sender import Item, Sender
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from callbacks.loggers.base import Logger, Moment
 from engine import Run
+
+from .base import Logger, Moment
 
 _FIXED = ("step", "epoch")
 _CONFIG = "config.yaml"

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from callbacks.loggers.base import Logger, Moment, settings_of
-from callbacks.loggers.csv import free_name
-from callbacks.loggers.media import ENDINGS, cells, content, file_name, histogram, jsonable
 from engine import Run
+
+from .base import Logger, Moment, settings_of
+from .csv import free_name
+from .media import ENDINGS, cells, content, file_name, histogram, jsonable
 
 
 class JSONLLogger(Logger):

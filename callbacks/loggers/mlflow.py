@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from callbacks.loggers.base import Logger, Moment, settings_of
-from callbacks.loggers.media import cells, content, file_name, histogram, pixels
 from engine import Run
+
+from .base import Logger, Moment, settings_of
+from .media import cells, content, file_name, histogram, pixels
 
 _TAG = "fit.run_id"
 _BATCH = 100

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from callbacks.loggers.base import Logger, Moment, settings_of
-from callbacks.loggers.media import histogram, markdown, pixels, sound
 from engine import Run
+
+from .base import Logger, Moment, settings_of
+from .media import histogram, markdown, pixels, sound
 
 
 class TrackioLogger(Logger):

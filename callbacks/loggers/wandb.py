@@ -9,9 +9,10 @@ from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
-from callbacks.loggers.base import Logger, Moment, settings_of
-from callbacks.loggers.media import cells, histogram, pixels, sound
 from engine import Run
+
+from .base import Logger, Moment, settings_of
+from .media import cells, histogram, pixels, sound
 
 _FLUSH_S = 0.02
 """How often W&B writes what it has got into the run's file (s); its default is 15 s."""
