@@ -37,6 +37,9 @@ from engine.loop.train import train
 from engine.loop.watching import collected, watched
 from engine.loop.whole_weights import holding, whole_state
 from engine.module import TrainModule
+from engine.replay.replayed_step import ReplayedStep
+from engine.replay.starting_point import starting_point
+from engine.replay.step_watch import StepWatch
 from engine.step.precision import Precision
 from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8
@@ -284,6 +287,56 @@ class Fit:
             with watched(run):
                 results = predict(run, prepared, return_predictions)
         return results[0] if len(prepared) == 1 else results
+
+    def replay(
+        self,
+        module: TrainModule,
+        train_loader: Any = None,
+        val_loaders: Any = None,
+        *,
+        run: str | Path,
+        step: int,
+        datamodule: DataModule | None = None,
+        detect_anomaly: bool = False,
+    ) -> ReplayedStep:
+        """Run one step of an earlier training again, from its newest checkpoint before that step, and watch it; nothing of the run changes.
+
+        On the same number of ranks every number is the same to the last bit. On fewer, the step has the same samples in more micro-batches:
+        its numbers differ by rounding, and where random numbers differ (dropout).
+
+        Args:
+            module, train_loader, val_loaders, datamodule: as the run had them; so are the settings of this ``Fit``. Loggers, progress bars and
+                checkpoint callbacks are left out.
+            run: the run's folder, or one of its checkpoints.
+            step: its number, from 1: the optimizer steps done after it.
+            detect_anomaly: let autograd find the operation whose gradient is not finite in that step, which is slow.
+
+        Returns:
+            What the step showed; the same on all ranks.
+
+        Raises:
+            FileNotFoundError: the run has no checkpoint from before this step.
+            ValueError: the run ends before it, or the number of ranks does not divide the run's.
+        """
+        checkpoint, manifest = starting_point(run, step)
+        replayed = ReplayedStep(step, 0, checkpoint, 1, manifest["world_size"])
+        watch = StepWatch(replayed, detect_anomaly=detect_anomaly)
+        settings = replace(
+            self.settings,
+            root_dir=self.settings.root_dir / "replay",
+            log_every_n_steps=1,
+            num_sanity_val_steps=0,
+            min_steps=None,
+            min_epochs=None,
+            max_time=None,
+            reload_best=False,
+        )
+        callbacks = [c for c in settings.callbacks if c.critical and not (c.logs or c.runs_last or c.shows_progress)]
+        again = Fit.from_resolved(Resolved(settings, self.origins, self.sections), [*callbacks, watch])
+        result = again.run(module, train_loader, val_loaders, datamodule=datamodule, resume=checkpoint)
+        if not watch.seen:
+            raise ValueError(f"replay(step={step}): the run ends at step {result.step}: {result.stop_reason}")
+        return replayed
 
     def state_dict(self, module: TrainModule, *, everywhere: bool = False) -> dict[str, Any]:
         """The full (unsharded) parameters and buffers of a trained module, by name, on the CPU; all ranks call this.

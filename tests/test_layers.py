@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("loop",),
     ("callback",),
+    ("replay",),
     ("fit", "callbacks"),
     ("cli",),
 )

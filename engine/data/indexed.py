@@ -54,6 +54,17 @@ class _Positioned:
         """Samples (or batches, where these are ready) of every epoch; ``None`` when a user's sampler, or the ranks, determine it."""
         return None if self.order is None or self.order.sharded or self.order.together else self.order.length()
 
+    def indices_at(self, epoch: int, start: int, count: int) -> list[int] | None:
+        """The dataset's indices of these units, in order, of ready batches their numbers; ``None``: a user's sampler draws each order once."""
+        units = range(start, start + count)
+        if self.order is None:
+            return [unit for unit in units if self.units is None or unit < self.units]
+        if self.order.state(over=False) is not None:
+            return None
+        drawn = self.order.draw(epoch)
+        found = [drawn[unit] for unit in units if unit < len(drawn)]
+        return [int(index) for each in found for index in (each if isinstance(each, (list, tuple)) else [each])]
+
     def state(self, closed: bool) -> Any:
         return None if self.order is None else self.order.state(over=False)
 

@@ -132,6 +132,12 @@ class PreparedLoader:
         self.resume(epoch, start, stream)
         return batch
 
+    def units(self, start: int, count: int) -> list[int] | None:
+        """The indices of an epoch's samples from ``start`` on, in the order in which all ranks together get them; for data of ready batches their
+        numbers, and ``None`` for streams and for a sampler that draws each order once. All ranks call this together."""
+        indices_at = None if self.samples is None else getattr(self._feed, "indices_at", None)
+        return None if indices_at is None else list(indices_at(self._epoch, start, count) or ()) or None
+
     def close(self) -> None:
         """End the loader's worker processes now: otherwise an error's traceback would keep them alive."""
         self._feed.close()

@@ -1,0 +1,1 @@
+"""Running one step of a training again."""

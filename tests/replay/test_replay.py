@@ -1,0 +1,189 @@
+"""A replayed step is the recorded one: its samples, its losses to the last bit, its gradients, and where its numbers stop being finite."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import fit
+from processes import run_ranks
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks import JSONLLogger, ModelCheckpoint
+from engine import Callback, Fit, Loss, Run, TrainModule
+
+
+class Net(TrainModule):
+    """Dropout and a loss over unequal counts: what a replay must repeat exactly."""
+
+    def __init__(self, poison: int = -1, dropout: float = 0.5) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(dropout), nn.Linear(8, 1))
+        self.poison = poison
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, index = batch
+        error = self.layers(x).square()
+        if self.poison in index.tolist():
+            error = error / 0.0
+        loss = Loss(error.sum(), index.float().sum() + 1)
+        self.log("loss", loss.sum.detach() / loss.count)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+def data(size: int = 24) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    return DataLoader(TensorDataset(torch.randn(size, 4, generator=generator), torch.arange(size)), 3, shuffle=True)
+
+
+class Seen(Callback):
+    """What each step saw, in the run itself."""
+
+    critical = False  # it only watches: a replay leaves it out
+
+    def __init__(self) -> None:
+        self.samples: dict[int, list[int]] = {}
+        self.losses: dict[int, list[float]] = {}
+
+    def on_before_backward(self, run: Run, module: nn.Module, loss: Any) -> None:
+        self.losses.setdefault(run.step + 1, []).append(float(loss.sum.detach() / loss.count))
+
+    def on_train_batch_start(self, run: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
+        self.samples.setdefault(run.step + 1, []).extend(batch[1].tolist())
+
+
+def trained(root: Path | str, seen: Seen, module: Net | None = None, **settings: Any) -> Fit:
+    every = ModelCheckpoint(every=3, save_top_k=-1, asynchronous=False)
+    made = fit(root, **{"max_epochs": 2, "seed": 7, "callbacks": [seen, every, JSONLLogger()], **settings})
+    made.run(module or Net(), data())
+    return made
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_step_is_the_recorded_one(tmp_path: Path, window: int) -> None:
+    seen = Seen()
+    made = trained(tmp_path, seen, accumulate_grad_batches=window)
+    before = sorted(path for path in tmp_path.rglob("*"))
+    for step in (4, 6, 7):
+        found = made.replay(Net(), data(), run=tmp_path, step=step)
+        assert found.losses == [seen.losses[step]]
+        assert found.samples == seen.samples[step]
+        assert (found.step, found.epoch, found.nonfinite) == (step, (step - 1) // (8 // window), None)
+        assert found.checkpoint.endswith(f"step=0000000{(step - 1) // 3 * 3}")
+        assert found.metrics["loss"] == pytest.approx(sum(found.losses[0]) / window)
+        assert f"step {step} " in str(found)
+        assert "layers.2.bias" not in str(found)
+        assert "layers.2.bias" in found.text(per_layer=True)
+        assert found.grad_norm == pytest.approx(sum(norm**2 for norm in found.grad_norms.values()) ** 0.5)
+    assert sorted(path for path in tmp_path.rglob("*") if "replay" not in path.parts) == before
+
+
+def test_gradients_are_those_of_a_bare_step(tmp_path: Path) -> None:
+    seen = Seen()
+    made = trained(tmp_path, seen)
+    found = made.replay(Net(), data(), run=tmp_path / "checkpoints" / "step=00000003", step=4)
+    net = Net.load_from_checkpoint(tmp_path / "checkpoints" / "step=00000003")
+    images, numbers = next(iter(DataLoader(data().dataset, 3, sampler=found.samples)))
+    assert numbers.tolist() == found.samples
+    torch.set_rng_state(made_state(tmp_path / "checkpoints" / "step=00000003"))
+    (net.layers(images).square().sum() / (numbers.float().sum() + 1)).backward()
+    expected = {name: float(p.grad.norm()) for name, p in net.named_parameters() if p.grad is not None}
+    assert found.grad_norms == pytest.approx(expected, rel=1e-6)
+
+
+def made_state(checkpoint: Path) -> Tensor:
+    """torch's generator in a checkpoint: a plain file of tensors."""
+    found = load_file(next((checkpoint / "state").glob("rank*.safetensors")))
+    return next(value for name, value in found.items() if name.endswith("rng.torch"))
+
+
+def test_the_first_number_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    seen = Seen()
+    made = trained(tmp_path, seen)
+    bad = seen.samples[5][0]
+    found = made.replay(Net(bad), data(), run=tmp_path, step=5)
+    assert found.nonfinite == "the loss of micro-batch 0"
+
+    class Breaks(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[2].register_forward_hook(lambda module, inputs, output: output / 0.0)
+
+    found = made.replay(Breaks(), data(), run=tmp_path, step=4)
+    assert found.nonfinite == "the output of layers.2 (Linear) in micro-batch 0"
+    with pytest.raises(RuntimeError, match="nan"):
+        made.replay(Breaks(), data(), run=tmp_path, step=4, detect_anomaly=True)
+
+
+def test_what_cannot_be_replayed_is_said(tmp_path: Path) -> None:
+    made = trained(tmp_path, Seen())
+    for step in (0, True, "3"):
+        with pytest.raises(ValueError, match="numbered from 1"):
+            made.replay(Net(), data(), run=tmp_path, step=step)  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError, match=r"before step 2 .*of steps: 3, 6"):
+        made.replay(Net(), data(), run=tmp_path, step=2)
+    with pytest.raises(ValueError, match="the run ends at step 16: max_epochs=2 reached"):
+        made.replay(Net(), data(), run=tmp_path, step=17)
+
+
+class Killed(Callback):
+    """Kills its rank without a warning after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.at = step
+
+    def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if run.step == self.at and run.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def job(root: str, what: str) -> Any:
+    """One start of the job: ``killed`` after step 5, ``resumed``, or ``replayed``."""
+    seen = Seen()
+    every = ModelCheckpoint(every=3, save_top_k=-1, asynchronous=False)
+    killed = [Killed(5)] if what == "killed" else []
+    made = Fit(max_epochs=2, seed=7, root_dir=root, num_sanity_val_steps=0, callbacks=[seen, every, *killed])
+    if what == "replayed":
+        return [asdict(made.replay(Net(), data(), run=root, step=step)) for step in (4, 6, 7)]
+    made.run(Net(), data(), resume="last" if what == "resumed" else None)
+    even = Seen()
+    if what == "resumed":
+        trained(f"{root}/even", even, Net(dropout=0.0), devices="auto")
+    return [seen.losses, seen.samples, even.losses]
+
+
+def job_on_two(root: Path, what: str, check: bool = True) -> list[Any]:
+    folders = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+    script = f"import sys; sys.path[:0] = {folders!r}\nimport test_replay as tests\nreport(tests.job(*sys.argv[1:]))"
+    return [ran.value for ran in run_ranks(script, 2, root, what, check=check)]
+
+
+@pytest.mark.slow
+def test_steps_of_a_killed_and_resumed_run_of_two_ranks(tmp_path: Path) -> None:
+    job_on_two(tmp_path, "killed", check=False)
+    recorded = job_on_two(tmp_path, "resumed")  # from step 3
+    steps = {step: [losses[str(step)] for losses, _, _ in recorded] for step in (4, 6, 7)}
+    everywhere = job_on_two(tmp_path, "replayed")
+    assert everywhere[0] == everywhere[1]
+    alone = fit(tmp_path, max_epochs=2, seed=7)
+    for step, found in zip((4, 6, 7), everywhere[0], strict=True):
+        assert found["losses"] == steps[step]
+        assert (found["ranks"], found["recorded_ranks"]) == (2, 2)
+        sampled = [samples[str(step)] for _, samples, _ in recorded]
+        assert sorted(found["samples"]) == sorted([*sampled[0], *sampled[1]])
+        single = alone.replay(Net(dropout=0.0), data(), run=tmp_path / "even", step=step)
+        assert single.samples == found["samples"]
+        assert (single.ranks, single.recorded_ranks) == (1, 2)
+        by_rank = [losses[str(step)] for _, _, losses in recorded]
+        assert single.losses == [pytest.approx([by_rank[0][0], by_rank[1][0]], rel=1e-6)]
