@@ -121,3 +121,33 @@ def test_gpt_learns(tmp_path):
     text = run(tmp_path, EXAMPLES / "gpt.py", "--max-steps", 100, "--devices", 2)
     # 100 steps reach well below the 4.7 bits that byte frequencies alone give.
     assert float(re.search(r"([\d.]+) bits per byte", text)[1]) < 4.2
+
+
+@pytest.mark.slow
+def test_gan_draws_after_two_optimizer_steps_a_batch(tmp_path):
+    pytest.importorskip("sklearn")
+    text = run(tmp_path, EXAMPLES / "gan.py", "--max-epochs", 3).splitlines()
+    assert re.match(
+        r"120 steps; the discriminator is right for \d+% of the images", text[-1]
+    )  # 20 batches of 64 in an epoch
+    assert {len(line) for line in text[-9:-1]} == {6 * 16 + 5 * 3}
+
+
+@pytest.mark.slow
+def test_text_classification_is_far_better_than_chance(tmp_path):
+    text = run(tmp_path, EXAMPLES / "text_classification.py", "--max-epochs", 2)
+    accuracy, f1 = map(float, re.search(r"accuracy: ([\d.]+)%, F1: ([\d.]+)%", text).groups())
+    assert accuracy > 55  # 36 % of the pieces are of the largest package
+    assert f1 > 35
+
+
+@pytest.mark.slow
+def test_lora_learns_beside_a_base_that_stays(tmp_path):
+    pytest.importorskip("peft")
+    text = run(tmp_path, "-W", "ignore", EXAMPLES / "lora.py", "--pretrain-steps", 60, "--max-steps", 40, "--rank", 4)
+    # In each of 2 layers: rank * (inputs + outputs) of q_proj and v_proj (64 to 64), up_proj (64 to 128), down_proj (128 to 64).
+    assert f"trainable: {2 * 4 * (128 + 128 + 192 + 192):,} of" in text
+    before, after = map(float, re.search(r"on prose: ([\d.]+) before, ([\d.]+) after", text).groups())
+    assert after < before - 0.1
+    assert "the base is unchanged: True" in text
+    assert (tmp_path / "runs" / "lora" / "adapter" / "adapter_model.safetensors").stat().st_size < 100_000
