@@ -24,6 +24,7 @@ class Page(HTMLParser):
         self._caption = ""
         self._rows: list[list[str]] = []
         self.feed(path.read_text(encoding="utf-8"))
+        assert not {"<", ">", "&"} & set(self._scripts["data"])  # nothing that could end the element, or begin another
         self.data = json.loads(self._scripts["data"])
         points = gzip.decompress(base64.b64decode(self._scripts["points"]))
         self.series: dict[tuple[str, str], tuple[list[float], list[float] | None, list[float]]] = {}

@@ -16,7 +16,7 @@ Chart = dict[str, Any]
 is drawn), where ``x`` (steps), ``t`` (seconds) and ``y`` are among the points, ``total`` points, ``odd`` (NaN and infinite ones)."""
 GROUPS = {
     "Metrics": "Metrics",
-    **dict.fromkeys(("Learning rate", "Gradient norm", "Throughput", "Memory"), "Optimization and machine"),
+    **dict.fromkeys(("Learning rate", "Gradient norm", "Throughput", "Memory", "Machine"), "Optimization and machine"),
     "Parameters": "Gradient norm of each parameter",
 }
 """Kinds of charts, in their order, and the headings above them."""
@@ -28,6 +28,7 @@ _LOGGED = (
     ("Gradient norm", re.compile(r".*grad\w*[_/]norm", re.IGNORECASE)),
     ("Throughput", re.compile(r".*(throughput|per_s(ec(ond)?)?\b|/s$|\bmfu\b|flops|goodput)", re.IGNORECASE)),
     ("Memory", re.compile(r".*(memory|\bmem\b|_bytes|allocated|reserved)", re.IGNORECASE)),
+    ("Machine", re.compile(r"(device|cpu|gpu|straggler)/")),
 )
 
 
@@ -84,6 +85,6 @@ def _place(name: str) -> tuple[str, str, str]:
         if pattern.match(name):
             if group == "Learning rate" and not name.endswith(("-momentum", "-weight_decay")):
                 return group, "learning rate", ""
-            return group, name, ""
+            return group, name, "bytes" if name.endswith("_bytes") else ""
     staged = _STAGE.fullmatch(name)
     return "Metrics", staged[2] if staged else name, ""

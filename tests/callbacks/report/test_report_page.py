@@ -88,6 +88,8 @@ def test_training_and_validation_share_a_chart_and_what_is_not_a_result_is_apart
         "lr-AdamW-momentum",
         "grad_norm",
         "grad_norm/w",
+        "cpu/rss_bytes",
+        "cpu/percent",
         "tokens_per_second",
         "a/b",
     )
@@ -103,6 +105,8 @@ def test_training_and_validation_share_a_chart_and_what_is_not_a_result_is_apart
         "lr-AdamW-momentum": ("Learning rate", ["lr-AdamW-momentum"]),
         "grad_norm": ("Gradient norm", ["grad_norm"]),
         "grad_norm/w": ("Parameters", ["grad_norm/w"]),
+        "cpu/rss_bytes": ("Memory", ["cpu/rss_bytes"]),
+        "cpu/percent": ("Machine", ["cpu/percent"]),
         "tokens_per_second": ("Throughput", ["tokens_per_second"]),
     }
 
