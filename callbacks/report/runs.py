@@ -271,7 +271,7 @@ def _read_csv(run: RunData) -> None:
             continue
         run.step = max(run.step, step)
         for name, text in row.items():
-            if name not in ("step", "epoch") and (value := _parsed(text)) is not None:
+            if name not in ("step", "epoch", "samples") and (value := _parsed(text)) is not None:
                 points.setdefault(str(name), Points()).add(step, math.nan, value)
     curves = _curves(points)
     run.rates = {name: curve for name, curve in curves.items() if name.startswith("lr-")}

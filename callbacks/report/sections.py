@@ -48,7 +48,13 @@ def _facts(run: RunData) -> dict[str, str]:
 
 def _overview(runs: Sequence[RunData]) -> Html:
     rows: list[list[object]] = [
-        [run.name, _status(run), f"{run.step:,}", duration(run.seconds) if run.seconds else "", moment(run.started)]
+        [
+            run.name,
+            _status(run),
+            f"{run.step:,}",
+            duration(run.seconds) if run.seconds else "",
+            element("time", moment(run.started)),
+        ]
         for run in runs
     ]
     return table("Runs", ["run", "status", "steps", "time", "started"], rows, numbers_from=2)
@@ -150,7 +156,7 @@ def checkpoints(runs: Sequence[RunData]) -> Html | None:
         for each in run.checkpoints:
             name = each["path"].rstrip("/").rpartition("/")[2]
             cells: list[object] = [name, *([run.name] if len(runs) > 1 else [])]
-            cells += ["" if each["step"] is None else f"{each['step']:,}", moment(each["time"])]
+            cells += ["" if each["step"] is None else f"{each['step']:,}", element("time", moment(each["time"]))]
             cells += ["" if each["score"] is None else number(each["score"]), "best" if each["best"] else ""]
             rows.append([*cells, element("code", each["path"])])
     if not rows:

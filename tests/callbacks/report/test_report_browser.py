@@ -75,7 +75,7 @@ def test_the_curves_are_those_of_the_metrics_file(folder: Path, browser: chromiu
     browser.open(folder / "report.html")
     with (folder / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    names = set(rows[0]) - {"step", "epoch"}
+    names = set(rows[0]) - {"step", "epoch", "samples"}
     assert names == {"train/loss", "val/loss", "val/accuracy"}
     drawn = {}
     for chart in browser.evaluate(CURVES):

@@ -84,11 +84,13 @@ def test_parameter_groups_with_the_same_learning_rate_are_one_curve(tmp_path):
 
 
 def test_a_csv_logger_is_enough(tmp_path):
-    (tmp_path / "metrics.csv").write_text("step,epoch,lr-SGD,loss\n1,0,0.1,2.0\n2,0,0.1,\n3,0,0.1,nan\n4,0,0.1,1")
+    (tmp_path / "metrics.csv").write_text(
+        "step,epoch,samples,lr-SGD,loss\n1,0,8,0.1,2.0\n2,0,16,0.1,\n3,0,24,0.1,nan\n4,0,32,0.1,1"
+    )
     (tmp_path / "config.yaml").write_text("max_epochs: 3  # code\nstrategy: {name: ddp}\n")
     run = read_run(tmp_path)
     assert list(points(run.metrics["loss"])) == [1, 3]  # the last row may not be whole
-    assert list(run.rates) == ["lr-SGD"]
+    assert (list(run.metrics), list(run.rates)) == (["loss"], ["lr-SGD"])
     assert run.config == [("max_epochs", "3", ""), ("strategy.name", "ddp", "")]
 
 
