@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
 from typing import Any
 
 import pytest
 import torch
-from processes import run_ranks
 from torch import Tensor, nn
 
 from callbacks import EMA, BackboneFinetuning, BaseFinetuning, ModelCheckpoint
@@ -226,73 +224,3 @@ def test_what_is_wrong_before_the_first_step(make_fit, data, module, callback, m
 def test_wrong_arguments(options, message):
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         BackboneFinetuning(**options)
-
-
-SCRIPT = """
-import sys
-from pathlib import Path
-import torch
-from torch import nn
-from callbacks import BackboneFinetuning, ModelCheckpoint
-from engine import Fit, TrainModule
-
-root, found = Path(sys.argv[1]), {}
-
-
-class Net(TrainModule):
-    def __init__(self, given):
-        super().__init__()
-        torch.manual_seed(0)
-        self.given = given
-        self.backbone, self.head = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 1)
-
-    def training_step(self, batch, batch_idx):
-        return (self.head(self.backbone(batch[0])) - 1).square().mean()
-
-    def validation_step(self, batch, batch_idx):
-        self.log("loss", self.training_step(batch, batch_idx))
-
-    def configure_optimizers(self):
-        if self.given == "all":
-            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        return torch.optim.SGD(self.head.parameters(), lr=0.1, momentum=0.9)
-
-
-data = torch.utils.data.DataLoader(
-    torch.utils.data.TensorDataset(torch.randn(12, 3, generator=torch.Generator().manual_seed(1))), batch_size=int(sys.argv[2]))
-
-
-def run(name, strategy, given, resume=None):
-    module = Net(given)
-    fit = Fit(accelerator="cpu", strategy=strategy, max_epochs=3, num_sanity_val_steps=0, root_dir=root / name, seed=3,
-              callbacks=[BackboneFinetuning(1), ModelCheckpoint(every="5 steps", save_top_k=-1)])
-    fit.run(module, data, data, resume=resume)
-    return {name: value.tolist() for name, value in fit.state_dict(module, everywhere=True).items()}
-
-
-for strategy in ("ddp", "fsdp") if int(sys.argv[2]) == 2 else ("single",):
-    for given in ("all", "head"):
-        name = f"{strategy}-{given}"
-        state = run(name, strategy, given)
-        found[name] = state
-        found[name + "-again"] = run(name + "-again", strategy, given, root / name / "checkpoints" / "step=00000005")
-if "report" in globals():
-    report(found)
-"""
-
-
-def test_two_ranks_unfreeze_alike_and_equal_one(tmp_path, monkeypatch):
-    """Weights are equal on both ranks, to those of one process with the same global batches, and after a resume."""
-    first, second = (ran.value for ran in run_ranks(SCRIPT, 2, tmp_path, 2))
-    assert first == second
-    scope: dict[str, Any] = {"__name__": "one"}
-    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "one"), "4"])
-    exec(SCRIPT, scope)
-    one = scope["found"]
-    for strategy in ("ddp", "fsdp"):
-        for given in ("all", "head"):
-            assert first[f"{strategy}-{given}"] == first[f"{strategy}-{given}-again"]
-            for name, value in first[f"{strategy}-{given}"].items():
-                torch.testing.assert_close(
-                    torch.tensor(value), torch.tensor(one[f"single-{given}"][name]), rtol=1e-5, atol=1e-6
-                )

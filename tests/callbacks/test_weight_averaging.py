@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_ranks
 from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, get_ema_avg_fn
 
 from callbacks import EMA, SWA, ModelCheckpoint, WeightAveraging
 from engine import Callback, TrainModule
-from engine.checkpoint.listing import facts
 
 STEPS = 6  # batches of an epoch
 
@@ -329,131 +327,3 @@ def test_what_is_wrong_before_the_first_step(make_fit, data, callbacks, settings
     with pytest.raises(ValueError, match=message):
         make_fit(callbacks=callbacks, **settings).run(module, data)
     assert not module.seen
-
-
-# -- two ranks ------------------------------------------------------------------------------------------------------------------------
-
-SCRIPT = """
-import sys
-from pathlib import Path
-import torch
-from torch import nn
-from callbacks import EMA, SWA, ModelCheckpoint
-from engine import Fit, TrainModule
-
-root, found = Path(sys.argv[1]), {}
-
-
-class Net(TrainModule):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
-        self.validated = []
-
-    def training_step(self, batch, batch_idx):
-        return (self.layers(batch[0]) - 1).square().mean()
-
-    def validation_step(self, batch, batch_idx):
-        self.log("loss", (self.layers(batch[0]) - 1).square().mean())
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-
-data = torch.utils.data.DataLoader(
-    torch.utils.data.TensorDataset(torch.randn(24, 3, generator=torch.Generator().manual_seed(1))), batch_size=2)
-
-
-class Trace(ModelCheckpoint):
-    def on_train_batch_end(self, run, module, outputs, batch, batch_idx):
-        state = run.engine.get_state_dict(module)
-        self.seen = [*getattr(self, "seen", []), {k: v.clone() for k, v in state.items()}]
-        super().on_train_batch_end(run, module, outputs, batch, batch_idx)
-
-
-def run(name, strategy, resume=None):
-    module, trace = Net(), Trace(every="4 steps", save_top_k=-1)
-    fit = Fit(accelerator="cpu", strategy=strategy, devices=2, max_epochs=2, num_sanity_val_steps=0, root_dir=root / name,
-              callbacks=[EMA(0.8), SWA(None, 1, name="swa"), trace])
-    result = fit.run(module, data, data, resume=resume)
-    return fit.state_dict(module, everywhere=True), trace.seen, result
-
-
-for strategy in ("ddp", "fsdp"):
-    state, seen, result = run(strategy, strategy)
-    again, _, _ = run(strategy + "-again", strategy, resume=root / strategy / "checkpoints" / "step=00000004")
-    found[strategy] = {
-        "resumed": all(torch.equal(value, again[name]) for name, value in state.items()),
-        "state": {name: value.tolist() for name, value in state.items()},
-        "metric": result.metrics["loss"],
-    }
-    if seen[0]:
-        name = "layers.0.weight"
-        average = seen[0][name].double()
-        for each in seen[1:]:
-            average = 0.8 * average + 0.2 * each[name].double()
-        found[strategy]["error"] = float((average - state[name]).abs().max())
-        found[strategy]["steps"] = len(seen)
-report(found)
-"""
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    root = tmp_path_factory.mktemp("two")
-    return root, [ran.value for ran in run_ranks(SCRIPT, 2, root)]
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_ranks_have_the_average_and_resume_with_it(two_ranks, strategy):
-    _, values = two_ranks
-    assert values[0][strategy]["steps"] == 12
-    assert values[0][strategy]["error"] < 1e-6
-    assert values[0][strategy]["state"] == values[1][strategy]["state"]
-    assert all(value[strategy]["resumed"] for value in values)
-
-
-def test_each_rank_writes_its_part_of_sharded_averages(two_ranks):
-    root, _ = two_ranks
-    shards = {
-        strategy: facts(root / strategy / "checkpoints" / "step=00000008", tensors=True)["tensors"]["weights"]
-        for strategy in ("ddp", "fsdp")
-    }
-    assert shards["fsdp"]["ema/layers.0.weight"]["shards"] == 2
-    assert shards["ddp"]["ema/layers.0.weight"]["shards"] == 1
-    assert {name.partition("/")[0] for name in shards["fsdp"]} == {"ema", "swa"}
-
-
-class Small(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return (self.layers(batch[0]) - 1).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-
-def test_one_process_continues_what_two_began(two_ranks, make_fit):
-    root, values = two_ranks
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(torch.randn(24, 3, generator=torch.Generator().manual_seed(1))), batch_size=4
-    )
-    place, module = root / "fsdp" / "checkpoints", Small()
-
-    class Look(Callback):
-        def on_train_start(self, run, module):
-            self.found = {name: value.clone() for name, value in ema.weights(run, module)["ema"].items()}
-
-    look, ema = Look(), EMA(0.8)
-    make_fit(callbacks=[ema, SWA(None, 1), look], max_epochs=2).run(module, loader, resume=place / "step=00000008")
-    saved = Small.load_from_checkpoint(place / "step=00000008", weights="ema").state_dict()
-    assert look.found.keys() == saved.keys()
-    assert all(torch.equal(value, saved[name]) for name, value in look.found.items())
-    assert ema.n_averaged == 12
-    # At the end of the run on two ranks the module had what its last checkpoint has.
-    last = Small.load_from_checkpoint(place / "step=00000012", weights="ema").state_dict()
-    assert {name: value.tolist() for name, value in last.items()} == values[0]["fsdp"]["state"]
