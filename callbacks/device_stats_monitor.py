@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import resource
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -85,13 +85,14 @@ class DeviceStatsMonitor(Callback):
 
 
 def _read(reader: Callable[[], float]) -> float:
-    """The value, -1 if it cannot be read: the ranks must share as many values as each other."""
+    """The value; -1: it cannot be read."""
     try:
         return float(reader())
     except Exception:
         return -1.0
 
 
+# Every rank has the same readers, whatever is installed on its machine: they share as many values as each other.
 def _of_accelerator(device: torch.device) -> dict[str, Callable[[], float]]:
     if device.type == "cpu":
         return {}
@@ -103,8 +104,9 @@ def _of_accelerator(device: torch.device) -> dict[str, Callable[[], float]]:
     readers: dict[str, Callable[[], float]] = {}
     for name, function in names.items():
         readers[name] = _called(getattr(torch.accelerator, function), device)
-    if device.type == "cuda":
-        readers["device/utilization_percent"] = _called(torch.cuda.utilization, device)
+    has_reader = any(importlib.util.find_spec(name) for name in ("pynvml", "amdsmi"))
+    has_reader = has_reader and device.type == "cuda"
+    readers["device/utilization_percent"] = _called(torch.cuda.utilization, device) if has_reader else _never
     return readers
 
 
@@ -135,6 +137,7 @@ def _resident() -> float:
     """Bytes of memory; where the system does not say, the most so far."""
     status = Path("/proc/self/statm")
     if status.exists():
-        return int(status.read_text().split()[1]) * resource.getpagesize()
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    resource = importlib.import_module("resource")  # not on Windows
+    most: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -38,22 +39,32 @@ class ReplicaCheck(Callback):
     """
 
     def __init__(
-        self, every_n_steps: int = 100, *, buffers: bool = False, on_mismatch: Literal["raise", "warn"] = "raise"
+        self,
+        every_n_steps: int = 100,
+        *,
+        buffers: bool = False,
+        ignore: Sequence[str] = (),
+        on_mismatch: Literal["raise", "warn"] = "raise",
     ) -> None:
         """
         Args:
             every_n_steps: optimizer steps between two checks.
             buffers: compare buffers, too. Running statistics of batch norms differ between ranks, unless ``sync_batchnorm``.
+            ignore: names of parameters and buffers that differ on purpose (experts of each rank); ``*`` matches any text.
             on_mismatch: ``"raise"`` :class:`engine.CheckError`, or ``"warn"`` at each check.
 
         Raises:
-            ValueError: ``every_n_steps`` is below 1, or ``on_mismatch`` is unknown.
+            TypeError: ``ignore`` is one text.
+            ValueError: ``every_n_steps`` is below 1, or ``on_mismatch`` is unknown. Before the first step: a name in ``ignore`` matches nothing.
         """
         if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
             raise ValueError(f"ReplicaCheck(every_n_steps={every_n_steps!r}): it must be an int of at least 1")
         if on_mismatch not in ("raise", "warn"):
             raise ValueError(f"ReplicaCheck(on_mismatch={on_mismatch!r}): it must be 'raise' or 'warn'")
+        if isinstance(ignore, str):
+            raise TypeError(f"ReplicaCheck(ignore={ignore!r}): give a list of names, [{ignore!r}]")
         self.every_n_steps, self.buffers, self.on_mismatch = every_n_steps, buffers, on_mismatch
+        self.ignore = tuple(ignore)
         self.checked_step = -1
         """The step after which replicas were compared last."""
         self._next = 0
@@ -65,6 +76,13 @@ class ReplicaCheck(Callback):
                 "ReplicaCheck cannot compare parameters under DeepSpeed's stage 3, which has no replicas of them: remove the callback, or "
                 "use stage 1 or 2"
             )
+        there = [*dict(module.named_parameters()), *dict(module.named_buffers())]
+        for pattern in self.ignore:
+            if not fnmatch.filter(there, pattern):
+                shown = ", ".join(there[:8])
+                raise ValueError(
+                    f"ReplicaCheck(ignore=[{pattern!r}]) matches no parameter or buffer; there are {shown}, ..."
+                )
         self._said, self.checked_step = False, -1
         self._next = (run.step // self.every_n_steps + 1) * self.every_n_steps
 
@@ -82,7 +100,11 @@ class ReplicaCheck(Callback):
         if run.world_size == 1:
             self._say("there is one process, and nothing to compare")
             return
-        named = list(_tensors(module, self.buffers))
+        named = [
+            (name, tensor)
+            for name, tensor in _tensors(module, self.buffers)
+            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignore)
+        ]
         keys = torch.tensor([_key(name, tensor) for name, tensor in named], dtype=torch.int64)
         hashes = torch.stack([_hash(tensor) for _, tensor in named]).cpu() if named else keys  # waits for the device
         ranks = torch.full_like(keys, run.rank)

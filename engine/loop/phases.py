@@ -35,7 +35,18 @@ class Phases:
         """``function`` as the phase ``name``; ``function`` itself while nobody listens."""
         if not (profiler._is_profiler_enabled or self.timers):
             return function
-        return partial(_within, Phase(name, self), function)
+        return partial(self._call, name, function)
+
+    def _call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if profiler._is_profiler_enabled:
+            with Phase(name, self):
+                return function(*args, **kwargs)
+        began = time.perf_counter()
+        result = function(*args, **kwargs)
+        took = time.perf_counter() - began
+        for timer in self.timers:
+            timer(name, took)
+        return result
 
 
 class Phase:
@@ -58,11 +69,6 @@ class Phase:
             self._range.__exit__(None, None, None)
         for timer in self._phases.timers:
             timer(self._name, took)
-
-
-def _within(phase: Phase, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with phase:
-        return function(*args, **kwargs)
 
 
 def phase(name: str) -> Callable[[Function], Function]:

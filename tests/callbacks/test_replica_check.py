@@ -88,6 +88,13 @@ def test_wrong_arguments(arguments, message):
         ReplicaCheck(**arguments)
 
 
+def test_a_name_that_matches_nothing_is_an_error(make_fit, scripted, batches):
+    with pytest.raises(ValueError, match=r"ignore=\['weights'\]\) matches no parameter or buffer; there are weight, "):
+        make_fit(callbacks=[ReplicaCheck(ignore=["w*", "weights"])]).run(scripted(), batches)
+    with pytest.raises(TypeError, match="give a list of names"):
+        ReplicaCheck(ignore="weight")
+
+
 RANKS = """
 import os, sys
 sys.path[:0] = ["tests"]
@@ -149,6 +156,7 @@ report({
     "warned": run("norm.weight", on_mismatch="warn"),
     "buffer": run("count", buffers=True),
     "buffer ignored": run("count"),
+    "ignored": run("norm.weight", ignore=["norm.*"]),
     "fsdp": run(None, "fsdp"),
     "fsdp flipped": run("norm.weight", "fsdp"),
     "hsdp flipped": run("b.weight", FSDP(replicate=2) if "replicate" in FSDP.__dataclass_fields__ else MeshParallel(dp_replicate=2, dp_shard=1)),
@@ -169,7 +177,7 @@ def test_replicas_of_two_ranks(tmp_path):
         parameter = {"buffer": "count", "hsdp flipped": "b.weight"}.get(name, "norm.weight")
         assert message.startswith(f"ReplicaCheck: replicas differ after step 4. The first parameter is {parameter}: ")
         assert "differ between the ranks 0, 1; " in message
-    assert first["buffer ignored"] == [6, []]
+    assert first["buffer ignored"] == first["ignored"] == [6, []]
     step, lines = first["warned"]
     assert step == 6
     assert [line.partition(". ")[0] for line in lines] == [
