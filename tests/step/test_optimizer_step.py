@@ -10,6 +10,7 @@ from torch.optim import SGD
 
 from engine.step.gradients import Loss
 from engine.step.optimizer_step import Stepper
+from engine.step.owned_step import OwnedStepper
 from engine.step.precision import Scaler
 from engine.step.share import Share
 from engine.step.window import Window
@@ -215,3 +216,69 @@ def test_torchs_fused_sgd_divides_as_the_plain_one() -> None:
         weights.append(bench.p.detach())
     torch.testing.assert_close(weights[0], torch.tensor([-0.6, -0.3]))
     torch.testing.assert_close(weights[1], weights[0])
+
+
+class Above:
+    """Leaves out steps whose gradient norm is above 3, or not finite."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+        self.count = 0
+
+    def check(self, norm: torch.Tensor) -> torch.Tensor:
+        self.norms.append(norm.item())
+        return (~(norm <= 3.0)).float()
+
+    def left_out(self) -> None:
+        self.count += 1
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_guard_leaves_out_steps(scaled: bool) -> None:
+    bench, guard, verdicts = Bench(scaled=scaled), Above(), []
+    bench.stepper.guard_by(guard)
+    for gradient in (1.0, 4.0, 2.0):
+        bench.backward(gradient)
+        bench.stepper.step([bench.optimizer], max_norm=0.5, then=verdicts.append)
+        bench.optimizer.zero_grad()
+    assert verdicts == [True, False, True]
+    assert guard.norms == [1.0, 4.0, 2.0]  # before clipping
+    assert guard.count == 1
+    assert bench.p.item() == pytest.approx(-1.0, rel=1e-5)  # two steps of 0.5
+    if bench.scaler is not None:
+        assert bench.scaler.state_dict()["scale"] == 65536.0  # a guarded step is no overflow
+    bench.stepper.guard_by(None)
+    bench.backward(4.0)
+    bench.stepper.step([bench.optimizer])
+    assert bench.p.item() == pytest.approx(-5.0, rel=1e-5)
+
+
+@pytest.mark.parametrize(("on_nonfinite", "counted"), [(None, 1), ("skip", 0)])
+def test_a_guard_and_gradients_that_are_not_finite(on_nonfinite: str | None, counted: int) -> None:
+    bench, guard = Bench(on_nonfinite=on_nonfinite), Above()
+    bench.stepper.guard_by(guard)
+    bench.backward(INF)
+    bench.stepper.step([bench.optimizer])
+    assert bench.p.item() == 0.0
+    assert bench.stepper.skipped
+    assert guard.count == counted
+
+
+def test_a_finite_step_that_a_guard_leaves_out_is_no_error() -> None:
+    bench, guard = Bench(on_nonfinite="raise"), Above()
+    bench.stepper.guard_by(guard)
+    bench.backward(4.0)
+    bench.stepper.step([bench.optimizer])
+    assert (bench.p.item(), guard.count) == (0.0, 1)
+    bench.optimizer.zero_grad()
+    bench.backward(INF)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        bench.stepper.step([bench.optimizer])
+
+
+def test_a_strategy_that_owns_the_step_takes_no_guard() -> None:
+    strategy = Single()
+    strategy.connect(Alone())  # type: ignore[arg-type]
+    stepper = OwnedStepper(Window(), strategy, None, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Single steps by itself"):
+        stepper.guard_by(Above())
