@@ -40,7 +40,8 @@ def find_batch_size(
     Args:
         module: as of :meth:`engine.Fit.run`.
         train_loader: a ``DataLoader`` over a map-style dataset; it is copied with another batch size.
-        datamodule: instead of a loader; its attribute (or hyperparameter) ``batch_arg_name`` is set in a copy.
+        datamodule: instead of a loader; its attribute (or hyperparameter) ``batch_arg_name`` is set in a copy. Without both, the
+            module's, whose ``train_dataloader`` uses it.
         fit: strategy, devices, precision and window are its; by default those of a plain ``Fit()``.
         mode: ``"binsearch"``: to the last sample; ``"power"``: the largest of ``init_val * 2 ** n``.
         init_val: the first batch size, on each rank.
@@ -57,11 +58,10 @@ def find_batch_size(
     """
     _check(mode, init_val, max_trials, steps_per_trial)
     data = train_loader if datamodule is None and isinstance(train_loader, DataModule) else datamodule
-    sized = (
-        _of_datamodule(data, batch_arg_name)
-        if train_loader is None or data is train_loader
-        else _of_loader(train_loader)
-    )
+    if train_loader is None or data is train_loader:
+        sized = _of_owner(module if data is None else data, batch_arg_name)
+    else:
+        sized = _of_loader(train_loader)
     trials = _Trials(module, sized, None if data is train_loader else data, fit, steps_per_trial)
     best, failed = 0, 0
     size = init_val
@@ -108,28 +108,28 @@ def _next(best: int, failed: int, mode: str, most: int | None) -> int:
     return failed // 2 if mode == "power" or not best else (best + failed) // 2
 
 
-Sized = Callable[[int], tuple[Any, DataModule | None]]
-"""The loader and the data module with this batch size."""
+Sized = Callable[[int], Any]
+"""The loader, the data module or the module with this batch size."""
 
 
-def _of_datamodule(datamodule: DataModule | None, name: str) -> Sized:
-    if datamodule is None:
+def _of_owner(owner: DataModule | TrainModule, name: str) -> Sized:
+    if getattr(type(owner), "train_dataloader", None) in (None, TrainModule.train_dataloader):
         raise ValueError("find_batch_size needs a DataLoader, or a datamodule with a batch size")
-    in_hparams = name in datamodule.hparams
-    if not in_hparams and not hasattr(datamodule, name):
+    in_hparams = name in owner.hparams
+    if not in_hparams and not hasattr(owner, name):
         raise ValueError(
-            f"find_batch_size: {type(datamodule).__name__} has no {name!r}, in its attributes or hyperparameters: use it in train_dataloader "
+            f"find_batch_size: {type(owner).__name__} has no {name!r}, in its attributes or hyperparameters: use it in train_dataloader "
             "(DataLoader(data, batch_size=self.batch_size)), or name it with batch_arg_name"
         )
 
-    def sized(size: int) -> tuple[Any, DataModule | None]:
-        changed = copy.copy(datamodule)
+    def sized(size: int) -> Any:
+        changed = copy.copy(owner)
         if in_hparams:
-            changed._hparams = copy.copy(datamodule.hparams)
+            changed._hparams = copy.copy(owner.hparams)
             changed.hparams[name] = size
-        if hasattr(datamodule, name):
+        if hasattr(owner, name):
             setattr(changed, name, size)
-        return None, changed
+        return changed
 
     return sized
 
@@ -151,13 +151,13 @@ def _of_loader(loader: Any) -> Sized:
             "dataset, or a DataModule with batch_size"
         )
 
-    def sized(size: int) -> tuple[Any, DataModule | None]:
+    def sized(size: int) -> Any:
         changed = copy.copy(loader)  # of the same class, with workers and collate function
         # DataLoader refuses these assignments: they contradict how it was created.
         object.__setattr__(changed, "batch_sampler", BatchSampler(batches.sampler, size, batches.drop_last))
         object.__setattr__(changed, "batch_size", size)
         changed._iterator = None
-        return changed, None
+        return changed
 
     return sized
 
@@ -176,14 +176,21 @@ class _Trials:
     def fits(self, size: int) -> bool:
         """Whether a training with this batch size ends without running out of memory."""
         self.clear()
-        loader, own = self._sized(size)
+        changed = self._sized(size)
+        module, datamodule, loader = self._module, self._datamodule, None
+        if isinstance(changed, TrainModule):
+            module = changed
+        elif isinstance(changed, DataModule):
+            datamodule = changed
+        else:
+            loader = changed
         probe = _Probe(size)
         settings: dict[str, Any] = {"max_steps": self._steps, "limit_train_batches": None, "overfit_batches": 0}
         if self._fit is not None and self._fit.settings.global_batch_size is not None:
             # Its window would depend on the batch size. Gradients of an earlier micro-batch take memory, so there is one.
             settings.update(global_batch_size=None, accumulate_grad_batches=2)
         try:
-            train_copy(self._module, loader, own or self._datamodule, self._fit, probe, **settings)
+            train_copy(module, loader, datamodule, self._fit, probe, **settings)
         except Exception as error:
             if not _is_memory(error):
                 raise

@@ -62,7 +62,7 @@ class PredictionWriter(Callback):
             )
         if format not in _FORMATS:
             raise ValueError(f"PredictionWriter(format={format!r}): it must be 'safetensors' or 'jsonl'")
-        self.output_dir = None if output_dir is None else Path(output_dir)
+        self.output_dir = None if output_dir is None else Path(output_dir).expanduser()
         self.write_interval, self.format, self.overwrite = write_interval, format, overwrite
         self.folder: Path | None = None
         """Where the latest predictions are."""
@@ -71,6 +71,13 @@ class PredictionWriter(Callback):
         self._loader = 0
         self._counts: list[int] = []
         self._lines: TextIO | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if own := {"write_on_batch_end", "write_on_epoch_end"} & vars(cls).keys():
+            raise TypeError(
+                f"{cls.__name__}.{min(own)} is Lightning's and is not called: for files of your own, override on_predict_batch_end of a Callback"
+            )
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         if stage != "predict":

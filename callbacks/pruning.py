@@ -96,6 +96,10 @@ class Pruning(Callback):
             raise ValueError(
                 f"Pruning: {type(module).__name__} has automatic_optimization = False, so its steps are its own"
             )
+        if callable(getattr(run.engine.strategy, "step", None)):
+            raise ValueError(
+                f"Pruning under {type(run.engine.strategy).__name__}, which steps with weights of its own: use strategy='ddp'"
+            )
         self._chosen = self._choose(module)
         if run.step == 0:
             self.masks, self._epoch = {}, -1

@@ -88,8 +88,10 @@ class Stepper:
         is one, and not left out by the guard.
 
         Raises:
-            ValueError: the strategy owns the step.
+            ValueError: the strategy owns the step, or another guard decides already.
         """
+        if guard is not None and self.guard is not None and guard is not self.guard:
+            raise ValueError(f"{type(self.guard).__name__} decides already whether steps are applied: give one guard")
         self.guard = guard
 
     def leave(self) -> None:

@@ -143,6 +143,23 @@ def test_hyperparameters_of_a_data_module(fit):
     assert data.hparams.size == 4
 
 
+def test_a_module_with_data_of_its_own(fit):
+    class WithData(Limited):
+        batch_size = 4
+
+        def train_dataloader(self):
+            return DataLoader(DATA, batch_size=self.batch_size)
+
+        def __deepcopy__(self, memo):
+            other = type(self)(self.limit)
+            other.batch_size = self.batch_size
+            return other
+
+    module = WithData(5)
+    assert find_batch_size(module, fit=fit) == 5
+    assert module.batch_size == 4
+
+
 def test_a_window_that_depends_on_the_batch_size(tmp_path):
     fit = Fit(accelerator="cpu", devices=1, root_dir=tmp_path, global_batch_size=16)
     assert find_batch_size(Limited(5), loader(), fit=fit) == 5

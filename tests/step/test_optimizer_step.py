@@ -247,6 +247,8 @@ def test_a_guard_leaves_out_steps(scaled: bool) -> None:
     assert bench.p.item() == pytest.approx(-1.0, rel=1e-5)  # two steps of 0.5
     if bench.scaler is not None:
         assert bench.scaler.state_dict()["scale"] == 65536.0  # a guarded step is no overflow
+    with pytest.raises(ValueError, match="Above decides already"):
+        bench.stepper.guard_by(Above())
     bench.stepper.guard_by(None)
     bench.backward(4.0)
     bench.stepper.step([bench.optimizer])
