@@ -277,7 +277,7 @@ batches = data(60)
 without = [b for i, b in enumerate(batches) if i // 2 not in (12, 13, 16)]  # the steps of which one rank's batch is bad
 found = {}
 for strategy in sys.argv[3:]:
-    guard = SpikeGuard(warmup_steps=8)
+    guard = SpikeGuard("loss", warmup_steps=8)  # each rank sees another loss, and one gradient norm
     a, b = train(batches, "a", guard, strategy=strategy), train(without, "b", strategy=strategy)
     found[strategy] = [all(torch.equal(a[0][k], b[0][k]) for k in b[0]), a[1], b[1], guard.spikes]
 if "ddp" in sys.argv:
