@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from engine import Callback, Run
 
 from .example_pass import NotMeasured, Seen, pass_through
+from .random_state import random_kept
 
 
 @dataclass(slots=True)
@@ -73,7 +74,9 @@ class ModelSummary(Callback):
             except Exception as error:  # the first step will show it with its traceback
                 note = f"FLOPs and shapes are not measured: {type(error).__name__}: {error}"
         if run.is_main_process:
-            print("\n".join([*self._table(), *self._totals(run), *([note] if note else [])]), flush=True)
+            with random_kept():
+                table = self._table()
+            print("\n".join([*table, *self._totals(run), *([note] if note else [])]), flush=True)
 
     def _shows(self, name: str) -> bool:
         return not name or self.max_depth < 0 or name.count(".") < self.max_depth

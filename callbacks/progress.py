@@ -13,6 +13,7 @@ from engine import Callback, Run
 
 from .progress_figures import Figures, Progress, duration, number, speed
 from .progress_screen import Screen, screen_of
+from .random_state import random_kept
 from .results_table import results_table
 
 if TYPE_CHECKING:
@@ -79,9 +80,10 @@ class ProgressBar(Callback):
         self._figures = Figures()
         if not run.is_main_process:
             return
-        from rich.console import Console
+        with random_kept():
+            from rich.console import Console
 
-        self._screen = screen_of(self._console or Console(), self._console is not None)
+            self._screen = screen_of(self._console or Console(), self._console is not None)
         self._next = 0.0
         self._line_due = time.monotonic() + self.interval_s
 
@@ -181,7 +183,9 @@ class ProgressBar(Callback):
             self._screen.close()
             self._next = math.inf
             if run.metrics:
-                self._screen.write(results_table(name, run, min(self._screen.width, 200)))
+                with random_kept():
+                    table = results_table(name, run, min(self._screen.width, 200))
+                self._screen.write(table)
         elif name == "validation" and not self._screen.live and run.state.batch_idx != run.num_train_batches:
             self._write(f"validation: step {run.step}", run, module)
         else:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import logging
+import random
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ from rich.console import Console
 
 import callbacks.progress as progress
 import callbacks.progress_figures as progress_figures
-from callbacks import CSVLogger, RichProgressBar, TQDMProgressBar
+from callbacks import CSVLogger, ModelSummary, RichProgressBar, TQDMProgressBar
 from callbacks.progress import wrapped
 from callbacks.progress_figures import duration, number, speed
 from engine import Callback
@@ -219,6 +221,26 @@ def test_a_resumed_run_goes_on_counting(make_fit, scripted, batches, pipe, tmp_p
     make_fit(max_epochs=3, callbacks=[Stops()]).run(scripted(), batches)
     make_fit(max_epochs=3, callbacks=[RichProgressBar(console=pipe)]).run(scripted(), batches, resume="last")
     assert re.findall(r"epoch (\d)/3: step (\d+)", pipe.file.getvalue()) == [("2", "8"), ("3", "12")]
+
+
+@pytest.mark.parametrize("callback", [RichProgressBar, TQDMProgressBar, ModelSummary])
+def test_random_numbers_of_the_training_stay_the_same(make_fit, scripted, batches, monkeypatch, callback):
+    """``rich`` draws some when it is imported, which only the main process does."""
+
+    class Draws(scripted):
+        def training_step(self, batch, batch_idx):
+            drawn.append(random.random())
+            return super().training_step(batch, batch_idx)
+
+    found = []
+    for callbacks in ([], [callback()]):
+        drawn = []
+        with monkeypatch.context() as patch:
+            for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+                patch.delitem(sys.modules, name)
+            make_fit(max_epochs=2, seed=1, callbacks=callbacks).run(Draws([1.0]), batches, batches)
+        found.append(drawn)
+    assert found[0] == found[1][-8:]  # the summary calls the step once more, before
 
 
 def test_what_is_shown_can_be_chosen(make_fit, scripted, batches, pipe):

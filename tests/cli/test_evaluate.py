@@ -50,6 +50,12 @@ def test_metrics_are_a_table(fit) -> None:
     assert rows == [["metric", "value"], *names]
 
 
+def test_a_progress_bars_table_is_the_only_one(fit) -> None:
+    ended = fit("test", *DATA, "--callback", "RichProgressBar")
+    assert ended.out.count("mean") == 1
+    assert ended.out.split()[:2] == ["test", "value"]
+
+
 def test_what_the_module_prints_is_no_part_of_json(fit, here: Path) -> None:
     (here / "loud.py").write_text(
         "import net\nclass Loud(net.Net):\n    def on_test_end(self):\n        print('done')\n"
