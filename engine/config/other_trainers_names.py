@@ -28,7 +28,7 @@ OTHERWISE = {
     "val_check_interval": "here it is val_every: 0.25 of an epoch, '500 steps' of the optimizer (a plain number counts these too), '10 min'",
     "cpu": "here it is accelerator='cpu'",
     "profiler": "profile with torch.profiler: with torch.profiler.profile() as p: fit.run(...), or in a callback; Result.times has the seconds",
-    "enable_model_summary": "print(module), or a callback with on_fit_start, shows the model",
+    "enable_model_summary": "a summary is a callback: callbacks=[ModelSummary()]",
     "inference_mode": "evaluation runs under torch.no_grad(), so that its outputs can be used in training",
     **dict.fromkeys(
         ("use_distributed_sampler", "replace_sampler_ddp"),
@@ -205,6 +205,10 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     },
     "RichProgressBar.__init__": {
         **dict.fromkeys(("theme", "console_kwargs"), "give a rich console: console=Console(...)"),
+        "leave": "each epoch's last line stays: leave it out",
+    },
+    "TQDMProgressBar.__init__": {
+        "process_position": "bars of others scroll above it: leave it out",
         "leave": "each epoch's last line stays: leave it out",
     },
     "CSVLogger.__init__": {

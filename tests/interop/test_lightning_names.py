@@ -40,7 +40,8 @@ def parameters(call):
 
 of_engine = ("prepare", "prepare_model", "prepare_data_loader", "prepare_optimizer", "save_state", "save_model", "unwrap_model",
     "skip_first_batches", "gather", "reduce", "pad_across_processes")
-of_callbacks = ("ModelCheckpoint", "EarlyStopping", "RichProgressBar", "LearningRateMonitor")
+of_callbacks = ("ModelCheckpoint", "EarlyStopping", "RichProgressBar", "TQDMProgressBar", "ModelSummary",
+    "LearningRateMonitor")
 calls = {
     "Fit.run": Trainer.fit, "Fit.validate": Trainer.validate, "Fit.test": Trainer.test, "Fit.predict": Trainer.predict,
     "TrainModule.log": LightningModule.log, "TrainModule.save_hyperparameters": LightningModule.save_hyperparameters,
