@@ -45,6 +45,18 @@ def test_digits_for_one_epoch(tmp_path):
     assert (tmp_path / "runs" / "digits" / "metrics.csv").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tracker", ["tensorboard", "mlflow"])
+def test_tracking_and_its_resume(tmp_path, tracker):
+    pytest.importorskip("sklearn")
+    pytest.importorskip(tracker)
+    command = [EXAMPLES / "tracking.py", "--tracker", tracker, "--max-epochs"]
+    assert "completed at step 40" in run(tmp_path, *command, 1)
+    assert "completed at step 80" in run(tmp_path, *command, 2, "--resume")
+    found = tmp_path / "mlflow.db" if tracker == "mlflow" else tmp_path / "runs" / "tracking" / "tensorboard"
+    assert found.exists()
+
+
 def test_finetune_for_two_epochs(tmp_path):
     pytest.importorskip("sklearn")
     text = run(tmp_path, EXAMPLES / "finetune.py", "--max-epochs", 2, "--unfreeze-at", 1)

@@ -130,4 +130,10 @@ READERS: dict[str, Callable[[Path, str], list[Entry]]] = {
     "TrackioLogger": read_trackio,
     "AimLogger": read_aim,
 }
-PACKAGES = {"MLflowLogger": "mlflow", "WandbLogger": "wandb", "TrackioLogger": "trackio", "AimLogger": "aim"}
+PACKAGES = {
+    "TensorBoardLogger": "tensorboard",
+    "MLflowLogger": "mlflow",
+    "WandbLogger": "wandb",
+    "TrackioLogger": "trackio",
+    "AimLogger": "aim",
+}

@@ -19,7 +19,7 @@ from logged_run import train
 report(train(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:], strategy="auto", devices="auto"))
 """
 
-QUICK = ("CSVLogger", "JSONLLogger", "TensorBoardLogger")
+QUICK = ("CSVLogger", "JSONLLogger", *(["TensorBoardLogger"] if find_spec("tensorboard") else []))
 
 TRAINED = sorted(
     [("train/loss", step, (step - 1) / 8) for step in range(1, 9)] + [("val/loss", step, 0.5) for step in (2, 4, 6, 8)]
