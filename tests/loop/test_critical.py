@@ -20,6 +20,7 @@ class Watches(Callback):
     """Fails in one event, and notes all calls."""
 
     critical = False
+    takes = frozenset({"text"})
 
     def __init__(self, fails_in: str) -> None:
         self.calls: list[str] = []
@@ -63,6 +64,9 @@ def test_no_event_of_it_ends_a_run(tmp_path: Path, event: str, caplog: pytest.Lo
 
 
 class Predicts(Weight):
+    def on_train_start(self) -> None:
+        self.log_text("note", "begins")
+
     def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return batch
 
