@@ -47,12 +47,12 @@ def _run(command: str, arguments: argparse.Namespace) -> int:
     if arguments.help:
         print(class_help(command, wanted.objects))
         return OK
-    _log_to_terminal()
+    log_to_terminal()
     checkpoint = arguments.resume if command == "run" else arguments.checkpoint
     parsed = (
         [Parsed(component) for component in wanted.objects]
         if checkpoint is None
-        else _of_checkpoint(wanted, command, checkpoint)
+        else of_checkpoint(wanted, command, checkpoint)
     )
     if arguments.print_config:
         print(config_text(wanted.resolved, parsed), end="")
@@ -63,7 +63,7 @@ def _run(command: str, arguments: argparse.Namespace) -> int:
     as_json = command != "run" and arguments.json
     # Output of the run and its callbacks must not mix with the lines of the answer.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        fit, module, data = _built(wanted, parsed, seen)
+        fit, module, data = built(wanted, parsed, seen)
         try:
             answer = _done(command, fit, module, data, arguments)
         except DoesNotFit as error:
@@ -77,7 +77,7 @@ def _run(command: str, arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _of_checkpoint(chosen: Components, command: str, wanted: str) -> list[Parsed]:
+def of_checkpoint(chosen: Components, command: str, wanted: str) -> list[Parsed]:
     """The objects of a run with a checkpoint: the module gets the checkpoint's parameters, unless others are given."""
     rest = [Parsed(component) for component in chosen.objects[1:]]
     saving = (_callback(each) for each in rest if getattr(each.component.target, "runs_last", False))
@@ -92,7 +92,7 @@ def _of_checkpoint(chosen: Components, command: str, wanted: str) -> list[Parsed
     return [model, *rest]
 
 
-def _built(wanted: Components, parsed: list[Parsed], *more: Callback) -> tuple[Fit, TrainModule, Any]:
+def built(wanted: Components, parsed: list[Parsed], *more: Callback) -> tuple[Fit, TrainModule, Any]:
     """The ``Fit``, the module and the data, each built from its parameters."""
     by_name = {each.component.name: each for each in parsed}
     callbacks = [_callback(each) for name, each in by_name.items() if name.startswith("callbacks.")]
@@ -168,7 +168,7 @@ def _table(metrics: list[dict[str, float]]) -> None:
     Console().print(table)
 
 
-def _log_to_terminal() -> None:
+def log_to_terminal() -> None:
     """Show the library's log, unless logging has been set up already."""
     if not logging.getLogger().handlers:
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
