@@ -65,7 +65,8 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
-        """The parameters that are trained (or those that are frozen), without those of batch norms if ``train_bn`` is False."""
+        """The parameters of ``modules`` that are trained (``requires_grad=False``: that are frozen), without those of batch norms if ``train_bn`` is
+        False."""
         for module in BaseFinetuning.flatten_modules(modules):
             if train_bn or not isinstance(module, _BatchNorm):
                 yield from (p for p in module.parameters(recurse=False) if p.requires_grad == requires_grad)

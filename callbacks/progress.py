@@ -66,7 +66,7 @@ class ProgressBar(Callback):
     # -- to define or to override -------------------------------------------------------------------------------------------------
 
     def bar(self, shown: Progress, screen: Screen) -> str:
-        """One bar as a line of less than ``screen.width`` columns."""
+        """One bar, of what is ``shown``, as a line of less than ``screen.width`` columns."""
         raise NotImplementedError(f"{type(self).__name__} must define bar(shown, screen)")
 
     def get_metrics(self, run: Run, module: nn.Module) -> Mapping[str, float | int | str]:

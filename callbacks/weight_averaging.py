@@ -81,7 +81,7 @@ class WeightAveraging(Callback):
     # -- when -------------------------------------------------------------------------------------------------------------------
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Whether to update now; called after each optimizer step and at the end of each epoch, with one of the two numbers, from 0.
+        """Whether to update now; called after each optimizer step with ``step_idx``, and at the end of each epoch with ``epoch_idx``, from 0.
 
         Override it to decide otherwise; by default after each step. All ranks must return the same.
         """
@@ -152,7 +152,7 @@ class WeightAveraging(Callback):
         self.n_averaged += 1
 
     def average(self, averages: list[Tensor], currents: list[Tensor]) -> None:
-        """Change ``averages`` in place; both lists are of one dtype and device, and local shards."""
+        """Change ``averages`` in place by the ``currents``; both lists are of one dtype and device, and local shards."""
         if self.avg_fn is None:
             (self.multi_avg_fn or _MEAN)(averages, currents, self.n_averaged)
             return
@@ -249,7 +249,7 @@ class WeightAveraging(Callback):
 
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
 
-    def weights(self, run: Run, module: nn.Module) -> dict[str, dict[str, Any]]:
+    def other_weights(self, run: Run, module: nn.Module) -> dict[str, dict[str, Any]]:
         if self._kept is not None:
             raise RuntimeError(
                 f"a checkpoint is to be saved during the validation of {type(self).__name__}'s averages, while the model does not have its "

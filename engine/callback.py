@@ -67,7 +67,7 @@ class Callback:
     runs_last = False
     """Called after the others at each event (checkpointing sees what they logged)."""
 
-    logs = False
+    is_logger = False
     """Whether this is a logger: ``run.loggers``, and ``self.loggers`` of the module, have it."""
     takes: frozenset[str] = frozenset()
     """What :meth:`on_media` takes of ``image``, ``histogram``, ``text``, ``audio``, ``figure``, ``table`` and ``artifact``."""
@@ -79,7 +79,7 @@ class Callback:
     Such a callback must not communicate with other ranks, which would wait for one that has failed."""
 
     validates_with: str | None = None
-    """The name of those of :meth:`weights` that the model has in validation, if this callback gives it others than the trained ones: scores are
+    """The name of those of :meth:`other_weights` that the model has in validation, if this callback gives it others than the trained ones: scores are
     theirs, and ``reload_best`` loads them."""
 
     @property
@@ -181,7 +181,7 @@ class Callback:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the ``state`` that :meth:`state_dict` returned."""
 
-    def weights(self, run: Run, module: nn.Module) -> dict[str, dict[str, Any]]:
+    def other_weights(self, run: Run, module: nn.Module) -> dict[str, dict[str, Any]]:
         """Other weights of the model that this callback keeps, such as averages: ``{"ema": {name in the model: tensor}}``.
 
         Checkpoints store them in parts, as the model's own, from tensors that are whole, or sharded as the parameters are; see ``weights`` of

@@ -327,7 +327,7 @@ class Engine:
         )
 
     def grad_norms(self, model: nn.Module, norm_type: float = 2.0, *, optimizer: Any = None) -> dict[str, Tensor]:
-        """The norm of each gradient by its parameter's name, before a step; their norm is the whole's. ``{}`` inside a window.
+        """The ``norm_type``-norm of each gradient by its parameter's name, before a step; their norm is the whole's. ``{}`` inside a window.
 
         ``optimizer``: only of its parameters. All ranks call this together.
         """

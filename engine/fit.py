@@ -331,7 +331,9 @@ class Fit:
             max_time=None,
             reload_best=False,
         )
-        callbacks = [c for c in settings.callbacks if c.critical and not (c.logs or c.runs_last or c.shows_progress)]
+        callbacks = [
+            c for c in settings.callbacks if c.critical and not (c.is_logger or c.runs_last or c.shows_progress)
+        ]
         again = Fit.from_resolved(Resolved(settings, self.origins, self.sections), [*callbacks, watch])
         result = again.run(module, train_loader, val_loaders, datamodule=datamodule, resume=checkpoint)
         if not watch.seen:

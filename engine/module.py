@@ -172,7 +172,8 @@ class TrainModule(nn.Module):
             self.log(name, value, **options)
 
     def log_image(self, name: str, image: Any, *, caption: str | None = None) -> None:
-        """Log a tensor [height, width], [channels, height, width] or [n, channels, height, width], uint8 or floats from 0 to 1, or a PIL image.
+        """Log under ``name`` an ``image``: a tensor [height, width], [channels, height, width] or [n, channels, height, width], uint8 or floats
+        from 0 to 1, or a PIL image; with a ``caption``.
 
         This and the other ``log_<kind>`` give rank 0's value to every logger that takes this kind; the other ranks' values are only checked.
         Tensors are copied and may change afterwards; the logger writes them in a thread of its own.
@@ -183,27 +184,27 @@ class TrainModule(nn.Module):
         self._log_media("image", name, image, caption=caption)
 
     def log_histogram(self, name: str, values: Any) -> None:
-        """Log the distribution of a tensor of any shape."""
+        """Log the distribution of ``values``, a tensor of any shape, under ``name``."""
         self._log_media("histogram", name, values)
 
     def log_text(self, name: str, text: str) -> None:
-        """Log a text, which may be Markdown."""
+        """Log a ``text``, which may be Markdown, under ``name``."""
         self._log_media("text", name, text)
 
     def log_audio(self, name: str, audio: Any, sample_rate: int) -> None:
-        """Log a tensor [samples] or [channels, samples] of floats from -1 to 1; ``sample_rate`` in Hz."""
+        """Log ``audio`` under ``name``: a tensor [samples] or [channels, samples] of floats from -1 to 1; ``sample_rate`` in Hz."""
         self._log_media("audio", name, audio, sample_rate=sample_rate)
 
     def log_figure(self, name: str, figure: Any) -> None:
-        """Log a matplotlib figure."""
+        """Log a matplotlib ``figure`` under ``name``."""
         self._log_media("figure", name, figure)
 
     def log_table(self, name: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-        """Log ``rows``, with one value for each of ``columns``."""
+        """Log ``rows``, with one value for each of ``columns``, under ``name``."""
         self._log_media("table", name, (columns, rows))
 
     def log_artifact(self, name: str, path: str | Path) -> None:
-        """Log the file or directory at ``path``, which must not change until the run ends."""
+        """Log the file or directory at ``path``, which must not change until the run ends, under ``name``."""
         self._log_media("artifact", name, path)
 
     def _log_media(self, kind: str, name: str, value: Any, **options: Any) -> None:

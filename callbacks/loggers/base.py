@@ -45,7 +45,7 @@ class Logger(Callback):
     again, unless it :attr:`rewinds`. What waited when a checkpoint was saved is in the checkpoint (without media), and is sent after the resume.
     """
 
-    logs = True
+    is_logger = True
     critical = False
     takes: frozenset[str] = frozenset()
     """The media that :meth:`media` can send: ``"image"``, ``"histogram"``, ``"text"``, ``"audio"``, ``"figure"``, ``"table"``; with
@@ -86,10 +86,11 @@ class Logger(Callback):
         """Send ``values``, which were logged ``at`` this moment."""
 
     def media(self, kind: str, name: str, value: Any, at: Moment, **options: Any) -> None:
-        """Send a medium whose ``kind`` is in :attr:`takes`; ``value`` as of :meth:`on_media`, ``options``: keywords of ``module.log_<kind>``."""
+        """Send the medium ``name`` whose ``kind`` is in :attr:`takes`; ``value`` as of :meth:`on_media`, ``options``: keywords of
+        ``module.log_<kind>``."""
 
     def artifact(self, path: Path, name: str, at: Moment) -> None:
-        """Send the file or folder at ``path``."""
+        """Send the file or folder at ``path`` under ``name``."""
 
     def close(self, status: str) -> None:
         """Close it. ``status``: ``"completed"``, ``"stopped"``, ``"interrupted"`` or ``"failed"``."""

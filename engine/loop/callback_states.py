@@ -61,7 +61,7 @@ def weights(callbacks: Sequence[Hooked], run: Any, module: nn.Module) -> dict[st
     """
     found: dict[str, dict[str, Any]] = {}
     for callback in callbacks:
-        for name, own in callback.weights(run, module).items():
+        for name, own in callback.other_weights(run, module).items():
             if name in found or not name or "/" in name:
                 why = "another callback has weights of this name" if name in found else "a name is text without '/'"
                 raise ValueError(f"{type(callback).__name__} has the weights {name!r}: {why}; give them another name")

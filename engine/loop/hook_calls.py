@@ -19,7 +19,7 @@ class Hooked(Protocol):
 
     runs_last: bool
     critical: bool
-    logs: bool
+    is_logger: bool
     validates_with: str | None
     takes: frozenset[str]
     shows_progress: bool
@@ -33,7 +33,7 @@ class Hooked(Protocol):
     def checkpoints_in(self) -> str | Path | None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
-    def weights(self, run: Any, module: nn.Module) -> dict[str, dict[str, Any]]: ...
+    def other_weights(self, run: Any, module: nn.Module) -> dict[str, dict[str, Any]]: ...
 
 
 APART = ("on_train_epoch_end", "on_validation_end")

@@ -165,7 +165,7 @@ class Run:
     @property
     def loggers(self) -> list[Any]:
         """The callbacks that are loggers, in their order."""
-        return [callback for callback in self.callbacks if callback.logs]
+        return [callback for callback in self.callbacks if callback.is_logger]
 
     def config_as_yaml(self) -> str:
         """:attr:`config` in the form of ``fit.yaml``, each line with its origin."""
@@ -555,7 +555,8 @@ class Run:
         clip(parameters_of([raw(optimizer)]), value)
 
     def log_media(self, kind: str, name: str, value: Any, **options: Any) -> None:
-        """Give an image, an artifact or another of :data:`engine.metrics.media.KINDS` to each callback that takes this ``kind``, on the main process.
+        """Give the image, artifact or other of :data:`engine.metrics.media.KINDS` to each callback that takes this ``kind``, on the main process, by
+        its ``name``.
 
         ``options``: the keywords of the module's ``log_<kind>``.
 

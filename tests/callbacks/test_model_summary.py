@@ -56,7 +56,8 @@ def parameters_of(summary):
     return {layer.name: (layer.parameters, layer.trainable, layer.bytes) for layer in summary.layers}
 
 
-def test_counts_flops_and_shapes(make_fit, capsys):
+def test_counts_flops_and_shapes(make_fit, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     summary = ModelSummary(max_depth=2)
     make_fit(max_epochs=1, callbacks=[summary]).run(Net(), images())
     # Buffers of the norm: two of 4 floats and an int64.

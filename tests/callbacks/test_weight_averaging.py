@@ -157,7 +157,7 @@ def test_buffers_and_half_precision(make_fit, data):
         kinds: list[Any] = []
 
         def on_train_end(self, run, module):
-            self.kinds.append(ema.weights(run, module)["ema"]["layer.weight"].dtype)
+            self.kinds.append(ema.other_weights(run, module)["ema"]["layer.weight"].dtype)
 
     module, ema = Net(), EMA(0.99)
     make_fit(callbacks=[ema, Look()], precision="bf16-true").run(module, [batch.bfloat16() for batch in data])

@@ -135,7 +135,7 @@ class Own(Callback):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def weights(self, run: Any, module: nn.Module) -> dict[str, dict[str, Any]]:
+    def other_weights(self, run: Any, module: nn.Module) -> dict[str, dict[str, Any]]:
         return {self.name: {"net.bias": torch.full((1,), 7.0)}}
 
 

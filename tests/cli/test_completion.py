@@ -174,7 +174,7 @@ BOTH = [
         (f"fit run --resume {ALL}", "fit run --resume auto best last X"),
         (f"fit run --set acc{ALL}", "fit run --set accelerator= accumulate_grad_batches= X"),
         (f"fit run --set seed=1 --print{ALL}", "fit run --set seed=1 --print-config X"),
-        ("fit run net.py --callback Mod\t", "fit run net.py --callback ModelCheckpoint X"),
+        ("fit run net.py --callback ModelC\t", "fit run net.py --callback ModelCheckpoint X"),
         ("fit checkpoint ex\t", "fit checkpoint export X"),
         ("fit checkpoint export a b --dtype bf\t", "fit checkpoint export a b --dtype bf16 X"),
         (f"fit completion {ALL}", "fit completion bash fish zsh X"),

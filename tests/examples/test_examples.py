@@ -57,6 +57,7 @@ def test_tracking_and_its_resume(tmp_path, tracker):
     assert found.exists()
 
 
+@pytest.mark.slow
 def test_finetune_for_two_epochs(tmp_path):
     pytest.importorskip("sklearn")
     text = run(tmp_path, EXAMPLES / "finetune.py", "--max-epochs", 2, "--unfreeze-at", 1)
@@ -64,6 +65,7 @@ def test_finetune_for_two_epochs(tmp_path):
     assert (tmp_path / "runs" / "finetune" / "exported" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_optuna_ends_bad_trials_early(tmp_path):
     pytest.importorskip("sklearn")
     pytest.importorskip("optuna")

@@ -117,6 +117,7 @@ def test_an_error_ends_with_a_page_that_shows_it_as_text(make_fit, falling, batc
     assert series(tmp_path / "report.html", "train/weight") == ([1, 2], [0, -1])
 
 
+@pytest.mark.slow
 def test_a_killed_job_of_two_ranks_and_its_resume_on_one(make_fit, falling, tmp_path):
     ran = run_ranks(KILLED, 2, tmp_path, check=False)
     assert [each.returncode for each in ran] == [-signal.SIGKILL] * 2
