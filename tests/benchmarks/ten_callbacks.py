@@ -79,15 +79,13 @@ def main() -> None:
     case = Case("one log", logs=1)
     for each in contenders:
         each.train(case.work(20))
-    found = {
-        name: times.steps_us()
-        for name, times in interleave(case, contenders, arguments.rounds, arguments.steps, Watch()).items()
-    }
+    found = interleave(case, contenders, arguments.rounds, arguments.steps, Watch())
     base = found.pop("none")
-    print(f"{'none':20s} {median(base):8.1f} us a step")
-    for name, steps in found.items():
-        over = [each - own for each, own in zip(steps, base, strict=True)]
-        print(f"{name:20s} {median(steps):8.1f} us a step, {median(over):+7.1f} over none")
+    print(f"{'none':20s} {median(base.steps_us()):8.1f} us a step")
+    for name, times in found.items():
+        over = median(each - own for each, own in zip(times.steps_us(), base.steps_us(), strict=True))
+        fastest = times.fastest_us() - base.fastest_us()
+        print(f"{name:20s} {over:+7.1f} us a step over none (median of the rounds), {fastest:+7.1f} (fastest runs)")
 
 
 if __name__ == "__main__":

@@ -8,9 +8,26 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import callbacks
-from callbacks import DeviceStatsMonitor, Profiler, ReplicaCheck, SimpleProfiler, StragglerMonitor, ThroughputMonitor
+from callbacks import (
+    EMA,
+    CSVLogger,
+    DeviceStatsMonitor,
+    GradientNorm,
+    JSONLLogger,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    Profiler,
+    ReplicaCheck,
+    Report,
+    RichProgressBar,
+    SimpleProfiler,
+    StragglerMonitor,
+    TensorBoardLogger,
+    ThroughputMonitor,
+)
 
 OURS = str(Path(callbacks.__file__).parent)
 
@@ -41,3 +58,35 @@ def test_calls_in_a_step(make_fit, scripted, make, expected):
 
     make_fit(callbacks=[make()], log_every_n_steps=50).run(Counts(), [torch.ones(2, 1)] * 40)
     assert called[0] == 20 * expected
+
+
+class Reads(TorchDispatchMode):
+    """Counts what makes the host wait for a device: reading a tensor's value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+def test_between_log_boundaries_nothing_is_read_from_the_device(make_fit, scripted):
+    pytest.importorskip("tensorboard")
+    reads, found = Reads(), []
+
+    class Counts(scripted):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx in (10, 30):
+                found.append(reads.count)
+            return super().training_step(batch, batch_idx)
+
+    made = [
+        *(CSVLogger(), JSONLLogger(), TensorBoardLogger(), RichProgressBar(), Report(), LearningRateMonitor()),
+        *(ThroughputMonitor(), DeviceStatsMonitor(), StragglerMonitor(every_n_steps=1000), EMA(), GradientNorm()),
+        *(ReplicaCheck(every_n_steps=1000), SimpleProfiler(), ModelCheckpoint(every=1000)),
+    ]
+    with reads:
+        make_fit(callbacks=made, log_every_n_steps=50).run(Counts(), [torch.ones(2, 1)] * 40)
+    assert found[1] == found[0] > 0  # those of the first step, which is logged
