@@ -2,5 +2,47 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .base import Logger as Logger
 from .base import Moment as Moment
+
+if TYPE_CHECKING:
+    from .aim import AimLogger as AimLogger
+    from .csv import CSVLogger as CSVLogger
+    from .jsonl import JSONLLogger as JSONLLogger
+    from .mlflow import MLflowLogger as MLflowLogger
+    from .tensorboard import TensorBoardLogger as TensorBoardLogger
+    from .trackio import TrackioLogger as TrackioLogger
+    from .wandb import WandbLogger as WandbLogger
+
+_PLACES = {
+    "AimLogger": ".aim",
+    "CSVLogger": ".csv",
+    "JSONLLogger": ".jsonl",
+    "MLflowLogger": ".mlflow",
+    "TensorBoardLogger": ".tensorboard",
+    "TrackioLogger": ".trackio",
+    "WandbLogger": ".wandb",
+}
+
+__all__ = [
+    "AimLogger",
+    "CSVLogger",
+    "JSONLLogger",
+    "Logger",
+    "MLflowLogger",
+    "Moment",
+    "TensorBoardLogger",
+    "TrackioLogger",
+    "WandbLogger",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'callbacks.loggers' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_PLACES[name], __name__), name)
+    globals()[name] = value
+    return value

@@ -14,6 +14,16 @@ def test_every_public_name_resolves():
         assert name in dir(callbacks)
 
 
+def test_loggers_are_in_their_own_package_too():
+    from callbacks import loggers
+
+    for name in loggers.__all__:
+        assert getattr(loggers, name).__name__ == name
+        assert getattr(callbacks, name, getattr(loggers, name)) is getattr(loggers, name)
+    with pytest.raises(AttributeError, match=r"'CometLogger'; it has .*CSVLogger"):
+        loggers.CometLogger  # noqa: B018
+
+
 def test_an_unknown_name_lists_those_there_are():
     with pytest.raises(AttributeError, match=r"'ModelCheckpoints'; it has .*ModelCheckpoint"):
         callbacks.ModelCheckpoints  # noqa: B018
