@@ -36,7 +36,9 @@ class MLflowLogger(Logger):
         tracking_uri: str | None = None,
         tags: Mapping[str, str] | None = None,
         artifact_location: str | None = None,
-        **options: Any,
+        retries: int = 3,
+        waiting: int = 10_000,
+        patience_s: float = 30.0,
     ) -> None:
         """
         Args:
@@ -47,9 +49,9 @@ class MLflowLogger(Logger):
             tags: of the run.
             artifact_location: where the files of an experiment that is created here go; ``None``: MLflow's choice, which without a server is
                 the folder ``mlruns``.
-            options: of :class:`Logger`.
+            retries, waiting, patience_s: of :class:`Logger`.
         """
-        super().__init__(**options)
+        super().__init__(retries=retries, waiting=waiting, patience_s=patience_s)
         self.experiment_name, self.run_name, self.tracking_uri = experiment_name, run_name, tracking_uri
         self.tags, self.artifact_location = dict(tags or {}), artifact_location
         self.run_id: str | None = None

@@ -29,14 +29,20 @@ class TensorBoardLogger(Logger):
     takes = frozenset({"image", "histogram", "text", "audio", "figure", "table", "artifact"})
     rewinds = True
 
-    def __init__(self, dir: str | os.PathLike[str] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        dir: str | os.PathLike[str] | None = None,
+        retries: int = 3,
+        waiting: int = 10_000,
+        patience_s: float = 30.0,
+    ) -> None:
         """
         Args:
             dir: a folder for many runs, each of which gets a folder in it, named after the run's folder and id; ``None``: ``tensorboard`` in the
                 run's folder.
-            options: of :class:`Logger`.
+            retries, waiting, patience_s: of :class:`Logger`.
         """
-        super().__init__(**options)
+        super().__init__(retries=retries, waiting=waiting, patience_s=patience_s)
         self.dir = None if dir is None else Path(dir)
         self.path: Path | None = None
         """The folder of the event files; known from the start of the first run."""

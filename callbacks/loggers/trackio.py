@@ -24,14 +24,21 @@ class TrackioLogger(Logger):
 
     takes = frozenset({"image", "histogram", "text", "audio", "figure", "table"})
 
-    def __init__(self, project: str = "fit", name: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        project: str = "fit",
+        name: str | None = None,
+        retries: int = 3,
+        waiting: int = 10_000,
+        patience_s: float = 30.0,
+    ) -> None:
         """
         Args:
             project: groups runs.
             name: of the run; ``None``: the name of the run's folder, with the first letters of the run's id.
-            options: of :class:`Logger`.
+            retries, waiting, patience_s: of :class:`Logger`.
         """
-        super().__init__(**options)
+        super().__init__(retries=retries, waiting=waiting, patience_s=patience_s)
         self.project, self.name = project, name
         self._run = self._id = ""
         self._config: dict[str, Any] | None = None

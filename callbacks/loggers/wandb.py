@@ -17,6 +17,16 @@ from .media import cells, histogram, pixels, sound
 _FLUSH_S = 0.02
 """How often W&B writes what it has got into the run's file (s); its default is 15 s."""
 
+_OF_LIGHTNING = {
+    "offline": "here it is mode='offline'",
+    "save_dir": "the files are in the folder wandb of the run's folder: leave it out",
+    "version": "a resumed run continues the run in W&B by itself: leave it out",
+    "experiment": "the logger makes the run: leave it out",
+    "prefix": "put it into the names that you log",
+    "log_model": "log checkpoints in a callback's on_checkpoint_saved(run, module, path, score): module.log_artifact(name, path)",
+    "checkpoint_name": "name checkpoints where you log them: module.log_artifact(name, path)",
+}
+
 
 class WandbLogger(Logger):
     """Logs to Weights & Biases: ``pip install wandb``.
@@ -47,6 +57,7 @@ class WandbLogger(Logger):
             init: further arguments of ``wandb.init``: ``entity``, ``tags``, ``group``, ``settings``.
 
         Raises:
+            TypeError: an argument of Lightning's logger that ``wandb.init`` does not have; the message says what to use.
             ValueError: ``id``, ``resume``, ``reinit``, ``config`` or ``dir`` are given, which the logger sets.
         """
         if taken := sorted({"id", "resume", "reinit", "config", "dir"} & init.keys()):
@@ -54,6 +65,9 @@ class WandbLogger(Logger):
                 f"WandbLogger({', '.join(taken)}=...): a run and its resumes have the id run.id, the config of the run and a folder in run.folder; "
                 "leave it out"
             )
+        for theirs, answer in _OF_LIGHTNING.items():
+            if theirs in init:
+                raise TypeError(f"WandbLogger() got an unexpected keyword argument {theirs!r}: {answer}")
         super().__init__(retries=retries, waiting=waiting, patience_s=patience_s)
         self.project, self.name, self.mode, self.init = project, name, mode, init
         self.experiment: Any = None

@@ -12,7 +12,8 @@ ACTIONS = "engine.cli.replay_actions"
 
 def main(argv: Sequence[str]) -> int:
     """Run a step again and print what it showed; returns the exit status, as of :mod:`engine.cli.exits`."""
-    return int(importlib.import_module(ACTIONS).replay(parser().parse_args(list(argv))))
+    arguments = parser().parse_args(list(argv))
+    return int(importlib.import_module(ACTIONS).replay(arguments))
 
 
 def parser() -> argparse.ArgumentParser:

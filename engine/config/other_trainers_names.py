@@ -27,7 +27,7 @@ OTHERWISE = {
     "check_val_every_n_epoch": "here it is val_every='1 epochs' (a plain number counts optimizer steps)",
     "val_check_interval": "here it is val_every: 0.25 of an epoch, '500 steps' of the optimizer (a plain number counts these too), '10 min'",
     "cpu": "here it is accelerator='cpu'",
-    "profiler": "profile with torch.profiler: with torch.profiler.profile() as p: fit.run(...), or in a callback; Result.times has the seconds",
+    "profiler": "profilers are callbacks: callbacks=[Profiler()] or [SimpleProfiler()]; Result.times has the seconds",
     "enable_model_summary": "a summary is a callback: callbacks=[ModelSummary()]",
     "inference_mode": "evaluation runs under torch.no_grad(), so that its outputs can be used in training",
     **dict.fromkeys(
@@ -108,6 +108,15 @@ _ALWAYS_REDUCED = "an epoch's value is always reduced over all ranks: leave it o
 
 
 _DEVICE = "prepared objects are on their device"
+
+
+_OF_LOGGERS = {
+    "prefix": "put it into the names that you log",
+    **dict.fromkeys(
+        ("log_model", "checkpoint_name"),
+        "log checkpoints in a callback's on_checkpoint_saved(run, module, path, score): module.log_artifact(name, path)",
+    ),
+}
 
 
 ARGUMENTS: dict[str, dict[str, str]] = {
@@ -216,6 +225,20 @@ ARGUMENTS: dict[str, dict[str, str]] = {
         "version": "each run has its own folder: leave it out",
         "prefix": "the columns have the names of the values: put it into the names that you log",
         "flush_logs_every_n_steps": "rows are written when values are logged; see Fit(log_every_n_steps=...)",
+    },
+    "TensorBoardLogger.__init__": _OF_LOGGERS
+    | {
+        "save_dir": _called("dir"),
+        "log_dir": _called("dir"),
+        **dict.fromkeys(("name", "version", "sub_dir"), "each run has its own folder in dir: leave it out"),
+        "log_graph": "the graph is not written: leave it out",
+        "default_hp_metric": "no metric is written with the hyperparameters: leave it out",
+    },
+    "MLflowLogger.__init__": _OF_LOGGERS
+    | {
+        "save_dir": "give tracking_uri='sqlite:///path/mlflow.db', and artifact_location for the files",
+        "run_id": "a resumed run continues the run in MLflow by itself: leave it out",
+        "synchronous": "values are always sent by a thread: leave it out",
     },
 }
 """Arguments of other trainers, by our call: what to do instead."""

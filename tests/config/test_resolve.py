@@ -177,7 +177,7 @@ def test_unset_is_one_object() -> None:
         ("logger", "loggers are callbacks"),
         ("ckpt_path", "resuming is an argument of run"),
         ("check_val_every_n_epoch", "here it is val_every='1 epochs' (a plain number counts optimizer steps)"),
-        ("profiler", "profile with torch.profiler"),
+        ("profiler", "profilers are callbacks"),
         ("overfit_batch", "did you mean 'overfit_batches'?"),
         ("limit_tests_batches", "did you mean 'limit_test_batches'?"),
     ],
