@@ -186,9 +186,11 @@ class ModelCheckpoint(Callback):
         self.keep_every.load_state_dict(state["keep_every"])
 
     def _when_due(self, run: Run, step: int, epoch_end: int | None) -> None:
-        if self.keep_every.due(step, epoch_end, run.elapsed_s, run.epochs):
+        elapsed_s = run.elapsed_s
+        epochs = run.epochs if self.every.of_epochs or self.keep_every.of_epochs else None
+        if self.keep_every.due(step, epoch_end, elapsed_s, epochs):
             self._permanent_next = True
-        if self.every.due(step, epoch_end, run.elapsed_s, run.epochs):
+        if self.every.due(step, epoch_end, elapsed_s, epochs):
             run.engine.settle()  # a step whose overflow check is still on the device now counts, or was skipped
             self._owed = self.monitor is not None and _validates(run) and run.validated_step != run.step
             if not self._owed:

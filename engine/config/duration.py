@@ -144,7 +144,9 @@ class Every:
         self._reached = {"never": self._never, "steps": self._steps, "epochs": self._epochs, "seconds": self._seconds}[
             unit
         ]
-        if unit == "epochs" and isinstance(self._n, float):
+        self.of_epochs = unit == "epochs" and isinstance(self._n, float)
+        """A fraction of an epoch: :meth:`due` needs the epochs done."""
+        if self.of_epochs:
             # 0.1 is the user's 1/10: as a float, 3 * 0.1 > 0.3 would move the trigger by a step.
             self._n = Fraction(self._n).limit_denominator(1_000_000)
             self._reached = self._fraction
