@@ -32,7 +32,8 @@ FAULTS = {
     ),
     "early": Fault(
         "a checkpoint has its name before it has its manifest", "engine/checkpoint/directory.py",
-        "    write_json(partial / MANIFEST, manifest)\n    for folder in (*FOLDERS, \".\"):\n        sync(partial / folder)\n",
+        "    write_json(partial / MANIFEST, manifest)\n    for folder in (*FOLDERS, WEIGHTS, \".\"):\n"
+        "        if folder != WEIGHTS or (partial / folder).is_dir():\n            sync(partial / folder)\n",
         "    partial.rename(directory)\n    sync(directory)\n    write_json(directory / MANIFEST, manifest)\n    return\n",
     ),
     "lock": Fault(

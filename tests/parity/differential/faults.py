@@ -66,8 +66,8 @@ FAULTS = {
     "manual optimization": Fault(
         "gradients are averaged for clipping only",
         "engine/loop/manual_optimization.py",
-        "        else:\n            self._average()\n        run.engine.step",
-        "        run.engine.step",
+        "        else:\n            self._average()\n        run.phases",
+        "        run.phases",
         ("ddp2",),
     ),
 }  # fmt: skip
