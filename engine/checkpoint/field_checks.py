@@ -13,7 +13,7 @@ from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.tensors import Stored
 
 COUNT = range(1 << 62)
-NUMBER = (int, float)
+NUMBER = (range(-(1 << 62), 1 << 62), float)  # an int that a float can hold: they are added to one
 _INTERVAL = {"last_step": range(-1, 1 << 62), "last_s": NUMBER, "count": (COUNT, None), "every": str}
 _COUNTERS = dict.fromkeys(("epoch", "step", "batch_idx", "batches", "position", "whole_batches", "samples"), COUNT)
 SHARED_FORM = {
