@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ class DeviceStatsMonitor(Callback):
     ``device/utilization_percent``                time in which a kernel ran, of the last second or so (CUDA with ``pynvml``)
     ``cpu/rss_bytes``                             resident memory of the process
     ``cpu/process_percent``                       processor time of the process since the last boundary; 200: two cores
-    ``cpu/percent``, ``cpu/memory_percent``       of the whole machine (with ``psutil``)
+    ``cpu/percent``, ``cpu/memory_percent``       of the whole machine (with ``psutil``), read at most once a second
     ============================================  ====================================================================
 
     The rank with the largest value is the one that runs out of memory. The ranks share their values in one collective at a log boundary, so an error
@@ -88,8 +87,20 @@ def _read(reader: Callable[[], float]) -> float:
     """The value; -1: it cannot be read."""
     try:
         return float(reader())
-    except Exception:
+    except Exception:  # drivers and psutil have many kinds of errors, and none of them is a reason to end a run
         return -1.0
+
+
+class _Slow:
+    """A value of the whole machine: expensive to read (0.2 ms), and a percentage of less than 0.1 s of time means nothing."""
+
+    def __init__(self, reader: Callable[[], float]) -> None:
+        self._reader, self._value, self._next = reader, -1.0, 0.0
+
+    def __call__(self) -> float:
+        if (now := time.monotonic()) >= self._next:
+            self._value, self._next = self._reader(), now + 1.0
+        return self._value
 
 
 # Every rank has the same readers, whatever is installed on its machine: they share as many values as each other.
@@ -106,7 +117,7 @@ def _of_accelerator(device: torch.device) -> dict[str, Callable[[], float]]:
         readers[name] = _called(getattr(torch.accelerator, function), device)
     has_reader = any(importlib.util.find_spec(name) for name in ("pynvml", "amdsmi"))
     has_reader = has_reader and device.type == "cuda"
-    readers["device/utilization_percent"] = _called(torch.cuda.utilization, device) if has_reader else _never
+    readers["device/utilization_percent"] = _Slow(_called(torch.cuda.utilization, device)) if has_reader else _never
     return readers
 
 
@@ -124,8 +135,8 @@ def _of_processor() -> dict[str, Callable[[], float]]:
         psutil = importlib.import_module("psutil")
 
         psutil.cpu_percent()  # later calls give the time since the call before
-        readers["cpu/percent"] = psutil.cpu_percent
-        readers["cpu/memory_percent"] = lambda: psutil.virtual_memory().percent
+        readers["cpu/percent"] = _Slow(psutil.cpu_percent)
+        readers["cpu/memory_percent"] = _Slow(lambda: psutil.virtual_memory().percent)
     return readers
 
 
@@ -135,9 +146,10 @@ def _never() -> float:
 
 def _resident() -> float:
     """Bytes of memory; where the system does not say, the most so far."""
-    status = Path("/proc/self/statm")
-    if status.exists():
-        return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    resource = importlib.import_module("resource")  # not on Windows
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except FileNotFoundError:
+        resource = importlib.import_module("resource")  # not on Windows
     most: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024

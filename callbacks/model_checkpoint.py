@@ -84,7 +84,7 @@ class ModelCheckpoint(Callback):
         """Those of them that are kept forever."""
         self._given_every, self._given_keep = every, keep_every
         self._owed = self._permanent_next = False
-        self._step = 0
+        self._due_step = 0  # the first step at which a save can be due
         self._first_step = 0
         self._training = False
         self._before: tuple[int, dict[int, float | None], dict[int, str]] | None = (
@@ -107,12 +107,13 @@ class ModelCheckpoint(Callback):
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         self._training = True
         self._owed, self._before = False, None
-        self._step = self._first_step = run.step
+        self._first_step = run.step
         if run.step == 0:
             self.scores, self.names, self.permanent = {}, {}, set()
             self.every, self.keep_every = Every(self._given_every), Every(self._given_keep)
         for interval in (self.every, self.keep_every):
             interval.start(run.step, run.epochs)
+        self._plan_next(run.step)
         there = (
             run.checkpoint_names() if run.continues_in_place else set()
         )  # in another folder these are other checkpoints' names
@@ -121,10 +122,12 @@ class ModelCheckpoint(Callback):
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         # Between the micro-batches of a window there is no complete step to save.
+        if run.step + 1 < self._due_step or not self._training:  # at most one step is pending
+            return
         step = run.step + run.engine.pending_steps
-        if step != self._step and self._training:
-            self._step = step
+        if step >= self._due_step:
             self._when_due(run, step, None)
+            self._plan_next(step)
 
     def on_validation_end(self, run: Run, module: nn.Module) -> None:
         if self._training and self._owed:
@@ -184,6 +187,9 @@ class ModelCheckpoint(Callback):
         self.scores, self.names, self.permanent = scores, names, permanent
         self.every.load_state_dict(state["every"])
         self.keep_every.load_state_dict(state["keep_every"])
+
+    def _plan_next(self, step: int) -> None:
+        self._due_step = min(interval.next_step(step) for interval in (self.every, self.keep_every))
 
     def _when_due(self, run: Run, step: int, epoch_end: int | None) -> None:
         elapsed_s = run.elapsed_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+from collections import defaultdict
 from statistics import median_low
 from typing import Any
 
@@ -14,10 +15,15 @@ from engine import Callback, Run
 
 _log = logging.getLogger("engine")
 
-PHASES = ("data", "forward", "backward", "optimizer")
+PHASES = {
+    "data": ("data",),
+    "forward": ("forward", "training_step"),
+    "backward": ("backward", "forward_backward"),
+    "optimizer": ("optimizer",),
+}
+"""What is compared, and the run's phases in it."""
 _WARM_UP = 2
 """Steps that are not measured: compilation, and DDP, which makes its buckets again in the second forward pass, where the ranks wait."""
-_NUMBERED = {name: index for index, name in enumerate(PHASES)} | {"forward_backward": 2, "training_step": 1}
 
 
 class StragglerMonitor(Callback):
@@ -53,27 +59,26 @@ class StragglerMonitor(Callback):
         self.every_n_steps, self.threshold, self.min_seconds = every_n_steps, threshold, min_seconds
         self.slow: dict[int, str] = {}
         """The ranks that were slow at the latest comparison, and in which phase."""
-        self._seconds = [0.0] * len(PHASES)
+        self._seconds: dict[str, float] = defaultdict(float)  # by phase
         self._latest: dict[str, float] = {}
         self._host_names: list[str] = []
-        self._compared: tuple[str, ...] = PHASES[:1]
+        self._compared: tuple[str, ...] = ("data",)
         self._next = self._last = 0
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         strategy = run.engine.strategy
-        self._compared = PHASES[:1] if strategy.matched_forward or strategy.pipelined else PHASES[:2]
-        if not run.module.automatic_optimization:
-            self._compared = PHASES[:1]
+        waits = strategy.matched_forward or strategy.pipelined or not run.module.automatic_optimization
+        self._compared = ("data",) if waits else ("data", "forward")
         host = platform.node().encode()[:64].ljust(64)
         rows = run.all_gather(torch.frombuffer(bytearray(host), dtype=torch.uint8)).reshape(-1, 64)
         self._host_names = [bytes(row.tolist()).decode(errors="replace").strip() for row in rows]
-        self._seconds, self._latest, self.slow = [0.0] * len(PHASES), {}, {}
+        self._latest, self.slow = {}, {}
+        self._seconds.clear()
         self._last, self._next = -1, run.step + _WARM_UP
         run.phases.timers += (self._add,)
 
     def _add(self, name: str, seconds: float) -> None:
-        if (index := _NUMBERED.get(name)) is not None:
-            self._seconds[index] += seconds
+        self._seconds[name] += seconds
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if run.step >= self._next:
@@ -81,15 +86,16 @@ class StragglerMonitor(Callback):
 
     def _compare(self, run: Run) -> None:
         before, self._last, self._next = self._last, run.step, run.step + self.every_n_steps
-        own_seconds, self._seconds = self._seconds, [0.0] * len(PHASES)
+        own = [sum(self._seconds[name] for name in names) for names in PHASES.values()]
+        self._seconds.clear()
         if before < 0:
             return
         rows = torch.zeros(run.world_size, len(PHASES), dtype=torch.float64)
-        rows[run.rank] = torch.tensor(own_seconds, dtype=torch.float64) / (run.step - before)
+        rows[run.rank] = torch.tensor(own, dtype=torch.float64) / (run.step - before)
         table: list[list[float]] = run.engine.reduce(rows, "sum").tolist()  # one collective
-        own = [sum(row[: len(self._compared)]) for row in table]
+        compared = [sum(row[: len(self._compared)]) for row in table]
         self._latest = {f"straggler/{name}": max(row[i] for row in table) for i, name in enumerate(PHASES)}
-        self._latest["straggler/slowest_rank"] = float(own.index(max(own)))
+        self._latest["straggler/slowest_rank"] = float(compared.index(max(compared)))
         self.slow = self._found(table)
         for rank, description in self.slow.items() if run.is_main_process else ():
             _log.warning(

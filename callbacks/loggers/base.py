@@ -36,8 +36,9 @@ class Logger(Callback):
     """Subclass it and define :meth:`open`, :meth:`scalars` and :meth:`close`; for media also :attr:`takes` and :meth:`media`.
 
     All of them run on the main process only: ``open`` in ``setup``, where an error ends the run before its first step, the others in order in a
-    thread of their own, so that a slow tracker does not slow the training down. One that fails is tried again, ``retries`` times
-    and ever later; then the error is logged, and the run continues without this logger (if a medium cannot be sent, without this medium).
+    thread of their own (see :attr:`threaded`), so that a slow tracker does not slow the training down. One that fails is tried again,
+    ``retries`` times and ever later; then the error is logged, and the run continues without this logger (if a medium cannot be
+    sent, without this medium).
     While a tracker does not answer, up to ``waiting`` values wait for it, up to 200 media among them; later ones are left out, with a
     warning. At the end of the run the rest is sent, for at most ``patience_s`` seconds.
 
@@ -53,7 +54,7 @@ class Logger(Callback):
     rewinds = False
     """Whether :meth:`rewind` can remove what was sent."""
     threaded = True
-    """Whether calls are made by a thread; ``False`` for a file, where a row is to be seen at once."""
+    """``False``: values are sent at once, in the training itself, and only media by a thread. For local files, which take 0.1 ms a row."""
 
     def __init__(self, *, retries: int = 3, waiting: int = 10_000, patience_s: float = 30.0) -> None:
         """
@@ -139,7 +140,7 @@ class Logger(Callback):
 
     def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
         if self._sender is not None:
-            self._sender.end(partial(self.close, _status(run)), self.patience_s)
+            self._sender.end(partial(self._finish, self._progress, _status(run)), self.patience_s)
         self._sender = self._progress = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -156,6 +157,13 @@ class Logger(Callback):
         self._progress = Progress(_progress_file(self, run), run.id)
         self.open(run)
         self._sender = Sender(type(self).__name__, self.retries, self.waiting, self.threaded)
+
+    def _finish(self, progress: Progress | None, status: str) -> None:
+        try:
+            self.close(status)
+        finally:
+            if progress is not None:
+                progress.close()
 
     @property
     def count(self) -> int:

@@ -112,7 +112,7 @@ class CSVLogger(Logger):
         if new:
             self._widen(new)
         assert self._file is not None
-        csv.DictWriter(self._file, self._columns, restval="").writerow(row)
+        csv.writer(self._file).writerow([row.get(name, "") for name in self._columns])
         self._file.flush()
 
     def _widen(self, new: list[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 Position = tuple[int, int]
 """A step, and how many times something was logged at this step."""
@@ -24,6 +24,7 @@ class Progress:
 
     def __init__(self, path: Path, run_id: str) -> None:
         self._path, self._run_id = path, run_id
+        self._file: BinaryIO | None = None
         self.sent, self.doubtful, self.count = _read(path, run_id)
         """Up to where everything was sent; what was being sent when the process was killed, or ``None``; how many times something was sent."""
 
@@ -46,14 +47,19 @@ class Progress:
         self.count += 1
         self._write()
 
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
     def _write(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.fdopen(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644), "wb", buffering=0)
         text = json.dumps([self._run_id, self.sent, self.doubtful, self.count])
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
-        try:
-            os.pwrite(descriptor, text.ljust(_WIDTH).encode() + b"\n", 0)
-        finally:
-            os.close(descriptor)
+        self._file.seek(0)
+        self._file.write(text.ljust(_WIDTH).encode() + b"\n")
 
 
 def _read(path: Path, run_id: str) -> tuple[Position, Position | None, int]:

@@ -1,4 +1,4 @@
-"""How a logger's calls are made: by a thread, in order, repeated when they fail, and without ever stopping a run."""
+"""How a logger's calls are made: in order, repeated when they fail, without ever stopping a run, and what is slow by a thread."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from engine import HangError
 
 _log = logging.getLogger("engine")
 
@@ -27,12 +29,15 @@ class Item:
 
 
 class Sender:
-    """Makes calls in order, in a thread of its own or, without ``threaded``, at once.
+    """Makes calls in order, in a thread of its own.
 
     Args:
         name: of the logger, for messages.
         retries: how often a failed call is repeated, after 1, 2, 4, ... seconds, at most 30.
         limit: how many calls wait at most; more are left out.
+        threaded: ``False``: the thread makes only those that send media, and those put while it is at work; others are made by :meth:`put`.
+            For calls of 0.1 ms: a thread that computes as long costs the training more than that, since each of its operations hands
+            the interpreter over and back.
     """
 
     def __init__(self, name: str, retries: int, limit: int, threaded: bool = True) -> None:
@@ -43,27 +48,30 @@ class Sender:
         self._abandoned = threading.Event()
         self._failed = False
         self._media = self._left_out = 0
+        self._threaded = threaded
         self._thread: threading.Thread | None = None
-        if threaded:
-            self._thread = threading.Thread(target=self._work, name=f"fit-{name}", daemon=True)
-            self._thread.start()
 
     def put(self, item: Item) -> None:
         """Make this call soon."""
         if self._failed:
             return
-        if self._thread is None:
+        if not (self._threaded or item.media or self._items):
             self._make(item)
-            return
+        elif not self._queued(item):
+            self._left_out += 1
+            if self._left_out == 1:
+                _log.warning("%s does not keep up: values are left out", self._name)
+
+    def _queued(self, item: Item) -> bool:
+        """Leave the call to the thread; ``False``: too many wait."""
+        self._started()
         with self._changed:
-            if len(self._items) < self._limit and (not item.media or self._media < LARGE):
-                self._items.append(item)
-                self._media += bool(item.media)
-                self._changed.notify()
-                return
-        self._left_out += 1
-        if self._left_out == 1:
-            _log.warning("%s does not keep up: values are left out", self._name)
+            if len(self._items) >= self._limit or (item.media and self._media >= LARGE):
+                return False
+            self._items.append(item)
+            self._media += bool(item.media)
+            self._changed.notify()
+            return True
 
     def waiting(self) -> list[Any]:
         """The records of calls that are not made yet."""
@@ -72,16 +80,23 @@ class Sender:
 
     def end(self, close: Callable[[], None], patience_s: float) -> None:
         """Make the waiting calls, then ``close``; give up after ``patience_s``."""
+        if self._thread is None and not self._threaded:
+            self._make(Item(close))
+            return
+        thread = self._started()
         with self._changed:
             self._close = close
             self._changed.notify()
-        if self._thread is None:
-            self._work()
-            return
-        self._thread.join(patience_s)
-        if self._thread.is_alive():
+        thread.join(patience_s)
+        if thread.is_alive():
             self._abandoned.set()
             _log.error("%s did not answer within %g s: what it had not sent is lost", self._name, patience_s)
+
+    def _started(self) -> threading.Thread:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=f"fit-{self._name}", daemon=True)
+            self._thread.start()
+        return self._thread
 
     def _work(self) -> None:
         while not self._abandoned.is_set():
@@ -104,12 +119,14 @@ class Sender:
             try:
                 item.call()
                 return
-            except BaseException as error:  # some trackers raise SystemExit
+            except HangError:
+                raise
+            except (Exception, SystemExit) as error:  # some trackers raise SystemExit
                 hopeless = self._failed or (item.media and isinstance(error, (TypeError, ValueError)))
                 if attempt == self._retries or hopeless:
                     self._give_up(item, error)
                     return
-            if self._abandoned.wait(min(2.0**attempt, 30.0) if self._thread is not None else 0.0):
+            if threading.current_thread() is self._thread and self._abandoned.wait(min(2.0**attempt, 30.0)):
                 return
 
     def _give_up(self, item: Item, error: BaseException) -> None:

@@ -107,6 +107,10 @@ def _parse_text(text: str) -> Duration:
     return Duration(unit, float(number) * factor if "." in number else int(number) * factor)
 
 
+NEVER = 1 << 62
+"""A step that no run reaches."""
+
+
 class Every:
     """A trigger that is due once every ``duration``; never with ``None``.
 
@@ -175,6 +179,13 @@ class Every:
             return False
         self._last_step, self._last_s = step, elapsed_s
         return True
+
+    def next_step(self, step: int) -> int:
+        """The first step after ``step`` at which it can be due, apart from the ends of epochs: until then :meth:`due` need not be called."""
+        if self._reached == self._steps:
+            count = step // self._n if self._count is None else self._count
+            return max(step + 1, (count + 1) * int(self._n))
+        return NEVER if self._reached in (self._never, self._epochs) else step + 1
 
     def state_dict(self) -> dict[str, Any]:
         """When it was last due, and the multiples passed."""

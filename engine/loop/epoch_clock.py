@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch.autograd import profiler
 
-from engine.loop.phases import Phase, Phases
+from engine.loop.phases import Phases
 from engine.loop.result import Times
 
 Batch = TypeVar("Batch")
@@ -26,19 +26,22 @@ class EpochClock:
     def waits_for(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """The same batches; counts the time until each of them as waiting, the phase ``data``."""
         clock, times, phases = time.perf_counter, self._times, self._phases
-        asked = clock()
-        phase = _entered(phases) if profiler._is_profiler_enabled or phases.timers else None
+        asked, marked = clock(), _marked()
         for batch in batches:
-            if phase is not None:
-                phase.__exit__()
+            if marked is not None:
+                marked.__exit__(None, None, None)
             self._batch = came = clock()
             times.data += came - asked
+            for timer in phases.timers:
+                timer("data", came - asked)
             yield batch
-            asked = clock()
-            phase = _entered(phases) if profiler._is_profiler_enabled or phases.timers else None
-        if phase is not None:
-            phase.__exit__()
-        times.data += clock() - asked  # until the end of the data
+            asked, marked = clock(), _marked() if profiler._is_profiler_enabled else None
+        if marked is not None:
+            marked.__exit__(None, None, None)
+        waited = clock() - asked  # until the end of the data
+        times.data += waited
+        for timer in phases.timers:
+            timer("data", waited)
 
     def since_batch(self) -> float:
         """Seconds since the latest batch."""
@@ -50,8 +53,10 @@ class EpochClock:
         times.compute += time.perf_counter() - self._entered - (times.apart - self._apart)
 
 
-def _entered(phases: Phases) -> Phase:
-    """The phase of waiting for a batch, from now on."""
-    phase = phases.of("data")
-    phase.__enter__()
-    return phase
+def _marked() -> profiler.record_function | None:
+    """A range ``data`` from now on, if a profiler runs."""
+    if not profiler._is_profiler_enabled:
+        return None
+    marked = profiler.record_function("data")
+    marked.__enter__()
+    return marked

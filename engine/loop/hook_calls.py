@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from engine.utils.errors import HangError
 from engine.utils.log import logger
 from engine.utils.overrides import overridden
 
@@ -65,7 +66,7 @@ class Hooks:
     """
 
     def __init__(self, callbacks: Sequence[Hooked], module: nn.Module, base: type, module_base: type) -> None:
-        self._failed: set[int] = set()  # ids of callbacks that are not called any more
+        self._failed: dict[int, set[str]] = {}  # by id of a callback: the events in which it failed
         self._owners: dict[str, list[str]] = {}  # whose the hooks of each event are
         early = [c for c in callbacks if not c.runs_last]
         late = [c for c in callbacks if c.runs_last]
@@ -108,15 +109,19 @@ class Hooks:
     def _surviving(self, callback: Hooked, event: str, method: Hook) -> Hook:
         """A hook whose errors do not end the run."""
 
+        failed = self._failed.setdefault(id(callback), set())
+
         def hook(*args: Any) -> Any:
-            if id(callback) in self._failed and event != "teardown":
+            if failed and event != "teardown":
                 return None
             try:
                 return method(*args)
+            except HangError:
+                raise
             except Exception:
                 name = type(callback).__name__
                 logger.exception("%s.%s failed; the run continues without %s (critical = False)", name, event, name)
-                self._failed.add(id(callback))
+                failed.add(event)
                 return None
 
         return hook

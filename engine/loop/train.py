@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from engine.config.duration import NEVER
 from engine.health.watchdog import collective_limit
 from engine.loop.checkpoint_events import announce
 from engine.loop.epoch_clock import EpochClock
@@ -133,17 +134,13 @@ def plan_next(run: Run) -> None:
     """Find the next step after which something is due, so that the steps before it need one comparison."""
     step, settings = run.state.step, run.settings
     marks = [mark for mark in (run.max_steps, settings.min_steps) if mark is not None and mark > step]
-    every = run.val_every.duration
+    if run.val_loaders:
+        marks.append(run.val_every.next_step(step))
     intervals = [settings.log_every_n_steps, settings.gc_every_n_steps]
-    if not run.started:
-        intervals.append(1)
-    if every is not None and run.val_loaders:
-        whole_epochs = every.unit == "epochs" and isinstance(every.value, int)
-        intervals.append(int(every.value) if every.unit == "steps" else 0 if whole_epochs else 1)
-    if settings.max_time is not None:
+    if not run.started or settings.max_time is not None:
         intervals.append(1)
     marks += [(step // n + 1) * n for n in intervals if n]
-    run.due_step = max(step + 1, min(marks, default=1 << 62))
+    run.due_step = min(marks, default=NEVER)
 
 
 def reached_limit(run: Run) -> bool:
