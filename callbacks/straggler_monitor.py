@@ -90,9 +90,9 @@ class StragglerMonitor(Callback):
         self._seconds.clear()
         if before < 0:
             return
-        rows = torch.zeros(run.world_size, len(PHASES), dtype=torch.float64)
-        rows[run.rank] = torch.tensor(own, dtype=torch.float64) / (run.step - before)
-        table: list[list[float]] = run.engine.reduce(rows, "sum").tolist()  # one collective
+        rows = [[0.0] * len(PHASES)] * run.world_size
+        rows[run.rank] = [seconds / (run.step - before) for seconds in own]
+        table: list[list[float]] = run.engine.reduce(torch.tensor(rows, dtype=torch.float64), "sum").tolist()
         compared = [sum(row[: len(self._compared)]) for row in table]
         self._latest = {f"straggler/{name}": max(row[i] for row in table) for i, name in enumerate(PHASES)}
         self._latest["straggler/slowest_rank"] = float(compared.index(max(compared)))

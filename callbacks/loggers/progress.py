@@ -23,7 +23,7 @@ class Progress:
     """
 
     def __init__(self, path: Path, run_id: str) -> None:
-        self._path, self._run_id = path, run_id
+        self._path, self._name = path, json.dumps(run_id)
         self._file: BinaryIO | None = None
         self.sent, self.doubtful, self.count = _read(path, run_id)
         """Up to where everything was sent; what was being sent when the process was killed, or ``None``; how many times something was sent."""
@@ -57,7 +57,8 @@ class Progress:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.fdopen(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644), "wb", buffering=0)
-        text = json.dumps([self._run_id, self.sent, self.doubtful, self.count])
+        doubtful = "null" if self.doubtful is None else list(self.doubtful)
+        text = f"[{self._name}, {list(self.sent)}, {doubtful}, {self.count}]"  # JSON, twice for each row of each logger
         self._file.seek(0)
         self._file.write(text.ljust(_WIDTH).encode() + b"\n")
 

@@ -82,12 +82,12 @@ class TensorBoardLogger(Logger):
         self._writer.flush()
 
     def scalars(self, values: Mapping[str, float], at: Moment) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.event_pb2 import Event
 
-        found = {"epoch": at.epoch, "samples": at.samples, **values}.items()
-        series = [Summary.Value(tag=name, simple_value=value) for name, value in found]
-        # One event for all: add_scalar makes one for each, and wakes the writer's thread as often.
-        self._writer.file_writer.add_summary(Summary(value=series), at.step, at.time)
+        event = Event(step=at.step, wall_time=at.time)  # one for all: add_scalar makes one for each
+        for name, value in {"epoch": at.epoch, "samples": at.samples, **values}.items():
+            event.summary.value.add(tag=name, simple_value=value)
+        self._writer.file_writer.event_writer.add_event(event)
         self._writer.flush()
 
     def has(self, values: Mapping[str, float], at: Moment) -> bool:
