@@ -12,7 +12,7 @@ from engine.step.optimizer_step import Guard, Sharing, Stepper, Then
 
 
 class OwnsStep(Sharing, Protocol):
-    """The same for a strategy that divides, clips, checks and applies gradients by itself."""
+    """What the step needs of a strategy that divides, clips, checks and applies gradients by itself."""
 
     def step(
         self,

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from engine.config.duration import Duration, Every, parse
+from engine.config.duration import NEVER, Duration, Every, parse
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,29 @@ def test_seconds() -> None:
     ]
     # The clock of a resumed run began again.
     assert [every.due(step, None, now) for step, now in ((5, 1.0), (6, 10.0))] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("duration", "next_steps"),
+    [
+        ("4 steps", [4, 4, 4, 4, 8, 8, 8, 8, 12]),
+        ("10 s", [1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        ("0.4 epochs", [1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        ("1 epoch", [NEVER] * 9),
+        (None, [NEVER] * 9),
+    ],
+)
+def test_until_the_next_step_nobody_needs_to_ask(duration: str | None, next_steps: list[int]) -> None:
+    assert [Every(duration).next_step(step) for step in range(9)] == next_steps
+
+
+def test_a_multiple_that_was_not_asked_for_is_due_at_the_next_step() -> None:
+    every = Every(4)
+    every.start(7)
+    assert every.next_step(7) == 8
+    assert every.next_step(8) == 9  # nobody asked at 8
+    assert every.due(9, None, 0.0)
+    assert every.next_step(9) == 12
 
 
 def test_never() -> None:

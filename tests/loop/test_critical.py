@@ -11,7 +11,7 @@ import torch
 from models import Weight, fit, ones
 
 from callbacks import CSVLogger, ModelCheckpoint
-from engine import Callback
+from engine import Callback, HangError
 
 EVENTS = [name for name in vars(Callback) if name.startswith("on_") and name != "on_exception"]
 
@@ -79,14 +79,15 @@ def test_before_the_first_step_it_is_an_error(tmp_path: Path) -> None:
         fit(tmp_path, max_steps=4, callbacks=[Watches("load_state_dict"), kept()]).run(Weight(), ones(6), resume="last")
 
 
-def test_ctrl_c_in_it_is_not_kept_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, HangError])
+def test_ctrl_c_and_the_report_of_a_hang_in_it_are_not_kept_back(tmp_path: Path, kind: type[BaseException]) -> None:
     class Stops(Callback):
         critical = False
 
         def on_train_batch_end(self, *args: Any) -> None:
-            raise KeyboardInterrupt
+            raise kind("in the middle of it")
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(kind, match="in the middle of it"):
         fit(tmp_path, callbacks=Stops()).run(Weight(), ones(2))
 
 

@@ -133,6 +133,41 @@ def test_a_medium_that_cannot_be_sent_is_left_out_alone(tmp_path: Path, caplog: 
     assert said == ["Pictures could not send the text 'word': it is left out: not a word"]
 
 
+def test_a_file_logger_writes_values_at_once_and_media_by_a_thread(tmp_path: Path) -> None:
+    """Also, values that are logged behind a medium come behind it."""
+
+    class Files(Logger):
+        takes = frozenset({"text"})
+        threaded = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.sent: list[Any] = []
+            self.go = threading.Event()
+
+        def scalars(self, values: Mapping[str, float], at: Moment) -> None:
+            self.sent.append((at.step, threading.current_thread() is threading.main_thread()))
+
+        def media(self, kind: str, name: str, value: Any, at: Moment, **options: Any) -> None:
+            self.go.wait(300)
+            self.sent.append((value, threading.current_thread() is threading.main_thread()))
+
+    class Draws(Logs):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 2:
+                assert files.sent == [(1, True), (2, True)]
+                self.log_text("word", "three")
+            if batch_idx == 3:
+                assert len(files.sent) == 2  # step 3 waits for the word
+                files.go.set()
+            return super().training_step(batch, batch_idx)
+
+    files = Files()
+    fit(tmp_path, max_steps=4, log_every_n_steps=1, callbacks=files).run(Draws(), ones(4))
+    assert files.sent[:4] == [(1, True), (2, True), ("three", False), (3, False)]
+    assert [step for step, _ in files.sent[4:]] == [4]
+
+
 def test_ctrl_c_is_an_interruption(tmp_path: Path) -> None:
     class Stops(Logs):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
