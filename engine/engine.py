@@ -111,6 +111,7 @@ class Engine:
         self.strategy.window = self.window
         self.scaler = self.strategy.scaler()
         self._stepper = self.strategy.stepper(self.scaler, on_nonfinite)
+        self._stepped: tuple[list[Any], list[Any]] = [], []  # the latest step's optimizers, as given and raw
         self._passes = self.strategy.passes(self.scaler)
         data_seed = collectives.gather_json(self.group, torch.initial_seed() if seed is None else seed)[0]
         check("sync_batchnorm", sync_batchnorm)
@@ -275,9 +276,7 @@ class Engine:
     def backward_by(self, loss: Tensor | Loss, function: Callable[[Tensor], Any]) -> Tensor:
         """:meth:`backward` with your own backward pass.
 
-        Args:
-            function: receives a scalar; its plain ``backward()`` gives this micro-batch's exact share of the gradients (scaled under fp16).
-
+        ``function`` receives a scalar; its plain ``backward()`` gives this micro-batch's exact share of the gradients (scaled under fp16).
         Returns this micro-batch's contribution to the step's loss, in fp64 without a graph, shape (). Raises as :meth:`backward`.
         """
         return self._passes.by(loss, function)
@@ -374,12 +373,13 @@ class Engine:
 
         Args:
             optimizers: prepared or plain ones.
-            max_norm: clip the global 2-norm to this.
-            max_value: clip each element to [-max_value, max_value].
-            then: called with whether the step was applied (False: skipped, a gradient was not finite) as soon as that is known: at
-                once on a CPU, on CUDA with fused optimizers at the next step or :meth:`settle`.
+            max_norm, max_value: clip the global 2-norm to this, each element to [-max_value, max_value].
+            then: called with whether the step was applied (False: skipped, a gradient was not finite) as soon as that is known, with fused
+                optimizers on CUDA at the next step or :meth:`settle`.
         """
-        self._stepper.step([raw(o) for o in optimizers], max_norm=max_norm, max_value=max_value, then=then)
+        if optimizers != self._stepped[0]:  # usually the same list in every step
+            self._stepped = list(optimizers), [raw(o) for o in optimizers]
+        self._stepper.step(self._stepped[1], max_norm=max_norm, max_value=max_value, then=then)
 
     def settle(self) -> None:
         """Wait until the verdict of every step is known and ``then`` has been called."""

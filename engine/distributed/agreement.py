@@ -54,21 +54,22 @@ class Agreement:
         """Steps between two checks, 1 to ``MAX_INTERVAL``; the same on all ranks."""
         return self._interval
 
-    def poll(self, stop: int, elapsed_step_s: float) -> bool:
-        """Call once per step with this rank's request and the step's duration (s); returns whether all ranks stop now.
+    def poll(self, stop: int, elapsed_step_s: Callable[[], float]) -> bool:
+        """Call once per step with this rank's request; returns whether all ranks stop now.
 
         A request is kept until the next check, so it may be passed in one step only. One process gets the answer at once.
 
         Args:
             stop: 0, or :data:`STOP`, :data:`HURRY`, :data:`TERMINATE`.
+            elapsed_step_s: gives the step's duration (s); called on several ranks only.
         """
         if self._cpu is None:
             self.level = stop
             return stop > 0
         if stop > self._stop:
             self._stop = stop
-        if elapsed_step_s > self._slowest_s:
-            self._slowest_s = elapsed_step_s
+        if (seconds := elapsed_step_s()) > self._slowest_s:
+            self._slowest_s = seconds
         self._left -= 1
         return self._check() if self._left <= 0 else False
 
@@ -79,7 +80,8 @@ class Agreement:
     def now(self, stop: int) -> bool:
         """Agree now (blocks for all ranks) whether any rank requests a stop. For ends of epochs and of validation."""
         if self._cpu is None:
-            return self.poll(stop, 0.0)
+            self.level = stop
+            return stop > 0
         self._stop = max(self._stop, stop)
         return self._check()
 

@@ -131,9 +131,8 @@ class ByClosure(Automatic):
     def _evaluate(self, batch: Any, index: int, share: Share, first: bool) -> Any:
         """Forward and backward pass of one micro-batch."""
         self.sync(self.models, share.last)
-        with self.autocast:
-            call = self.phases.named("forward", self.call)
-            outputs = call(batch, index) if share.size else matched_only(self.run, call, batch, index)
+        call = self.phases.named("forward", self.call)
+        outputs = call(batch, index) if share.size else matched_only(self.run, call, batch, index)
         if first and self.zeroes_first:
             self._zero(index)
         backward(self.run, outputs)

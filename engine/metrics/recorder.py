@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engine.distributed.collectives import gather_json, gather_row
 from engine.distributed.group import Group
-from engine.metrics.reductions import FOLD, REDUCTIONS, Column, Slot, combined, on_host, reduced, total_of
+from engine.metrics.reductions import FOLD, REDUCTIONS, Column, Slot, combined, on_host, reduced, total_of, unzipped
 from engine.metrics.torchmetrics_states import Entry, add, entry
 from engine.metrics.torchmetrics_values import Logged, Offer, Watch, agree, check, exchange, leader, limit
 from engine.utils.errors import nearest
@@ -67,10 +67,11 @@ class Recorder:
             ValueError: several elements, or a name that was logged with other options before.
         """
         given = (on_step, on_epoch, prog_bar, reduce)
-        slot = self.slots.get(name)
-        if slot is None or slot.given != given:
+        if name not in self.slots or (slot := self.slots[name]).given != given:
             slot = self._slot(name, given, value)
-        if isinstance(value, Tensor):
+        if type(value) is Tensor and value.shape == ():  # the usual case: called in every step
+            value = value.detach()
+        elif isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(
                     f"log({name!r}) got a tensor of shape {tuple(value.shape)}: log one number, for example its .mean()"
@@ -86,12 +87,11 @@ class Recorder:
             batch_size = self.size if self.size > 0 else self.samples()
         if slot.on_step:
             if slot.window != self.window:
-                slot.window, slot.window_values, slot.window_weights = self.window, [], []
-            slot.window_values.append(value)
-            slot.window_weights.append(batch_size)
+                slot.window, slot.window_values = self.window, [(value, batch_size)]
+            else:
+                slot.window_values.append((value, batch_size))
         if slot.on_epoch:
-            slot.values.append(value)
-            slot.weights.append(batch_size)
+            slot.values.append((value, batch_size))
             if len(slot.values) >= FOLD:
                 slot.fold()
 
@@ -197,7 +197,7 @@ class Recorder:
             if slot.options[0] and slot.window == window:
                 name = f"{slot.name}_step" if slot.options[1] else slot.name
                 if slot.metric is None:
-                    columns[name] = (slot.reduce, slot.window_values, slot.window_weights)
+                    columns[name] = (slot.reduce, *unzipped(slot.window_values))
                 elif (seen := slot.metric.step(window)) is not None:
                     objects[name] = (slot, seen)
         return self._over_ranks(columns, objects, adopt=False)

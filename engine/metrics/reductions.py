@@ -16,6 +16,8 @@ FOLD = 256
 """Values kept before they are reduced to one: bounds memory, and costs 1/256 of a reduction per value."""
 
 
+Weighted = tuple[Any, Any]
+"""A value and its weight."""
 Column = tuple[str, list[Any], list[Any]]
 """Values and weights to reduce to one number."""
 
@@ -43,7 +45,7 @@ class Slot:
 
     __slots__ = (
         "given", "metric", "name", "on_epoch", "on_step", "options", "pending", "reduce", "total",
-        "values", "weight", "weights", "window", "window_values", "window_weights",
+        "values", "weight", "window", "window_values",
     )  # fmt: skip
 
     def __init__(self, name: str, options: tuple[bool, bool, bool, str]) -> None:
@@ -56,14 +58,12 @@ class Slot:
         self.pending: list[list[Entry]] = []
         """The checkpoint's state of such an object, until the object is logged again."""
         self.window = -1
-        self.window_values: list[Any] = []
-        self.window_weights: list[Any] = []
+        self.window_values: list[Weighted] = []
         self.clear()
 
     def clear(self) -> None:
         """Discard the epoch's values."""
-        self.values: list[Any] = []
-        self.weights: list[Any] = []
+        self.values: list[Weighted] = []
         self.total: Any = None
         self.weight: Any = 0.0
 
@@ -93,7 +93,7 @@ class Slot:
     def fold(self) -> None:
         """Reduce the epoch's values so far to one pair (value, weight), on the device."""
         if self.values:
-            total, weight = reduced(self.values, self.weights, self.reduce)
+            total, weight = reduced(*unzipped(self.values), self.reduce)
             if self.total is not None:
                 totals, weights = [self.total, total], [self.weight, weight]
                 if self.reduce == "mean":  # totals are weighted sums already
@@ -101,12 +101,12 @@ class Slot:
                 else:
                     total, weight = reduced(totals, [1.0, 1.0], self.reduce)[0], weights[0] + weights[1]
             self.total, self.weight = total, weight
-            self.values, self.weights = [], []
+            self.values = []
 
     def column(self) -> Column:
         """The epoch so far, still to be reduced."""
         if self.total is None:
-            return self.reduce, self.values, self.weights
+            return self.reduce, *unzipped(self.values)
         self.fold()
         if self.reduce != "mean":
             return self.reduce, [self.total], [self.weight]
@@ -115,6 +115,11 @@ class Slot:
             [self.total / (self.weight if isinstance(self.weight, Tensor) else self.weight or 1.0)],
             [self.weight],
         )
+
+
+def unzipped(pairs: list[Weighted]) -> tuple[list[Any], list[Any]]:
+    """The values, and their weights."""
+    return [value for value, _ in pairs], [weight for _, weight in pairs]
 
 
 def reduced(values: list[Any], weights: list[Any], reduce: str) -> tuple[Any, Any]:

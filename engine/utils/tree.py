@@ -86,7 +86,7 @@ def whole(tensor: Tensor) -> Tensor:
 def batch_size(tree: Any) -> int | None:
     """The number of samples: the first dimension of the first tensor in ``tree``; ``None`` when there is none."""
     if type(tree) in (tuple, list) and tree and type(tree[0]) is Tensor and tree[0].ndim:
-        return tree[0].size(0)  # the usual case first: this may be called in every step
+        return tree[0].shape[0]  # the usual case first: this may be called in every step
     if isinstance(tree, Tensor):
         return tree.shape[0] if tree.ndim else None
     if isinstance(tree, Mapping):

@@ -21,7 +21,7 @@ r = group.rank
 
 def first(step_s, wish, calls=400):
     agreement = Agreement(group)
-    answers = [agreement.poll(wish(i), step_s) for i in range(calls)]
+    answers = [agreement.poll(wish(i), lambda: step_s) for i in range(calls)]
     return [answers.index(True) if True in answers else None, agreement.interval, sum(answers)]
 
 out = {
@@ -37,15 +37,15 @@ out = {
 agreement = Agreement(group)
 out["now"] = [agreement.now(r == 1), agreement.now(False), agreement.now(True)]
 agreement = Agreement(group)
-agreement.poll(False, 0.001)
-agreement.poll(r == 1, 0.001)
+agreement.poll(False, lambda: 0.001)
+agreement.poll(r == 1, lambda: 0.001)
 out["now takes a pending wish"] = [agreement.now(False), agreement.now(False)]
 agreement = Agreement(group)
 if r == 1:
     agreement.notify()
 heard = []
 for i in range(3):
-    agreement.poll(0, 5.0)
+    agreement.poll(0, lambda: 5.0)
     heard.append(agreement.news)
     agreement.news = False
 out["news"] = heard
@@ -80,8 +80,8 @@ def test_ranks_agree_at_the_same_call(results, name, expected):
 
 def test_alone_the_wish_is_the_answer_at_once_and_costs_nothing():
     agreement = Agreement(Group(Environment("single"), torch.device("cpu")))
-    assert agreement.poll(True, 0.1) is True
-    assert agreement.poll(False, 0.1) is False
+    assert agreement.poll(True, lambda: 0.1) is True
+    assert agreement.poll(False, lambda: 0.1) is False
     assert agreement.now(True) is True
     agreement.notify()
     assert agreement.news
@@ -89,6 +89,6 @@ def test_alone_the_wish_is_the_answer_at_once_and_costs_nothing():
     for _ in range(5):
         begun = time.perf_counter()
         for _ in range(10_000):
-            agreement.poll(False, 0.001)
+            agreement.poll(False, lambda: 0.001)
         best = min(best, time.perf_counter() - begun)
     assert best / 10_000 < 1e-6  # 0.1 us on an idle machine; the bound leaves room for a busy one
