@@ -14,7 +14,7 @@ from .finetuning import BaseFinetuning, check_schedulers, show_shards
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Freezes ``module.backbone``, and trains it from an epoch on, with a smaller learning rate that grows to that of the rest.
+    """Freezes ``module.backbone`` at first and trains it from a given epoch on. Its smaller learning rate grows to that of the rest.
 
     The backbone's parameters are in an optimizer from the start. Those that ``configure_optimizers`` has left out, or given together with
     others, get a group of their own. With a scheduler, which is made for the groups that it finds, ``configure_optimizers`` must give that group::
@@ -33,8 +33,8 @@ class BackboneFinetuning(BaseFinetuning):
         backbone: the name of the submodule (``"model.encoder"``).
 
     Raises:
-        ValueError, TypeError: an argument is wrong. Before the first step: there is no such submodule, or a scheduler was made without the
-            backbone's group.
+        ValueError, TypeError: an argument is not valid. Before the first step: the module does not have the submodule ``backbone``, or a
+            scheduler was created without the backbone's group.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class BackboneFinetuning(BaseFinetuning):
             self._set()  # a scheduler has stepped
 
     def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
-        """Unfreeze the backbone when its epoch has come."""
+        """Unfreeze the backbone at the start of its first epoch."""
         if epoch >= self.unfreeze_backbone_at_epoch:
             self._train([part for part in self.flatten_modules(self._part(module)) if part not in self._still])
 

@@ -17,7 +17,7 @@ from engine import Callback, CheckError, DataModule, Fit, Loss, Run, TrainModule
 from .trial import is_main, log, train_copy
 
 _SAID = ("out of memory", "can't allocate memory", "not enough memory", "cublas_status_alloc_failed")
-"""What errors of torch's backends say, besides those of the class ``torch.OutOfMemoryError``."""
+"""Messages of out-of-memory errors that are not a ``torch.OutOfMemoryError``."""
 
 
 def find_batch_size(
@@ -34,27 +34,27 @@ def find_batch_size(
 ) -> int:
     """Train copies of ``module`` for a few steps each, and double the batch size until memory runs out; then halve the interval.
 
-    The module, the loader and all random numbers are as before afterwards; set the batch size yourself. With several ranks (``ddp``) all call
-    this, and get the same result: the size that fits on every rank. Leave a margin if your samples differ in size.
+    The search restores the module, the loader and the state of all random number generators; set the batch size yourself. With several ranks
+    (``ddp``), call it on all of them: each gets the size that fits on every rank. Leave a margin if your samples differ in size.
 
     Args:
-        module: as of :meth:`engine.Fit.run`.
+        module: as in :meth:`engine.Fit.run`.
         train_loader: a ``DataLoader`` over a map-style dataset; it is copied with another batch size.
         datamodule: instead of a loader; its attribute (or hyperparameter) ``batch_arg_name`` is set in a copy. Without both, the
             module's, whose ``train_dataloader`` uses it.
-        fit: strategy, devices, precision and window are its; by default those of a plain ``Fit()``.
-        mode: ``"binsearch"``: to the last sample; ``"power"``: the largest of ``init_val * 2 ** n``.
+        fit: gives strategy, devices, precision and accumulation window; by default a plain ``Fit()``.
+        mode: ``"binsearch"`` finds the exact maximum; ``"power"`` the largest ``init_val * 2 ** n`` that fits.
         init_val: the first batch size, on each rank.
         max_trials: the maximum number of trainings.
         steps_per_trial: optimizer steps of a training; memory is complete from the second one on.
         batch_arg_name: the data module's name of the batch size.
 
     Returns:
-        Samples of a micro-batch on each rank. At most what the dataset has for each rank.
+        Samples per micro-batch on each rank, at most a rank's share of the dataset.
 
     Raises:
-        ValueError: an argument is not possible, or there is no batch size to change.
-        torch.OutOfMemoryError, MemoryError, RuntimeError: not even one sample fits; the error of that training.
+        ValueError: an argument is not valid, or the batch size cannot be changed (not a ``DataLoader``, or no attribute ``batch_arg_name``).
+        torch.OutOfMemoryError, MemoryError, RuntimeError: not even one sample fits; this is the error of that training.
     """
     _check(mode, init_val, max_trials, steps_per_trial)
     data = train_loader if datamodule is None and isinstance(train_loader, DataModule) else datamodule
@@ -80,7 +80,7 @@ def find_batch_size(
     trials.clear()
     if not best:
         raise ValueError(
-            f"find_batch_size: {failed} does not fit, and max_trials={max_trials} were made: give a smaller init_val"
+            f"find_batch_size: batch size {failed} does not fit, and max_trials={max_trials} is reached: give a smaller init_val"
         )
     if is_main(fit):
         limit = (
@@ -206,7 +206,7 @@ class _Trials:
         return self._error
 
     def clear(self) -> None:
-        """Free what the latest training has left."""
+        """Free the memory of the latest training."""
         on_device = torch.accelerator.is_available()
         if on_device or self._error is not None:
             self._error = None
@@ -261,7 +261,7 @@ class _Probe(Callback):
 
 
 def _tried(step: Callable[[], Any], module: nn.Module) -> str | None:
-    """Forward and backward pass without the other ranks and without effect on gradients; what memory lacked."""
+    """Run the forward and backward pass on this rank alone, without effect on gradients; return its out-of-memory error, if any."""
     try:
         with torch.random.fork_rng():
             outputs = step()

@@ -36,8 +36,8 @@ class DeviceStatsMonitor(Callback):
     def __init__(self, cpu_stats: bool | None = None) -> None:
         """
         Args:
-            cpu_stats: whether to log those of ``cpu/``. ``None``: only when training on the CPU. ``True`` needs ``psutil``, as in
-                Lightning; without it (``None``) those that need it are left out.
+            cpu_stats: whether to log the ``cpu/`` values. ``None``: only when training on the CPU. ``True`` needs ``psutil``, as in
+                Lightning; with ``None``, values that need it are left out if it is missing.
 
         Raises:
             ModuleNotFoundError: ``cpu_stats=True`` without ``psutil``.
@@ -84,7 +84,7 @@ class DeviceStatsMonitor(Callback):
 
 
 def _read(reader: Callable[[], float]) -> float:
-    """The value; -1: it cannot be read."""
+    """The value, or -1 if it cannot be read."""
     try:
         return float(reader())
     except Exception:  # drivers and psutil have many kinds of errors, and none of them is a reason to end a run
@@ -145,7 +145,7 @@ def _never() -> float:
 
 
 def _resident() -> float:
-    """Bytes of memory; where the system does not say, the most so far."""
+    """Resident memory in bytes; where the system does not report it, the peak so far."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

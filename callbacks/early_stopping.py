@@ -39,7 +39,7 @@ class EarlyStopping(Callback):
             divergence_threshold: stop as soon as the metric is worse than this.
 
         Raises:
-            ValueError: ``mode``, ``patience`` or ``min_delta`` is not possible.
+            ValueError: ``mode``, ``patience`` or ``min_delta`` is not valid.
         """
         if mode not in ("min", "max"):
             raise ValueError(f"EarlyStopping(mode={mode!r}): mode must be 'min' or 'max'")
@@ -98,7 +98,7 @@ class EarlyStopping(Callback):
         if self.monitor not in run.metrics:
             there = ", ".join(sorted(run.metrics)) or "none"
             raise ValueError(
-                f"EarlyStopping(monitor={self.monitor!r}): no metric of that name was logged (logged so far: {there}); "
+                f"EarlyStopping(monitor={self.monitor!r}): this metric was not logged (logged so far: {there}); "
                 f"log it with self.log({self.monitor!r}, value) in validation_step"
             )
         reason = self._reason_to_stop(run.metrics[self.monitor])

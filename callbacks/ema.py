@@ -13,18 +13,18 @@ from .weight_averaging import WeightAveraging
 class EMA(WeightAveraging):
     """An exponential moving average of the weights: ``average = decay * average + (1 - decay) * weights`` after an optimizer step.
 
-    Where it is used, and how it is saved: :class:`callbacks.WeightAveraging`. The first update copies the weights.
+    :class:`callbacks.WeightAveraging` says where it is used and how it is saved. The first update copies the weights.
 
     Args:
         decay: between 0 and 1.
-        update_every_n_steps: update after the first of the steps, and every so many steps after it (numbers from 0 that this divides).
-        update_starting_at_step: no update before the step of this number, from 0.
-        update_starting_at_epoch: no update before this epoch, from 0.
+        update_every_n_steps: update after each step whose index (from 0) is a multiple of this.
+        update_starting_at_step: do not update before this step, from 0.
+        update_starting_at_epoch: do not update before this epoch, from 0.
         warmup: the decay of update n (from 0) is at most ``(1 + n) / (10 + n)``: the first weights are forgotten sooner.
         use_buffers, name: as in :class:`callbacks.WeightAveraging`.
 
     Raises:
-        ValueError, TypeError: an argument is wrong.
+        ValueError, TypeError: an argument is not valid.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from engine import Run
 
 @dataclass(slots=True)
 class Seen:
-    """What the pass saw of a submodule."""
+    """What the pass measured in a submodule."""
 
     flops: int = 0
     """Of all its calls."""
@@ -41,14 +41,14 @@ def pass_through(run: Run, names: Iterable[str]) -> dict[str, Seen]:
         names: the submodules to look at; ``""`` is the module itself, and is always included.
 
     Raises:
-        NotMeasured: it cannot be done here; the message says why.
+        NotMeasured: this run cannot be measured; the message says why.
         Exception: whatever the module raised.
     """
     if reason := _obstacle(run):
         raise NotMeasured(reason)
     batch = run.example_batch
     if batch is None:
-        raise NotMeasured("the data gives no batch before its time (a stream)")
+        raise NotMeasured("a stream's batches cannot be read ahead of the training")
     counter = FlopCounterMode(display=False)
     seen = {"": Seen()}
     step = run.call if run.engine.strategy.matched_forward else run.module.training_step

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from engine import Callback, Run
+from engine import Callback, DeepSpeed, Run
 
 Modules = nn.Module | Iterable[nn.Module]
 
@@ -29,7 +29,7 @@ class BaseFinetuning(Callback):
     All ranks must freeze and unfreeze the same at the same step, which follows from the epoch.
 
     Raises:
-        ValueError: in ``setup``: DeepSpeed, which divides the model without its frozen parameters.
+        ValueError: in ``setup``, under DeepSpeed, which shards only parameters that are trained at the start.
     """
 
     def __init__(self) -> None:
@@ -126,9 +126,9 @@ class BaseFinetuning(Callback):
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         if stage != "fit":
             return
-        if any(kind.__name__ == "DeepSpeed" for kind in type(run.engine.strategy).__mro__):
+        if isinstance(run.engine.strategy, DeepSpeed):
             raise ValueError(
-                f"{type(self).__name__} is not possible with DeepSpeed, which divides the model without its frozen parameters: use 'fsdp' or 'ddp'"
+                f"{type(self).__name__} does not work with DeepSpeed, which shards only parameters that are trained at the start: use 'fsdp' or 'ddp'"
             )
         self._module, self._saved, self._given, self._added, self._still = module, None, [], [], {}
         show_shards(module)
@@ -141,7 +141,7 @@ class BaseFinetuning(Callback):
         named = dict(module.named_parameters())
         if lost := sorted(frozen - named.keys()):
             raise ValueError(
-                f"{type(self).__name__}: the checkpoint has the frozen parameter {lost[0]!r}, and the module does not"
+                f"{type(self).__name__}: the checkpoint has the frozen parameter {lost[0]!r}, which the module lacks: resume with the same model"
             )
         for name, parameter in named.items():
             parameter.requires_grad_(name not in frozen)
@@ -195,7 +195,7 @@ class BaseFinetuning(Callback):
 
 
 def show_shards(module: nn.Module) -> None:
-    """Under FSDP, let the modules have their shards, which optimizers have, rather than what a forward pass has gathered."""
+    """Under FSDP, free the parameters that a forward pass gathered, so that the modules have the shards that the optimizers have."""
     module.state_dict(keep_vars=True)
 
 

@@ -16,7 +16,7 @@ class GradientNorm(Callback):
         Fit(callbacks=[GradientNorm(per_parameter=True)])  # grad_norm, grad_norm/layers.0.weight, ...
 
     Nothing is clipped, and steps that are not logged compute nothing. With several optimizers that step by themselves, each counts at its latest
-    step. Not under DeepSpeed, which keeps its gradients to itself.
+    step. It does not work under DeepSpeed, which does not expose its gradients.
     """
 
     def __init__(self, norm_type: float = 2.0, *, per_parameter: bool = False) -> None:
@@ -36,7 +36,9 @@ class GradientNorm(Callback):
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         self._newest = {}
         if stage == "fit" and isinstance(run.engine.strategy, DeepSpeed):
-            raise ValueError("GradientNorm under DeepSpeed, which keeps its gradients to itself: omit it")
+            raise ValueError(
+                "GradientNorm does not work under DeepSpeed, which does not expose its gradients: remove the callback"
+            )
 
     def on_before_optimizer_step(self, run: Run, module: nn.Module, optimizer: Any) -> None:
         every, step = run.settings.log_every_n_steps, run.step + 1

@@ -21,7 +21,7 @@ class LambdaCallback(Callback):
         functions: by event; ``None`` means no function.
 
     Raises:
-        TypeError: there is no event of that name, or it passes other arguments than a function takes.
+        TypeError: a name is not an event of :class:`engine.Callback`, or a function does not take the event's arguments.
     """
 
     def __init__(self, **functions: Callable[..., Any] | None) -> None:
@@ -29,7 +29,7 @@ class LambdaCallback(Callback):
             if event not in EVENTS:
                 near = difflib.get_close_matches(event, EVENTS, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"events: {', '.join(EVENTS)}"
-                raise TypeError(f"LambdaCallback: there is no event {event!r}; {hint}")
+                raise TypeError(f"LambdaCallback: {event!r} is not an event; {hint}")
             if function is None:
                 continue
             _check(event, function)

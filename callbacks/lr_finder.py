@@ -33,13 +33,13 @@ def find_lr(
 ) -> LRSweep:
     """Train a copy of ``module`` for ``num_steps`` steps, with a learning rate that grows from ``min_lr`` to ``max_lr``.
 
-    The module, the loader and all random numbers are as before afterwards; set the learning rate that you choose yourself. With
-    several ranks all call this, and get the same result. Learning rate schedulers are left out, and so are validation and callbacks.
+    The search restores the module, the loader and the state of all random number generators; set the learning rate yourself. With
+    several ranks, call it on all of them: each gets the same result. Learning rate schedulers are left out, and so are validation and callbacks.
     All parameter groups get the same learning rate. Based on Smith, "Cyclical Learning Rates for Training Neural Networks", 2017.
 
     Args:
-        module, train_loader, datamodule: as of :meth:`engine.Fit.run`.
-        fit: strategy, devices, precision, window and clipping are its; by default those of a plain ``Fit()``.
+        module, train_loader, datamodule: as in :meth:`engine.Fit.run`.
+        fit: gives strategy, devices, precision, accumulation window and clipping; by default a plain ``Fit()``.
         num_steps: optimizer steps.
         mode: the learning rate grows by a constant ``"exponential"`` factor or by a constant ``"linear"`` difference.
         early_stop_threshold: stop when the smoothed loss is this many times the smallest so far; ``None``: only when the loss is not finite.
@@ -50,12 +50,12 @@ def find_lr(
         The losses; ``find_lr(...).suggestion()`` is the learning rate at which the loss falls fastest.
 
     Raises:
-        ValueError: an argument is not possible, the module optimizes manually, or has several optimizers.
+        ValueError: an argument is not valid, or the module optimizes manually or has several optimizers.
     """
     _check(min_lr, max_lr, num_steps, mode, early_stop_threshold, smoothing)
     if isinstance(module, TrainModule) and not module.automatic_optimization:
         raise ValueError(
-            f"find_lr: {type(module).__name__} has automatic_optimization = False, so its steps are its own: try learning rates in training_step"
+            f"find_lr: {type(module).__name__} has automatic_optimization = False and steps by itself: try learning rates in training_step"
         )
     sweep = _Sweep(LRSweep(mode), min_lr, max_lr, num_steps, early_stop_threshold, smoothing)
     # A loss that diverges is the end of the sweep, not an error.
@@ -63,7 +63,7 @@ def find_lr(
     found = sweep.found
     if is_main(fit):
         best = found.suggestion()
-        said = "no suggestion, too few losses" if best is None else f"suggestion {best:.3g}"
+        said = "too few losses for a suggestion" if best is None else f"suggestion {best:.3g}"
         if picture is not None:
             root = (Fit() if fit is None else fit).settings.root_dir
             said += f"; picture: {found.save(root / picture)}"

@@ -26,11 +26,11 @@ class LRSweep:
     """The loss diverged before ``max_lr``."""
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """The learning rate at which the smoothed loss falls fastest (per step); ``None``: too few losses are left to tell.
+        """The learning rate at which the smoothed loss falls fastest (per step); ``None``: too few losses.
 
         Args:
-            skip_begin: the first losses, which are left out.
-            skip_end: the last ones, likewise.
+            skip_begin: how many of the first losses to leave out.
+            skip_end: how many of the last losses to leave out.
 
         Raises:
             ValueError: one of them is negative.

@@ -63,7 +63,7 @@ class ModelCheckpoint(Callback):
             max_failures: this many consecutive failed writes end the training with an error.
 
         Raises:
-            ValueError: an argument is not possible, or nothing would be kept.
+            ValueError: an argument is not valid, or nothing would be kept.
         """
         _check(mode, save_top_k, save_last or keep_every is not None, max_failures, filename)
         self.every = Every(every)
@@ -183,7 +183,7 @@ class ModelCheckpoint(Callback):
             or not all(type(step) is int for step in (*scores, *names))
             or not all(type(name) is str for name in names.values())
         ):
-            raise ValueError("its state has no usable steps, scores and names of checkpoints")
+            raise ValueError("its state lacks valid steps, scores and names of checkpoints")
         self.scores, self.names, self.permanent = scores, names, permanent
         self.every.load_state_dict(state["every"])
         self.keep_every.load_state_dict(state["keep_every"])
@@ -261,7 +261,7 @@ class ModelCheckpoint(Callback):
             name = self.filename.format_map(values).replace("/", "_")
         except (LookupError, AttributeError) as error:
             raise ValueError(
-                f"ModelCheckpoint(filename={self.filename!r}): there is no {error}; there are epoch, step, {', '.join(sorted(run.metrics))}"
+                f"ModelCheckpoint(filename={self.filename!r}): {error} is not known here; available: epoch, step, {', '.join(sorted(run.metrics))}"
             ) from error
         _check_name(self.filename, name)
         taken = {other for step, other in self.names.items() if step != run.step}
@@ -271,14 +271,14 @@ class ModelCheckpoint(Callback):
         """The value of ``monitor`` for the current weights; ``None``: it was not measured.
 
         Raises:
-            ValueError: no metric of this name was logged.
+            ValueError: this metric was not logged.
         """
         if self.monitor is None or (_validates(run) and run.validated_step != run.step):
             return None
         if self.monitor not in run.metrics:
             there = ", ".join(sorted(run.metrics)) or "none"
             raise ValueError(
-                f"ModelCheckpoint(monitor={self.monitor!r}): no metric of that name was logged (logged so far: {there}); "
+                f"ModelCheckpoint(monitor={self.monitor!r}): this metric was not logged (logged so far: {there}); "
                 f"log it with self.log({self.monitor!r}, value) in validation_step"
             )
         return run.metrics[self.monitor]

@@ -52,7 +52,7 @@ class PredictionWriter(Callback):
             overwrite: remove earlier predictions in the folder; by default they are an error.
 
         Raises:
-            ValueError: an argument is not possible.
+            ValueError: an argument is not valid.
         """
         is_number = isinstance(write_interval, int) and not isinstance(write_interval, bool) and write_interval >= 1
         if write_interval not in ("batch", "epoch") and not is_number:
@@ -161,8 +161,8 @@ def read_predictions(folder: str | Path, *, partial: bool = False) -> list[Any]:
         Predictions as ``predict_step`` returned them, on the CPU; from ``jsonl`` with lists for tensors and tuples.
 
     Raises:
-        FileNotFoundError: there are none.
-        ValueError: some are missing.
+        FileNotFoundError: ``folder`` has no complete predictions.
+        ValueError: files are missing.
     """
     folder = Path(folder)
     found: dict[int, dict[int, Any]] = {}
@@ -180,7 +180,9 @@ def read_predictions(folder: str | Path, *, partial: bool = False) -> list[Any]:
     complete = folder / _COMPLETE
     if not complete.exists() and not partial:
         kind = ValueError if found else FileNotFoundError
-        raise kind(f"{folder} has no complete predictions: there is no {_COMPLETE}; partial=True reads what is there")
+        raise kind(
+            f"{folder} has no complete predictions ({_COMPLETE} is missing); partial=True reads what was written"
+        )
     counts = json.loads(complete.read_text())["batches"] if complete.exists() else [0] * (max(found, default=-1) + 1)
     there = [len(found.get(loader, {})) for loader in range(len(counts))]
     if not partial and there != counts:
@@ -210,7 +212,7 @@ def _on_host(value: Any, who: str) -> Any:
     """A copy of a prediction on the CPU.
 
     Raises:
-        TypeError: it contains something else than the class says.
+        TypeError: it contains an object that :class:`PredictionWriter` cannot write.
     """
     if isinstance(value, Tensor):
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -38,8 +38,8 @@ class Profiler(Callback):
     - ``rank=0_step=00000016.txt``: the operations that took the most time; rank 0's is also logged.
 
     The trace has the run's phases as ranges: ``data``, ``forward``, ``backward``, ``optimizer``, ``validation``, ``checkpoint`` (under a pipeline
-    ``forward_backward``, in manual optimization ``training_step``). Outside the windows a micro-batch costs one call. A window that the
-    end of the run, or an error, cuts short is written as far as it came. A resumed run continues to count; a window in which the run was
+    ``forward_backward``, in manual optimization ``training_step``). Outside the windows a micro-batch costs one call. If the run ends, or
+    fails, within a window, what was recorded is written. A resumed run continues to count; a window in which the run was
     killed starts again with its ``warmup``.
     """
 
@@ -67,7 +67,7 @@ class Profiler(Callback):
         Args:
             wait, warmup, active: micro-batches before a window, in which the profiler warms up, and which it records.
             repeat: the number of windows; 0: until the end of the run.
-            activities, record_shapes, profile_memory, with_stack, with_flops, with_modules: as of ``torch.profiler.profile``.
+            activities, record_shapes, profile_memory, with_stack, with_flops, with_modules: as in ``torch.profiler.profile``.
             sort_by: the column by which the table is sorted; ``None``: time on the device, without one on the CPU.
             row_limit: rows of the table.
             dirpath: where the files go; ``None``: ``profiler`` in the run's folder.

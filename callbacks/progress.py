@@ -40,7 +40,7 @@ class ProgressBar(Callback):
         """
         Args:
             refresh_rate: how often the bar is drawn, in Hz; more than 0 and at most 10.
-            interval_s: seconds between two lines where there is no bar.
+            interval_s: seconds between two lines of text, where output is not a terminal or a notebook.
             console: the ``rich`` console to write to; ``None``: standard output.
 
         Raises:
@@ -192,7 +192,7 @@ class ProgressBar(Callback):
             self._draw(run, module)
 
     def _show(self, run: Run, module: nn.Module) -> None:
-        """It is time to draw the bars, or to write a line."""
+        """Draw the bars, or write a line."""
         screen = self._screen
         if screen is None:
             return

@@ -27,7 +27,7 @@ class RichProgressBar(ProgressBar):
     """
 
     def __init__(self, refresh_rate: float = 10.0, interval_s: float = 30.0, console: Console | None = None) -> None:
-        """Arguments and errors: as of :class:`ProgressBar`."""
+        """Arguments and errors: as in :class:`ProgressBar`."""
         super().__init__(refresh_rate, interval_s, console)
 
     def bar(self, shown: Progress, screen: Screen) -> str:

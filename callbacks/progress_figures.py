@@ -23,7 +23,7 @@ class Progress:
     done: int
     """Optimizer steps in the epoch, or batches of the evaluation."""
     total: int | None
-    """Of them all; ``None``: not known."""
+    """The total of ``done``; ``None``: not known."""
     fraction: float | None
     """From 0 to 1, counted in micro-batches; ``None``: not known."""
     unit: str

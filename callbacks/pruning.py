@@ -57,7 +57,7 @@ class Pruning(Callback):
             make_permanent: ``False``: after the training the module has torch's masks (``weight_orig`` and ``weight_mask``).
 
         Raises:
-            ValueError, TypeError: an argument is not possible.
+            ValueError, TypeError: an argument is not valid.
         """
         self.method = _method(pruning_fn)
         structured = getattr(self.method, "PRUNING_TYPE", "unstructured") == "structured"
@@ -94,18 +94,19 @@ class Pruning(Callback):
     def on_fit_start(self, run: Run, module: nn.Module) -> None:
         if isinstance(module, TrainModule) and not module.automatic_optimization:
             raise ValueError(
-                f"Pruning: {type(module).__name__} has automatic_optimization = False, so its steps are its own"
+                f"Pruning: {type(module).__name__} has automatic_optimization = False, and Pruning needs automatic optimization"
             )
         if callable(getattr(run.engine.strategy, "step", None)):
             raise ValueError(
-                f"Pruning under {type(run.engine.strategy).__name__}, which steps with weights of its own: use strategy='ddp'"
+                f"Pruning does not work under {type(run.engine.strategy).__name__}, whose optimizer has a copy of the weights: use strategy='ddp'"
             )
         self._chosen = self._choose(module)
         if run.step == 0:
             self.masks, self._epoch = {}, -1
         if lost := self.masks.keys() - self._chosen.keys():
             raise ValueError(
-                f"Pruning: the checkpoint has masks of {', '.join(sorted(lost))}, which are not among the parameters to prune"
+                f"Pruning: the checkpoint has masks of {', '.join(sorted(lost))}, which are not among the parameters to prune: "
+                "resume with the same model and parameters_to_prune"
             )
         self._use({name: mask.to(run.device) for name, mask in self.masks.items()})
 

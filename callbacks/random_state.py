@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def random_kept() -> Iterator[None]:
-    """What happens in this block draws no number of the training. Importing ``rich`` draws some, and only where it is imported first."""
+    """Restore the state of Python's random numbers after this block. The first import of ``rich`` draws some, which would change the training."""
     state = random.getstate()
     try:
         yield

@@ -31,7 +31,7 @@ class ReplicaCheck(Callback):
     data corruption), or the ranks run different code. The error, on all ranks, names the first parameter that differs, and the ranks with another
     value than most. A parameter divided among ranks (FSDP, tensor parallel) is compared over the ranks with the same part of it, HSDP's
     replicas for example; what only one rank holds is not compared (everything, under FSDP without replicas, and on one process: the log says so
-    once). DeepSpeed's stage 3 hides its parts, and is refused.
+    once). Under DeepSpeed's stage 3 it raises an error, since its shards cannot be read.
 
     Each tensor is hashed on its device: the sum over its elements' bits, times an odd number that depends on the position, modulo 2**64.
     A change of one element is always found. A check reads the parameters once, waits for the device, and shares 16 bytes a tensor.
@@ -73,7 +73,7 @@ class ReplicaCheck(Callback):
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
             raise ValueError(
-                "ReplicaCheck cannot compare parameters under DeepSpeed's stage 3, which has no replicas of them: remove the callback, or "
+                "ReplicaCheck cannot compare parameters under DeepSpeed's stage 3, which shards them without replicas: remove the callback, or "
                 "use stage 1 or 2"
             )
         there = [*dict(module.named_parameters()), *dict(module.named_buffers())]
@@ -98,7 +98,7 @@ class ReplicaCheck(Callback):
     def _check(self, run: Run, module: nn.Module) -> None:
         self.checked_step = run.step
         if run.world_size == 1:
-            self._say("there is one process, and nothing to compare")
+            self._say("the run has one process, so nothing is compared")
             return
         named = [
             (name, tensor)
@@ -114,7 +114,7 @@ class ReplicaCheck(Callback):
             holders.setdefault(key, {})[rank] = value
         if all(len(values) == 1 for values in holders.values()):
             self._say(
-                f"under {type(run.engine.strategy).__name__} each rank has a part of the model of its own, and nothing is compared"
+                f"under {type(run.engine.strategy).__name__} each rank has a different part of the model, so nothing is compared"
             )
         wrong = [key for key, values in holders.items() if len(set(values.values())) > 1]
         if not wrong:

@@ -50,10 +50,10 @@ class SpikeGuard(Callback):
             window: steps that mean and standard deviation are computed over.
             sigmas: standard deviations above the mean.
             warmup_steps: steps before the first decision.
-            patience: so many spikes in a row are an error: the training has diverged, or its level has changed.
+            patience: this many spikes in a row raise an error: the training has diverged, or its level has changed.
 
         Raises:
-            ValueError: an argument is not possible.
+            ValueError: an argument is not valid.
         """
         self.monitor = (monitor,) if isinstance(monitor, str) else tuple(monitor)
         if not self.monitor or not set(self.monitor) <= set(_MONITORS):
@@ -159,7 +159,7 @@ class SpikeGuard(Callback):
         mean = history.sum(dim=1) / number
         deviations = (history - mean[:, None]).mul_(there)
         sigma = (deviations.square().sum(dim=1) / (number - 1)).sqrt()
-        # In a window of equal values rounding alone is no spike.
+        # In a window of equal values the deviation is 0: a rounding difference must not count as a spike.
         limits = mean + (self.sigmas * sigma).clamp(min=1e-6 * mean.abs())
         high = (values > limits).any() & (count >= self.warmup_steps)
         spike = high | ~values.isfinite().all()
@@ -200,7 +200,7 @@ class SpikeGuard(Callback):
             run.finish_checkpoints()  # the newest may be on its way
             path = self._newest or run.last_checkpoint
             if path is None:
-                _log.warning("SpikeGuard: there is no checkpoint yet to go back to")
+                _log.warning("SpikeGuard: no checkpoint has been saved yet, so the weights stay as they are")
                 return
             run.roll_back(path)
             if run.is_main_process:
@@ -217,11 +217,13 @@ class SpikeGuard(Callback):
     def _refuse(self, run: Run, module: nn.Module) -> None:
         name = type(module).__name__
         if isinstance(module, TrainModule) and not module.automatic_optimization:
-            raise ValueError(f"SpikeGuard: {name} has automatic_optimization = False, so its steps are its own")
+            raise ValueError(
+                f"SpikeGuard: {name} has automatic_optimization = False, and SpikeGuard needs automatic optimization"
+            )
         if hasattr(run.optimization, "closure"):
             raise ValueError(
-                f"SpikeGuard: {name} overrides optimizer_step or a related hook, or its optimizer evaluates the loss itself (LBFGS): whether such a "
-                "step is applied cannot be decided for it"
+                f"SpikeGuard: {name} overrides optimizer_step or a related hook, or its optimizer evaluates the loss itself (LBFGS); SpikeGuard "
+                "cannot leave out such steps: remove the callback or the override"
             )
         if "loss" in self.monitor and run.engine.strategy.pipelined:
             raise ValueError(
@@ -232,7 +234,9 @@ class SpikeGuard(Callback):
         if self.action == "rollback" and not keeps:
             raise ValueError("SpikeGuard(action='rollback') needs checkpoints to go back to: add a ModelCheckpoint")
         if not run.optimizers:
-            raise ValueError(f"SpikeGuard: {name} has no optimizer")
+            raise ValueError(
+                f"SpikeGuard: {name} has no optimizer, so there are no steps to guard: remove the callback"
+            )
 
 
 def _weighted(loss: Tensor | Loss, size: int, device: torch.device) -> Tensor:

@@ -16,20 +16,20 @@ from .weight_averaging import Average, WeightAveraging
 class SWA(WeightAveraging):
     """The mean of the weights at the ends of the last epochs, whose learning rate is annealed to ``swa_lrs`` and stays there.
 
-    Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization" (2018). Where the mean is used, and how it is
-    saved: :class:`callbacks.WeightAveraging`. The learning rate is that of ``torch.optim.swa_utils.SWALR``, one step an epoch, and takes the place of
+    Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization" (2018). :class:`callbacks.WeightAveraging` says where the
+    mean is used and how it is saved. The learning rate is that of ``torch.optim.swa_utils.SWALR``, one step an epoch, and takes the place of
     what schedulers say. The mean includes the weights after the last epoch.
 
     Args:
-        swa_lrs: the learning rate to anneal to, or one for each parameter group (of all optimizers, in their order); ``None``: schedulers go on.
+        swa_lrs: the learning rate to anneal to, or one for each parameter group (of all optimizers, in their order); ``None``: schedulers continue.
         swa_epoch_start: the first of these epochs, counted from 1, or its share of ``max_epochs`` (``0.8``).
         annealing_epochs: epochs until the learning rate is reached.
         annealing_strategy: ``"cos"`` or ``"linear"``.
         avg_fn, use_buffers, name: as in :class:`callbacks.WeightAveraging`.
 
     Raises:
-        ValueError, TypeError: an argument is wrong. At the start of the training: a share without ``max_epochs``, a start after the last epoch, other
-            numbers of learning rates and parameter groups.
+        ValueError, TypeError: an argument is not valid. At the start of the training: a share without ``max_epochs``, a start after the last epoch,
+            other numbers of learning rates and parameter groups.
     """
 
     def __init__(

@@ -163,7 +163,7 @@ class ThroughputMonitor(Callback):
             self._counting.__enter__()
         elif name in ("backward", "forward_backward", "training_step") and self._counting is not None:
             if name == "backward" and self._run is not None and not self._run.module.automatic_optimization:
-                return  # training_step goes on
+                return  # training_step continues
             self.flops = self._leave()
             if self._run is not None:
                 self._stop_counting(self._run)

@@ -35,7 +35,7 @@ class TQDMProgressBar(ProgressBar):
             )
 
     def __init__(self, refresh_rate: float = 10.0, interval_s: float = 30.0, console: Console | None = None) -> None:
-        """Arguments and errors: as of :class:`ProgressBar`, and
+        """Arguments and errors: as in :class:`ProgressBar`, and
 
         Raises:
             ModuleNotFoundError: tqdm is not installed.

@@ -1,4 +1,4 @@
-"""A short training on a copy: what ``find_lr`` and ``find_batch_size`` try things with."""
+"""A short training on a copy of the module, used by ``find_lr`` and ``find_batch_size``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def train_copy(
 ) -> None:
     """Train a copy of ``module`` for ``max_steps`` with ``fit``'s settings, ``callback`` as its only callback, without validation and checkpoints.
 
-    The module, the data module, generators of the loader and all random numbers are as before afterwards, also after an error.
+    It restores the module, the data module, the loader's generators and the state of all random number generators, also after an error.
 
     Args:
         settings: replace those of ``fit``; ``max_steps`` is one of them.
@@ -48,7 +48,7 @@ def train_copy(
         loader, datamodule = None, loader
     if isinstance(loader, Iterator):
         raise ValueError(
-            f"the loader is a {type(loader).__name__}, which can be read only once, and the training would lack what is read now: "
+            f"the loader is a {type(loader).__name__}, which can be read only once, so a trial would take batches from the training: "
             "give a DataLoader, a list of batches, or an object whose __iter__ starts again"
         )
     try:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
-from engine import Callback, Run
+from engine import Callback, DeepSpeed, Run
 
 Average = Callable[[Tensor, Tensor, int], Tensor]
 MultiAverage = Callable[[list[Tensor], list[Tensor], int], None]
@@ -43,7 +43,8 @@ class WeightAveraging(Callback):
         name: of the averages in checkpoints.
 
     Raises:
-        ValueError, TypeError: an argument is wrong. In ``setup``: DeepSpeed, which keeps the weights itself; two averages of one ``name``.
+        ValueError, TypeError: an argument is not valid. In ``setup``: under DeepSpeed, which has its own copy of the weights,
+            or if two averages have the same ``name``.
     """
 
     def __init__(
@@ -91,9 +92,9 @@ class WeightAveraging(Callback):
         if stage != "fit":
             return
         who = type(self).__name__
-        if any(kind.__name__ == "DeepSpeed" for kind in type(run.engine.strategy).__mro__):
+        if isinstance(run.engine.strategy, DeepSpeed):
             raise ValueError(
-                f"{who} is not possible with DeepSpeed, which keeps the weights itself: use strategy='fsdp' or 'ddp'"
+                f"{who} does not work with DeepSpeed, which has its own copy of the weights: use strategy='fsdp' or 'ddp'"
             )
         averaging = [c for c in run.callbacks if isinstance(c, WeightAveraging)]
         if sum(c.name == self.name for c in averaging) > 1:

@@ -15,8 +15,8 @@ from .media import finite, markdown, pixels, sound
 class AimLogger(Logger):
     """Logs into a repository of Aim: ``pip install aim``, then ``aim up``.
 
-    The steps are optimizer steps done; Aim keeps the epoch of each value, and ``samples`` (trained on so far, by all ranks) is a metric. Of several
-    values of one name at one step Aim keeps the last. Hyperparameters and settings, without secrets, are the run's parameters.
+    The steps are optimizer steps done; Aim keeps the epoch of each value, and ``samples`` (trained on so far, by all ranks) is a metric. If a
+    name has several values at one step, Aim keeps the last. Hyperparameters and settings, without secrets, are the run's parameters.
     A resumed run and its evaluations are the same run. Files are not taken.
     """
 
@@ -35,7 +35,7 @@ class AimLogger(Logger):
         Args:
             repo: a folder, or ``"aim://host:port"``; ``None``: the current folder. A folder without a repository gets one.
             experiment: groups runs.
-            retries, waiting, patience_s: of :class:`Logger`.
+            retries, waiting, patience_s: as in :class:`Logger`.
             run: further arguments of ``aim.Run``: ``system_tracking_interval``, ``log_system_params``. The terminal is not captured,
                 unless ``capture_terminal_logs=True``.
         """

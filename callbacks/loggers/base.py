@@ -81,13 +81,13 @@ class Logger(Callback):
     # -- to define ----------------------------------------------------------------------------------------------------------------
 
     def open(self, run: Run) -> None:
-        """Open what belongs to ``run``; ``run.id`` is the same as before if it is resumed."""
+        """Open the tracker for ``run``. A resumed run has the same ``run.id``."""
 
     def scalars(self, values: Mapping[str, float], at: Moment) -> None:
         """Send ``values``, which were logged ``at`` this moment."""
 
     def media(self, kind: str, name: str, value: Any, at: Moment, **options: Any) -> None:
-        """Send the medium ``name`` whose ``kind`` is in :attr:`takes`; ``value`` as of :meth:`on_media`, ``options``: keywords of
+        """Send the medium ``name`` whose ``kind`` is in :attr:`takes`; ``value`` as in :meth:`on_media`, ``options``: keywords of
         ``module.log_<kind>``."""
 
     def artifact(self, path: Path, name: str, at: Moment) -> None:
@@ -97,7 +97,7 @@ class Logger(Callback):
         """Close it. ``status``: ``"completed"``, ``"stopped"``, ``"interrupted"`` or ``"failed"``."""
 
     def has(self, values: Mapping[str, float], at: Moment) -> bool:
-        """Whether the tracker has these; asked after a kill about those that were being sent then."""
+        """Whether the tracker has these values; called after a kill for those that were being sent."""
         return False
 
     def rewind(self, step: int) -> None:

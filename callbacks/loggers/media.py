@@ -73,7 +73,7 @@ def finite(value: Tensor) -> Array:
     """The finite numbers in a tensor.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the tensor has no finite numbers.
     """
     found = numbers(value).ravel()
     found = found[np.isfinite(found)]

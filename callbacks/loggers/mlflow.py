@@ -1,4 +1,4 @@
-"""MLflow's tracking server, or a database of its."""
+"""MLflow: a tracking server or a local database."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class MLflowLogger(Logger):
             tags: of the run.
             artifact_location: where the files of an experiment that is created here go; ``None``: MLflow's choice, which without a server is
                 the folder ``mlruns``.
-            retries, waiting, patience_s: of :class:`Logger`.
+            retries, waiting, patience_s: as in :class:`Logger`.
         """
         super().__init__(retries=retries, waiting=waiting, patience_s=patience_s)
         self.experiment_name, self.run_name, self.tracking_uri = experiment_name, run_name, tracking_uri

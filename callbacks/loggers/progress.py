@@ -29,7 +29,7 @@ class Progress:
         """Up to where everything was sent; what was being sent when the process was killed, or ``None``; how many times something was sent."""
 
     def forget_after(self, step: int) -> None:
-        """What came after this step is not there any more; with 0 nothing is."""
+        """Forget what was sent after this step; 0: everything."""
         self.sent = min(self.sent, (step + 1, 0)) if step else START
         if self.doubtful is not None and (self.doubtful[0] > step or not step):
             self.doubtful = None

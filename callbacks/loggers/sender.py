@@ -60,7 +60,7 @@ class Sender:
         elif not self._queued(item):
             self._left_out += 1
             if self._left_out == 1:
-                _log.warning("%s does not keep up: values are left out", self._name)
+                _log.warning("%s does not keep up: some values are not sent", self._name)
 
     def _queued(self, item: Item) -> bool:
         """Leave the call to the thread; ``False``: too many wait."""
@@ -90,7 +90,7 @@ class Sender:
         thread.join(patience_s)
         if thread.is_alive():
             self._abandoned.set()
-            _log.error("%s did not answer within %g s: what it had not sent is lost", self._name, patience_s)
+            _log.error("%s did not answer within %g s: values that were not sent yet are lost", self._name, patience_s)
 
     def _started(self) -> threading.Thread:
         if self._thread is None:
@@ -135,7 +135,7 @@ class Sender:
         if self._failed:
             _log.debug("%s could not be closed", self._name, exc_info=error)
         elif item.media:
-            _log.error("%s could not send %s: it is left out: %s", self._name, item.media, error, exc_info=error)
+            _log.error("%s could not send %s and leaves it out: %s", self._name, item.media, error, exc_info=error)
         else:
             with self._changed:
                 self._failed = True

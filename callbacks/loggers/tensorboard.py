@@ -42,7 +42,7 @@ class TensorBoardLogger(Logger):
         Args:
             dir: a folder for many runs, each of which gets a folder in it, named after the run's folder and id; ``None``: ``tensorboard`` in the
                 run's folder.
-            retries, waiting, patience_s: of :class:`Logger`.
+            retries, waiting, patience_s: as in :class:`Logger`.
         """
         super().__init__(retries=retries, waiting=waiting, patience_s=patience_s)
         self.dir = None if dir is None else Path(dir)

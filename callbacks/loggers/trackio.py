@@ -36,7 +36,7 @@ class TrackioLogger(Logger):
         Args:
             project: groups runs.
             name: of the run; ``None``: the name of the run's folder, with the first letters of the run's id.
-            retries, waiting, patience_s: of :class:`Logger`.
+            retries, waiting, patience_s: as in :class:`Logger`.
         """
         super().__init__(retries=retries, waiting=waiting, patience_s=patience_s)
         self.project, self.name = project, name

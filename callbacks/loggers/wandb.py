@@ -15,7 +15,7 @@ from .base import Logger, Moment, settings_of
 from .media import cells, histogram, pixels, sound
 
 _FLUSH_S = 0.02
-"""How often W&B writes what it has got into the run's file (s); its default is 15 s."""
+"""How often W&B flushes to the run's file (s); its default is 15 s."""
 
 _OF_LIGHTNING = {
     "offline": "here it is mode='offline'",
@@ -53,7 +53,7 @@ class WandbLogger(Logger):
         Args:
             project, name: of the run; ``None``: W&B's choice, and the name of the run's folder.
             mode: ``"online"``, ``"offline"`` or ``"disabled"``; ``None``: as W&B is configured (``WANDB_MODE``).
-            retries, waiting, patience_s: of :class:`Logger`.
+            retries, waiting, patience_s: as in :class:`Logger`.
             init: further arguments of ``wandb.init``: ``entity``, ``tags``, ``group``, ``settings``.
 
         Raises:

@@ -1,1 +1,1 @@
-"""A report of one or several runs: a record that a run writes as it goes, and the page that is made of it."""
+"""A report of one or several runs: the record that a run writes as it goes, and the page made from it."""

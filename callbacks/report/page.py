@@ -27,7 +27,7 @@ def write_report(
     max_points: int = MOST_POINTS,
     only: bool = False,
 ) -> Path:
-    """Write one HTML page about the runs in ``folders``, which opens without network; several runs are compared.
+    """Write one HTML page about the runs in ``folders``; it opens without network. It compares several runs.
 
     A folder is a run's own, or a ``root_dir``, which stands for all of its runs. The runs need to have had ``Report`` or ``CSVLogger``
     among their callbacks; they may still be running, or have been killed.
@@ -43,7 +43,7 @@ def write_report(
 
     Raises:
         FileNotFoundError: a folder has no run.
-        ValueError: there is no folder, or ``max_points`` is below 100.
+        ValueError: ``folders`` is empty, or ``max_points`` is below 100.
     """
     if not folders or max_points < 100:
         raise ValueError(

@@ -60,7 +60,7 @@ def runs_in(folder: Path, only: bool = False) -> list[RunData]:
     """The runs in ``folder``: its own, and those of its numbered folders unless ``only`` its own is wanted; else those of the folders in it.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: ``folder`` has no run.
     """
     found = (
         [folder] if only else _places(folder) or [run for each in sorted(folder.glob("*/")) for run in _places(each)]

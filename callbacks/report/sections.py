@@ -1,4 +1,4 @@
-"""The parts of the page that need no script: what is told in words and tables."""
+"""The parts of the page that work without a script: text and tables."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def test_where_nothing_is_measured_the_reason_is_given(make_fit, capsys):
     notes = [line for line in capsys.readouterr().out.splitlines() if "not measured" in line]
     assert [note.partition(": ")[2] for note in notes] == [
         "training_step would train, with automatic_optimization=False",
-        "the data gives no batch before its time (a stream)",
+        "a stream's batches cannot be read ahead of the training",
         "RuntimeError: as planned",
     ]
 

@@ -60,7 +60,7 @@ def test_one_process_has_nothing_to_compare(make_fit, scripted, batches, caplog)
     caplog.set_level(logging.INFO, logger="engine")
     make_fit(callbacks=[ReplicaCheck(every_n_steps=1)]).run(scripted(), batches)
     assert [r.getMessage() for r in caplog.records if "ReplicaCheck" in r.getMessage()] == [
-        "ReplicaCheck: there is one process, and nothing to compare"
+        "ReplicaCheck: the run has one process, so nothing is compared"
     ]
 
 
@@ -184,6 +184,6 @@ def test_replicas_of_two_ranks(tmp_path):
         f"ReplicaCheck: replicas differ after step {step}" for step in (4, 6)
     ]
     assert second["warned"] == [6, []]
-    nothing = "ReplicaCheck: under FSDP each rank has a part of the model of its own, and nothing is compared"
+    nothing = "ReplicaCheck: under FSDP each rank has a different part of the model, so nothing is compared"
     assert first["fsdp"] == first["fsdp flipped"] == [6, [nothing]]
     assert first["tp"] == [12, []]  # both ranks see all batches

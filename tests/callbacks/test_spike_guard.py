@@ -177,7 +177,7 @@ def test_back_to_the_last_checkpoint(train):
 def test_no_checkpoint_to_go_back_to_yet(train, caplog):
     module, clean = Linear(), Linear()
     train(module, data(20, bad={13: 1e4}), SpikeGuard(action="rollback", warmup_steps=5), ModelCheckpoint())
-    assert "no checkpoint yet" in caplog.text
+    assert "no checkpoint has been saved yet" in caplog.text
     batches = data(20, bad={})
     train(clean, batches[:13] + batches[14:], root="clean")
     assert weights(module) == weights(clean)

@@ -276,7 +276,7 @@ def test_too_long_a_name_is_an_error_each_time(tmp_path: Path) -> None:
 
 
 def test_an_unknown_metric_in_a_name(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"there is no 'vla'; there are epoch, step"):
+    with pytest.raises(ValueError, match=r"'vla' is not known here; available: epoch, step"):
         fit(tmp_path, ModelCheckpoint(filename="{vla:.2f}")).run(Net(), DATA, DATA)
 
 

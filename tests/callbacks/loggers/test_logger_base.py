@@ -98,8 +98,8 @@ def test_a_tracker_that_is_gone_stops_nothing(tmp_path: Path, how: str, caplog: 
         assert said == ["Gone failed; the run continues without it: away"]
     else:
         assert said == [
-            "Gone does not keep up: values are left out",
-            "Gone did not answer within 0.5 s: what it had not sent is lost",
+            "Gone does not keep up: some values are not sent",
+            "Gone did not answer within 0.5 s: values that were not sent yet are lost",
         ]
 
 
@@ -130,7 +130,7 @@ def test_a_medium_that_cannot_be_sent_is_left_out_alone(tmp_path: Path, caplog: 
         "completed",
     ]
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert said == ["Pictures could not send the text 'word': it is left out: not a word"]
+    assert said == ["Pictures could not send the text 'word' and leaves it out: not a word"]
 
 
 def test_a_file_logger_writes_values_at_once_and_media_by_a_thread(tmp_path: Path) -> None:
