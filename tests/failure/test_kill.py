@@ -1,4 +1,4 @@
-"""A run that is killed eight times, some of them inside a save, ends with the very bits of one that is left alone."""
+"""A run that is killed several times, some of them inside a save, ends with the very bits of one that is left alone."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from job import read_diary
 from processes import clean_environment
 from saved import read
 
-# One process imports everything and forks the runs: a start takes milliseconds, so that eight kills take seconds.
+# One process imports everything and forks the runs: a start takes milliseconds, so that a kill takes little time.
 SCRIPT = """
 import json, os, random, signal, sys, time
 from pathlib import Path
@@ -76,13 +77,14 @@ print(json.dumps({"inside": inside, "killed": killed, "steps": lines() - before}
 """
 
 
-def test_eight_kills_change_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path), str(Path(__file__).parent), "8", "1"]
+@pytest.mark.parametrize("kills", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_kills_change_nothing(tmp_path: Path, kills: int) -> None:
+    command = [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path), str(Path(__file__).parent), str(kills), "1"]
     done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    assert report["killed"] >= 6, report  # on a busy machine a run may be over before the last ones
-    assert report["inside"] >= 2, report
+    assert report["killed"] >= kills - 2, report  # on a busy machine a run may be over before the last ones
+    assert report["inside"] >= kills // 4, report
     whole, killed = (read_diary(tmp_path / name / "diary.jsonl") for name in ("whole", "killed"))
     expected = {line["step"]: line for line in whole}
     assert len(expected) == len(whole)
