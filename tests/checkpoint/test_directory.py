@@ -321,7 +321,7 @@ print("killed", n - 1)
 """
 
 
-@pytest.mark.parametrize("place", ["again", "beside"])
+@pytest.mark.parametrize("place", ["again", pytest.param("beside", marks=pytest.mark.slow)])
 def test_a_kill_at_any_operation_loses_no_earlier_checkpoint(tmp_path: Path, place: str) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path), str(Path(__file__).parents[1]), place]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -173,15 +173,23 @@ def test_ready_batches_weigh_their_samples(window: int) -> None:
     check(found(window), window)
 
 
-def test_ready_batches_weigh_their_samples_on_ranks(two: Any, three: Any) -> None:
+def test_ready_batches_weigh_their_samples_on_two_ranks(two: Any) -> None:
     for rank in two["windows"]:
         check(rank[0], 2)
         check(rank[1], 4)
+
+
+@pytest.mark.slow
+def test_ready_batches_weigh_their_samples_on_three_ranks(three: Any) -> None:
     for rank in three["windows"]:
         check(rank[0], 3)
 
 
-def test_what_is_gathered_is_in_the_datas_order(two: Any, three: Any) -> None:
+def test_what_is_gathered_is_in_the_datas_order(two: Any) -> None:
     assert in_order() == [True] * 36
     assert two["in_order"] == [[True] * 36] * 2
+
+
+@pytest.mark.slow
+def test_what_is_gathered_from_three_ranks_is_in_the_datas_order(three: Any) -> None:
     assert three["in_order"] == [[True] * 36] * 3

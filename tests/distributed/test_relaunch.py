@@ -149,10 +149,11 @@ def test_the_other_ranks_repeat_the_command_line(run, tmp_path):
         ),
         ("kill", "RankError: rank 2 was killed by SIGKILL (the system may have run out of memory)", 20),
         ("early", "RankError: rank 2 ended early (exit code 0) while others still needed it", 20),
-        (
+        pytest.param(
             "python",
             "RankError: rank 2 failed with exit code 1. Its traceback:\n\nTraceback|ValueError: boom on rank 2",
             20,
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "native",

@@ -66,6 +66,7 @@ def test_on_rank_1_only(tmp_path: Path, where: str) -> None:
     assert (tmp_path / "resultTrue").read_text().startswith("12 completed")
 
 
+@pytest.mark.slow
 def test_processes_that_fit_has_started(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -44,7 +44,11 @@ def test_the_calling_process_goes_on_with_the_trained_module(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("how", "told"), [("dies", "ZeroDivisionError: on purpose"), ("is-killed", "rank 1 was killed by SIGKILL")]
+    ("how", "told"),
+    [
+        ("dies", "ZeroDivisionError: on purpose"),
+        pytest.param("is-killed", "rank 1 was killed by SIGKILL", marks=pytest.mark.slow),
+    ],
 )
 def test_a_dying_rank_ends_all_and_is_named(tmp_path: Path, how: str, told: str) -> None:
     ran = run_script(SCRIPT, tmp_path, how, check=False)

@@ -120,7 +120,9 @@ def attack(port: int, run_ids: set[str], evil: bytes, wait_s: float) -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-@pytest.mark.parametrize("options", [(), ("--rdzv", "port")], ids=["any port", "a port"])
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(("--rdzv", "port"), marks=pytest.mark.slow)], ids=["any port", "a port"]
+)
 def test_one_machine_listens_on_loopback_and_unpickles_nothing(tmp_path: Path, options: tuple[str, ...]) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -150,6 +152,7 @@ def test_one_machine_listens_on_loopback_and_unpickles_nothing(tmp_path: Path, o
     assert not bomb.exists()
 
 
+@pytest.mark.slow
 def test_ranks_that_fit_has_started_listen_on_loopback(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from processes import clean_environment, run_ranks
 
 TOOLS = """
@@ -85,6 +86,7 @@ print(f"trained {sys.argv[1:]} {step} {net.w.item()} {'pdb' in str(sys.orig_argv
 """
 
 
+@pytest.mark.slow
 def test_a_breakpoint_stops_rank_0_alone(tmp_path: Path) -> None:
     """``python -m pdb script.py`` and ``breakpoint()`` with ranks that ``Fit`` starts: the debugger and the terminal are rank 0's."""
     script = tmp_path / "script.py"

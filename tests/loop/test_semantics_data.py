@@ -345,7 +345,7 @@ def three() -> dict[str, list[Any]]:
     return on_ranks(__file__, 3, "rank_")
 
 
-@pytest.fixture(params=["one", "two", "three"])
+@pytest.fixture(params=["one", "two", pytest.param("three", marks=pytest.mark.slow)])
 def world(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = request.getfixturevalue(request.param)
     return found

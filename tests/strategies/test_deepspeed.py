@@ -810,7 +810,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
 def test_processes_that_fit_starts(stage: int) -> None:
     """Without a launcher's variables; and nothing is said that nobody asked for."""
     ran = run_script(SCRIPT, f"deepspeed_stage_{stage}", timeout=300)
