@@ -34,9 +34,9 @@ def test_events_without_a_function_cost_nothing(make_fit, scripted, batches):
     [
         (
             {"on_train_epoch_ended": lambda run, module: None},
-            "no event 'on_train_epoch_ended'; did you mean 'on_train_epoch_end'",
+            "'on_train_epoch_ended' is not an event; did you mean 'on_train_epoch_end'",
         ),
-        ({"state_dict": dict}, "no event 'state_dict'; events: setup, teardown, on_fit_start"),
+        ({"state_dict": dict}, "'state_dict' is not an event; events: setup, teardown, on_fit_start"),
         ({"on_fit_end": 3}, r"LambdaCallback\(on_fit_end=3\): it must be a function"),
         ({"on_train_end": lambda run: None}, r"passes \(run, module\), and the function takes \(run\)"),
     ],
