@@ -76,7 +76,7 @@ class SpikeGuard(Callback):
         self._found = self._logs = False
         self._logged = -1
         self._row, self._row_step = 0, -1
-        self._newest: Path | str | None = None
+        self._saved: list[Path | str] = []  # checkpoints that are there, oldest first
 
     # -- events of the run --------------------------------------------------------------------------------------------------------
 
@@ -88,7 +88,8 @@ class SpikeGuard(Callback):
             self._count = torch.zeros((), dtype=torch.int64)
         self._history, self._count = self._history.to(run.device), self._count.to(run.device)
         self._columns = torch.arange(self.window, device=run.device)
-        self._run, self._row, self._row_step, self._found, self._newest = run, 0, -1, False, None
+        self._run, self._row, self._row_step, self._found = run, 0, -1, False
+        self._saved = [] if run.last_checkpoint is None else [run.last_checkpoint]
         self._sums.clear()
         run.engine.prepare_optimizer(run.optimizers[0]).guard_by(self)  # all optimizers of the run step together
 
@@ -122,10 +123,10 @@ class SpikeGuard(Callback):
             metrics["spikes"] = float(self.spikes)
 
     def on_checkpoint_saved(self, run: Run, module: nn.Module, path: Path | str, score: float | None) -> None:
-        self._newest = path
+        self._saved.append(path)
 
     def on_checkpoint_removed(self, run: Run, module: nn.Module, path: Path | str) -> None:
-        self._newest = None if path == self._newest else self._newest
+        self._saved = [each for each in self._saved if each != path]
 
     def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
         self._run = None  # type: ignore[assignment]
@@ -198,13 +199,12 @@ class SpikeGuard(Callback):
             )
         if self.action == "rollback":
             run.finish_checkpoints()  # the newest may be on its way
-            path = self._newest or run.last_checkpoint
-            if path is None:
+            if not self._saved:
                 _log.warning("SpikeGuard: no checkpoint has been saved yet, so the weights stay as they are")
                 return
-            run.roll_back(path)
+            run.roll_back(self._saved[-1])
             if run.is_main_process:
-                _log.warning("SpikeGuard: back to the weights of %s, past the bad batches", path)
+                _log.warning("SpikeGuard: back to the weights of %s, past the bad batches", self._saved[-1])
 
     def _loss(self) -> Tensor:
         """The mean loss over the window's micro-batches and all ranks."""

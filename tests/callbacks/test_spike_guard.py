@@ -174,6 +174,21 @@ def test_back_to_the_last_checkpoint(train):
     assert guard.spikes == 1
 
 
+def test_back_to_the_one_before_a_checkpoint_that_was_removed(train):
+    class Removes(Callback):
+        def on_train_batch_end(self, run, module, outputs, batch, batch_idx):
+            if run.step == 12:
+                run.finish_checkpoints()
+                run.saver.remove(["step=00000010"])
+
+    module, expected = Linear("sgd"), Linear("sgd")
+    guard = SpikeGuard(action="rollback", warmup_steps=5)
+    batches = data(20, bad={13: 1e4})
+    train(module, batches, guard, Removes(), ModelCheckpoint(every=5, save_top_k=3))
+    train(expected, batches[:5] + batches[14:], root="expected")
+    assert weights(module) == weights(expected)
+
+
 def test_no_checkpoint_to_go_back_to_yet(train, caplog):
     module, clean = Linear(), Linear()
     train(module, data(20, bad={13: 1e4}), SpikeGuard(action="rollback", warmup_steps=5), ModelCheckpoint())
