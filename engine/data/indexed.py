@@ -241,13 +241,22 @@ class Batches(_Positioned):
             for i in range(start, deal.used):
                 yield batches[i], _WHOLE
             return
-        for base, (own, dealt) in zip(range(start, deal.used, deal.round * window), deal.windows(start), strict=True):
-            if dealt:
-                sizes = [[self.size(part.start) if part else 0 for part in micro] for micro in dealt]
-            else:
-                sizes = [[self.size(base + j * deal.round + r) for r in range(deal.world_size)] for j in range(window)]
-            for part, share in zip(own, shares(tuple(map(tuple, sizes)), deal.rank), strict=True):
-                yield batches[part.start], share
+        every, used, rank = deal.world_size, deal.used, deal.rank
+        full = every * window
+        sizes: Sequence[int | None]
+        for base in range(start, used, full):
+            if base + full > used:  # the last window
+                ((own, dealt),) = deal.windows(base)
+                rows = tuple(tuple(self.size(part.start) if part else 0 for part in micro) for micro in dealt)
+                for part, share in zip(own, shares(rows, rank), strict=True):
+                    yield batches[part.start], share
+                return
+            sizes = list(map(batch_size, map(batches.__getitem__, range(base, base + full))))
+            if None in sizes or 0 in sizes:
+                sizes = [size or 1 for size in sizes]
+            rows = tuple([tuple(sizes[first : first + every]) for first in range(0, full, every)])
+            for index, share in zip(range(base + rank, base + full, every), shares(rows, rank), strict=True):
+                yield batches[index], share
 
     def size(self, index: int) -> int:
         return batch_size(self.batches[index]) or 1

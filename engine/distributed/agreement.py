@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,19 @@ class Agreement:
     values that the check itself has reduced, so that all ranks compute the same one.
     """
 
-    __slots__ = ("_cpu", "_interval", "_left", "_news", "_slowest_s", "_stop", "clock", "elapsed_s", "level", "news")
+    __slots__ = (
+        "_cpu",
+        "_interval",
+        "_left",
+        "_news",
+        "_posted",
+        "_slowest_s",
+        "_stop",
+        "clock",
+        "elapsed_s",
+        "level",
+        "news",
+    )
 
     def __init__(self, group: Group) -> None:
         self._cpu = group.cpu
@@ -41,6 +54,8 @@ class Agreement:
         self._stop = 0
         self._slowest_s = 0.0
         self._news = False
+        self._posted: tuple[Any, torch.Tensor] | None = None
+        """A check that was not read yet: its work, and the flags that it reduces."""
 
     def notify(self) -> None:
         """This rank has news: :attr:`news` becomes true on all ranks at their next check. Any thread may call this."""
@@ -54,27 +69,35 @@ class Agreement:
         """Steps between two checks, 1 to ``MAX_INTERVAL``; the same on all ranks."""
         return self._interval
 
-    def poll(self, stop: int, elapsed_step_s: Callable[[], float]) -> bool:
+    def poll(self, stop: int, step_s: float) -> bool:
         """Call once per step with this rank's request; returns whether all ranks stop now.
 
-        A request is kept until the next check, so it may be passed in one step only. One process gets the answer at once.
+        A request is kept until the next check, so it may be passed in one step only. One process gets the answer at once. A check does not wait for
+        other ranks: its answer is read by the next call. Only in slow steps, which are all checked, the answer comes at once.
 
         Args:
             stop: 0, or :data:`STOP`, :data:`HURRY`, :data:`TERMINATE`.
-            elapsed_step_s: gives the step's duration (s); called on several ranks only.
+            step_s: how long a step takes (s), by the latest that was measured.
         """
         if self._cpu is None:
             self.level = stop
             return stop > 0
         if stop > self._stop:
             self._stop = stop
-        if (seconds := elapsed_step_s()) > self._slowest_s:
-            self._slowest_s = seconds
+        if step_s > self._slowest_s:
+            self._slowest_s = step_s
         self._left -= 1
-        return self._check() if self._left <= 0 else False
+        if self._posted is not None:
+            return self._read()
+        if self._left > 0:
+            return False
+        at_once = self._interval == 1
+        self._post()
+        return self._read() if at_once else False
 
     def restart(self) -> None:
         """Steps may take another time from now on: check at the next call, and recompute the interval."""
+        self._settle()
         self._interval = self._left = 1
 
     def now(self, stop: int) -> bool:
@@ -83,22 +106,38 @@ class Agreement:
             self.level = stop
             return stop > 0
         self._stop = max(self._stop, stop)
-        return self._check()
+        self._settle()
+        self._post()
+        return self._read()
 
-    def _check(self) -> bool:
+    def _settle(self) -> None:
+        """Make the answer of a check that was begun a request to the next one."""
+        if self._posted is not None and self._read():
+            self._stop = max(self._stop, self.level)
+
+    def _post(self) -> None:
+        """Begin a check: reduce what this rank has to say."""
+        assert self._posted is None
         # An infinite duration would make the interval's division meaningless; NaN never passes poll's comparison.
-        news = float(self._news)
-        flags = torch.tensor([float(self._stop), min(self._slowest_s, 1e6), self.clock(), news], dtype=torch.float64)
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._cpu)
-        stop, slowest_s, self.elapsed_s, any_news = flags.tolist()
+        news, self._news = float(self._news), False  # news of another thread that comes now are for the next check
+        mine = [float(self._stop), min(self._slowest_s, 1e6), self.clock(), news]
+        flags = torch.tensor(mine, dtype=torch.float64)
+        work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._cpu, async_op=True)
+        self._posted = work, flags
+        self._stop, self._slowest_s, self._left = 0, 0.0, self._interval
+
+    def _read(self) -> bool:
+        """The answer of the check that was begun; waits for the last rank to begin it."""
+        assert self._posted is not None
+        (work, flags), self._posted = self._posted, None
+        work.wait()
+        stop, slowest_s, self.elapsed_s, news = flags.tolist()
         if news:
-            self._news = False  # what came in the meantime is there when the caller acts
-        if any_news:
             self.news = True
         if slowest_s > 0.0:  # no step since the last check: the interval stays
+            passed = self._interval - self._left
             # At most four times the last interval: the first durations after a change may not be typical.
             self._interval = max(1, min(MAX_INTERVAL, 4 * self._interval, round(PERIOD_S / slowest_s)))
-        self._left = self._interval
-        self._stop, self._slowest_s = 0, 0.0
+            self._left = self._interval - passed
         self.level = int(stop)
         return stop > 0.0

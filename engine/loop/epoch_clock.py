@@ -17,11 +17,13 @@ Batch = TypeVar("Batch")
 class EpochClock:
     """Divides an epoch into waiting for data and computing. Validation and checkpoints are measured separately."""
 
-    __slots__ = ("_apart", "_batch", "_entered", "_phases", "_times")
+    __slots__ = ("_apart", "_entered", "_phases", "_times", "previous_s")
 
     def __init__(self, times: Times, phases: Phases) -> None:
         self._times, self._apart, self._phases = times, times.apart, phases
-        self._entered = self._batch = time.perf_counter()
+        self._entered = time.perf_counter()
+        self.previous_s = 0.0
+        """Seconds from the batch before the current one until the next was asked for; 0 with the first."""
 
     def waits_for(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """The same batches; counts the time until each of them as waiting, the phase ``data``."""
@@ -30,22 +32,19 @@ class EpochClock:
         for batch in batches:
             if marked is not None:
                 marked.__exit__(None, None, None)
-            self._batch = came = clock()
+            came = clock()
             times.data += came - asked
             for timer in phases.timers:
                 timer("data", came - asked)
             yield batch
             asked, marked = clock(), _marked() if profiler._is_profiler_enabled else None
+            self.previous_s = asked - came
         if marked is not None:
             marked.__exit__(None, None, None)
         waited = clock() - asked  # until the end of the data
         times.data += waited
         for timer in phases.timers:
             timer("data", waited)
-
-    def since_batch(self) -> float:
-        """Seconds since the latest batch."""
-        return time.perf_counter() - self._batch
 
     def stop(self) -> None:
         """End the epoch."""

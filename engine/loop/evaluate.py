@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -146,7 +145,7 @@ def batches(
     for number, batch in enumerate(loader if limit is None else itertools.islice(loader, limit)):
         began, waited = time.perf_counter(), time.perf_counter() - began
         run.pulse += 1
-        if run.agreement.poll(run.stop_level, partial(float, waited)):
+        if run.agreement.poll(run.stop_level, waited):
             run.accept_stop()
             if run.preempted:
                 raise Preempted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from engine.config.duration import NEVER
@@ -79,7 +79,7 @@ def train_epoch(run: Run) -> None:
         for hook in hooks.on_train_batch_end:
             hook(run, module, outputs, batch, index)
         if closes:
-            leave = end_step(run, clock.since_batch)
+            leave = end_step(run, clock.previous_s)
             recorder.window += 1
             if leave:
                 break
@@ -90,8 +90,8 @@ def train_epoch(run: Run) -> None:
     end_epoch(run)
 
 
-def end_step(run: Run, seconds: Callable[[], float]) -> bool:
-    """Do what is due after an optimizer step, which took so many ``seconds``; return whether the epoch ends here."""
+def end_step(run: Run, seconds: float) -> bool:
+    """Do what is due after an optimizer step; return whether the epoch ends here. ``seconds``: how long steps take."""
     if run.agreement.poll(run.stop_level, seconds):
         run.accept_stop()
     if run.agreement.news:

@@ -44,6 +44,8 @@ class Recorder:
         self.slots: dict[str, Slot] = {}
         self._logged: dict[int, Logged] = {}
         self._watches: dict[int, Watch] = {}
+        self._widths = {False: 0, True: 0}
+        """How many numbers the ranks exchanged the last time, for a step and for an epoch; the same on all ranks."""
         self.window = 0
         """The step that the values belong to."""
         self.size: int = 1
@@ -344,21 +346,23 @@ class Recorder:
     def _exchange(
         self, names: list[str], ops: list[str], numbers: list[float], objects: dict[str, Object], adopt: bool
     ) -> list[tuple[list[str], list[str], list[float]]]:
-        """Every rank's names and numbers. In the usual case ranks log the same names and exchange only numbers."""
-        head = gather_row(
-            self.group, torch.tensor([zlib.crc32(repr((names, ops)).encode()), len(objects)], dtype=torch.int64)
-        )
-        if any(head[:, 1].tolist()):
-            for name, value in self._computed(objects, adopt).items():
-                names, ops, numbers = [*names, name], [*ops, "mean"], [*numbers, value, 1.0]
+        """Every rank's names and numbers. In the usual case ranks log the same names as the last time: then one collective does."""
         if not self.speaks:
             numbers[1::2] = [0.0] * (len(numbers) // 2)
-        if any(head[:, 1].tolist()) or len(set(head[:, 0].tolist())) > 1:
+        head, width = [zlib.crc32(repr((names, ops)).encode()), len(objects)], self._widths[adopt]
+        guess = numbers if len(numbers) == width else [0.0] * width
+        rows = gather_row(self.group, torch.tensor([*head, *guess], dtype=torch.float64)).tolist()
+        computes, differ = any(row[1] for row in rows), len({row[0] for row in rows}) > 1
+        if computes:
+            for name, value in self._computed(objects, adopt).items():
+                names, ops, numbers = [*names, name], [*ops, "mean"], [*numbers, value, float(self.speaks)]
+        if computes or differ:
             return gather_json(self.group, (names, ops, numbers))
-        if not names:
-            return [(names, ops, [])]
-        rows = gather_row(self.group, torch.tensor(numbers, dtype=torch.float64))
-        return [(names, ops, row) for row in rows.tolist()]
+        if len(numbers) == width:
+            return [(names, ops, row[2:]) for row in rows]
+        self._widths[adopt] = len(numbers)
+        rows = gather_row(self.group, torch.tensor(numbers, dtype=torch.float64)).tolist()
+        return [(names, ops, row) for row in rows]
 
     def _computed(self, objects: dict[str, Object], adopt: bool) -> dict[str, float]:
         """The values of torchmetrics objects over all ranks. All ranks that know an object compute it, the first of them reports it."""

@@ -122,7 +122,7 @@ class DDP(Strategy):
     def sync(self, models: Sequence[nn.Module], enabled: bool) -> None:
         for model in models:
             if (
-                isinstance(model, Replica)
+                type(model) is Replica  # a call less than isinstance, in every micro-batch
                 and model.require_backward_grad_sync != enabled
                 and (enabled or model.may_wait)
             ):

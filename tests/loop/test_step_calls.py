@@ -1,18 +1,25 @@
-"""How many calls a step makes: the goals of ``tests/benchmarks/calls.py``, which every machine counts alike."""
+"""How many calls a step makes: the goals of ``tests/benchmarks/calls.py``, which every machine counts alike; and how many collectives."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import torch
 from processes import PATIENCE_S, clean_environment
+from ranked import on_ranks
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from engine import Callback, Fit, TrainModule
 
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "calls.py"
 
 
 def test_a_step_makes_no_more_calls_than_promised() -> None:
-    cases = [f"--case={name}" for name in ("plain", "one log", "twenty logs", "DataLoader")]
+    cases = [f"--case={name}" for name in ("plain", "one log", "twenty logs", "DataLoader", "DDP tiny")]
     ran = subprocess.run(
         [sys.executable, BENCHMARK, "--no-peers", "--check", "--steps=100", *cases],
         env=clean_environment(),
@@ -22,3 +29,45 @@ def test_a_step_makes_no_more_calls_than_promised() -> None:
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "twenty logs" in ran.stdout
+
+
+class Logs(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Profiled(Callback):
+    """Counts gloo's collectives from the start of batch 20 to the start of batch 60."""
+
+    def on_train_batch_start(self, run: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 20:
+            self.profile = profile(activities=[ProfilerActivity.CPU])
+            self.profile.start()
+        if batch_idx == 60:
+            self.profile.stop()
+            self.counts = {event.key: event.count for event in self.profile.key_averages() if "gloo:" in event.key}
+
+
+def rank_counts() -> dict[str, int]:
+    counter = Profiled()
+    data = [torch.full((2, 4), float(i)) for i in range(140)]
+    fit = Fit(strategy="ddp", accelerator="cpu", max_epochs=1, log_every_n_steps=10, callbacks=[counter])
+    fit.run(Logs(), data)
+    return counter.counts
+
+
+def test_two_ranks_reduce_gradients_and_little_else() -> None:
+    for counts in on_ranks(__file__, 2)["counts"]:
+        assert counts.pop("gloo:all_gather") == 4  # one at each log boundary: after steps 30, 40, 50 and 60
+        # The ranks agree whether to stop; between two checks lie at least 16 steps, as the interval grows fourfold from the first step on.
+        assert 40 <= counts.pop("gloo:all_reduce") <= 40 + 3
+        assert not counts
