@@ -60,7 +60,7 @@ class Engine:
     Args:
         strategy: a name, ``{"name": "fsdp", ...}`` with its settings, or a :class:`engine.Strategy`;
             ``"auto"`` is ``single`` for one process and ``ddp`` for several.
-        accelerator: ``"auto"`` (CUDA when present), ``"cpu"``, ``"cuda"``.
+        accelerator: ``"auto"`` (what torch.accelerator finds, else the CPU), ``"gpu"`` (any accelerator), or ``"cpu"``, ``"cuda"``, ``"mps"``, ...
         precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``fp8-mixed``, ``bf16-true``, ``16-true``, ``64-true``, or :class:`engine.FP8`.
         accumulate_grad_batches: micro-batches in a window; may be changed between epochs.
         on_nonfinite: ``"raise"`` or ``"skip"`` a step whose gradient norm is not finite; ``None``: not checked (fp16 always skips).

@@ -56,7 +56,7 @@ class Fit:
     Args:
         strategy: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, a dict with such a name and its settings,
             ``{"name": "deepspeed", "stage": 3}``, or a :class:`engine.Strategy` object.
-        accelerator: ``"auto"`` (CUDA when present), ``"cpu"``, ``"cuda"``.
+        accelerator: ``"auto"`` (what torch.accelerator finds, else the CPU), ``"gpu"`` (any accelerator), or ``"cpu"``, ``"cuda"``, ``"mps"``, ...
         devices: processes on this machine, one device each; ``run`` starts them unless a launcher has. Default: every GPU, or one process.
         num_nodes: machines.
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``,

@@ -10,18 +10,22 @@ import numpy
 import torch
 from torch import Tensor
 
+from engine.utils import accelerator
+
 
 class Staging:
-    """Buffers that are reused for the next copy of a tensor of the same name; pinned on CUDA.
+    """Buffers that are reused for the next copy of a tensor of the same name; pinned where the device has pinned memory.
 
     Tensors that only an optimizer changes are copied while forward and backward passes run: call :meth:`hold` before the next
-    optimizer step. On CUDA the host does not wait: the copies run on a separate stream.
+    optimizer step. On a device with streams the host does not wait: the copies run on a separate one. A device without them
+    copies everything in :meth:`begin`, because another thread must not read it while it computes.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._buffers: dict[str, Tensor] = {}
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: Any = torch.Stream(device) if accelerator.has_streams(device) else None
+        self._at_once = device.type != "cpu" and self._stream is None
         self._event: Any = None
         self._left: list[tuple[Tensor, Tensor]] = []
         self._versions: list[int] = []
@@ -34,16 +38,17 @@ class Staging:
         Args:
             later: names of tensors that only an optimizer step changes.
         """
+        later = set() if self._at_once else later
         copies = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
         self._buffers = dict(copies)
         for name, tensor in tensors.items():
             if name not in later:
-                copies[name].copy_(tensor, non_blocking=True)
+                copies[name].copy_(tensor, non_blocking=not self._at_once)
         self._left = [(copies[name], tensor) for name, tensor in tensors.items() if name in later]
         self._versions = [tensor._version for _, tensor in self._left]
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._stream):
+            self._stream.wait_stream(accelerator.current_stream(self.device))
+            with self._stream:
                 self._copy()
                 self._event = self._stream.record_event()
         elif self._left:
@@ -65,7 +70,7 @@ class Staging:
     def hold(self) -> None:
         """Wait until the tensors may change."""
         if self._event is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._event)
+            accelerator.current_stream(self.device).wait_event(self._event)
         else:
             self._done.wait()
 
@@ -87,7 +92,7 @@ class Staging:
         known = self._buffers.get(name)
         if known is not None and known.shape == tensor.shape and known.dtype == tensor.dtype:
             return known
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=accelerator.pins(tensor.device))
 
 
 def _bytes(tensor: Tensor) -> Any:

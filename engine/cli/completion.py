@@ -17,6 +17,7 @@ from engine.cli import main as cli
 from engine.cli.targets import CALLBACKS
 from engine.config.name_and_options import PRECISIONS
 from engine.config.settings import Settings
+from engine.utils.device_names import KNOWN
 
 _FLAG = ("true", "false")
 VALUES: dict[str, tuple[str, ...]] = {
@@ -37,7 +38,7 @@ VALUES: dict[str, tuple[str, ...]] = {
         *("deepspeed_stage_2_offload", "deepspeed_stage_3", "deepspeed_stage_3_offload"),
     ),
     "precision": tuple(PRECISIONS),
-    "accelerator": ("auto", "cpu", "cuda"),
+    "accelerator": KNOWN,
     "devices": ("auto",),
     "gradient_clip_algorithm": ("norm", "value"),
     "fast_dev_run": _FLAG,

@@ -14,6 +14,7 @@ from engine.config.checks import Check, a_bool, a_choice, an_int, is_int, unknow
 from engine.config.duration import Duration, parse
 from engine.config.name_and_options import PRECISIONS, precision_name, precision_setting, strategy_setting
 from engine.config.transform_settings import compile_setting, recompute_setting
+from engine.utils.device_names import KNOWN, hint, is_added
 from engine.utils.errors import nearest
 
 __all__ = ["OVERFIT", "PRECISIONS", "Settings", "check", "fast_dev_run_overrides", "precision_name"]
@@ -38,7 +39,9 @@ class Settings:
     strategy: Any = "auto"
     """How the model is distributed over the ranks: a registered name, ``{name: deepspeed, stage: 3}`` with its settings, or a strategy object."""
     accelerator: str = "auto"
-    """``"cpu"``, ``"cuda"`` (``"gpu"`` means the same), or ``"auto"``: CUDA when there is one."""
+    """``"auto"``: the accelerator that ``torch.accelerator`` finds, else the CPU. ``"gpu"``: that accelerator, whatever its kind (an NPU too).
+    Or a device by its name: ``"cpu"``, ``"cuda"`` (ROCm too), ``"mps"``, ``"xpu"``, ``"npu"``, ``"hpu"``, ``"mtia"``, or one that a package
+    adds to torch."""
     devices: int | str | tuple[int, ...] = "auto"
     """Processes on this node, one device each: a number, the device indices (``[0, 2]`` or ``"0,2"``), or ``"auto"``."""
     num_nodes: int = 1
@@ -316,9 +319,19 @@ def _path(name: str, value: Any) -> Path:
     return Path(value).expanduser()
 
 
+def _accelerator(name: str, value: Any) -> str:
+    possible = " or ".join(map(repr, KNOWN)) + ", or a device that a package adds to torch, once it is imported"
+    if not isinstance(value, str):
+        raise wrong_type(name, value, possible)
+    known = value.lower()
+    if known not in KNOWN and not is_added(known):
+        raise unknown(name, value, KNOWN, possible + hint(known))
+    return known
+
+
 _CHECKS: dict[str, Check] = {
     "strategy": strategy_setting,
-    "accelerator": a_choice("auto", "cpu", "cuda", aliases={"gpu": "cuda"}),
+    "accelerator": _accelerator,
     "devices": _devices,
     "num_nodes": an_int(1),
     "precision": precision_setting,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.data.indexed import Micro
+from engine.utils import accelerator
 from engine.utils.tree import map_tensors
 
 
@@ -23,7 +24,7 @@ class Side(Protocol):
 
 
 class SideStream:
-    """A CUDA stream next to the one that computes.
+    """A stream of the device next to the one that computes.
 
     A copy waits for computations that were queued before it. This makes it safe to reuse the memory of a freed batch for the copy
     without ``record_stream``, which would not see the tensors inside custom batch classes. As the copy starts before the
@@ -32,15 +33,16 @@ class SideStream:
 
     def __init__(self, device: torch.device, move: Callable[[Any], Any]) -> None:
         self.device, self.move = device, move
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.Stream(device)
+        self.pins = accelerator.pins(device)
 
     def copy(self, batch: Any) -> Any:
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            return self.move(pinned(batch))
+        self.stream.wait_stream(accelerator.current_stream(self.device))
+        with self.stream:
+            return self.move(pinned(batch) if self.pins else batch)
 
     def join(self) -> None:
-        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        accelerator.current_stream(self.device).wait_stream(self.stream)
 
 
 def pinned(batch: Any) -> Any:

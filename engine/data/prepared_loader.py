@@ -13,6 +13,7 @@ from engine.data.feed import feed_for
 from engine.distributed.group import Group
 from engine.step.share import ALONE
 from engine.step.window import Window
+from engine.utils import accelerator
 from engine.utils.seed import isolated
 from engine.utils.tree import move
 
@@ -96,9 +97,8 @@ class PreparedLoader:
         # Creating a DataLoader's iterator draws a random number. In the middle of an epoch that has happened before.
         with torch.random.fork_rng(devices=()) if start else contextlib.nullcontext():
             micros = self._feed.micros(self._epoch, start, self._size, self.limit, stream)
-        if (
-            moves and device.type == "cuda" and not self.transfer
-        ):  # hooks may read the model: they are called at their batch's turn
+        # Hooks may read the model: they are called at their batch's turn.
+        if moves and not self.transfer and accelerator.has_streams(device):
             micros, moves = ahead(micros, SideStream(device, self._move), self._feed.reads_ahead), False
         outer = window.share
         try:

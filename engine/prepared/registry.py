@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -21,6 +20,7 @@ from engine.strategies.base import Strategy
 from engine.strategies.foreign_wrappers import check_plain
 from engine.transforms import batch_norm
 from engine.transforms.float8 import Layers
+from engine.utils import accelerator
 from engine.utils.parameters import parameters_of
 
 
@@ -133,8 +133,7 @@ class Registry:
         """Forget everything, and return cached device memory."""
         self.release()
         gc.collect()
-        if self.group.device.type == "cuda":
-            torch.cuda.empty_cache()
+        accelerator.empty_cache(self.group.device)
 
     def discard(self) -> None:
         """As :meth:`engine.Engine.discard_window`."""

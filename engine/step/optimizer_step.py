@@ -14,6 +14,7 @@ from engine.step import gradients
 from engine.step.gathered_gradients import SCALAR, Gathered
 from engine.step.precision import Scaler
 from engine.step.window import Window
+from engine.utils import accelerator
 from engine.utils.parameters import parameters_of
 
 Optimizers = Sequence[Any]
@@ -296,7 +297,7 @@ class Stepper:
     ) -> None:
         """Step unless ``found`` (not finite) or ``guarded`` (left out by the guard) is 1.0."""
         flag = found if guarded is None else guarded if found is None else found + guarded
-        on_device = flag is not None and flag.device.type != "cpu" and all(_skips_itself(o) for o in optimizers)
+        on_device = flag is not None and accelerator.defers(flag.device) and all(_skips_itself(o) for o in optimizers)
         skip = flag is not None and not on_device and bool(flag)  # waits for the device if it is there
         if skip and self.on_nonfinite == "raise" and self.scaler is None and bool(found):
             self._fail()
@@ -318,7 +319,7 @@ class Stepper:
             assert flag is not None
             flags = flag if guarded is None else torch.stack([flag, guarded])
             host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.Event(flags.device)
             event.record()
             self._pending.append((host, event, thens))
         else:
@@ -357,5 +358,14 @@ class Stepper:
 
 
 def _skips_itself(optimizer: Optimizer) -> bool:
-    """Whether its step accepts ``found_inf`` and ``grad_scale`` on the device, as torch's fused optimizers do."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    """Whether its step accepts ``found_inf`` and ``grad_scale`` on the device, as torch's fused optimizers do.
+
+    Other packages' optimizers are taken at their word; torch sets the flag also where its kernel does not read the two.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    torchs = next((base for base in type(optimizer).__mro__ if base.__module__.startswith("torch.optim.")), None)
+    parameter = next((p for group in optimizer.param_groups for p in group["params"]), None)
+    if torchs in (None, Optimizer) or parameter is None or parameter.device.type == "cpu":
+        return True
+    return accelerator.fused_skips(parameter.device, torchs)

@@ -1,50 +1,99 @@
-"""Which device a process computes on."""
+"""The device that a process computes on: which one, and what it can do.
+
+The one place that answers questions about a device. It speaks to ``torch.accelerator`` and to the device's module (``torch.cuda``,
+``torch.mps``, ...) only, so that a device that a package adds to torch is like any other. Capabilities are tried on the device,
+never guessed from its name: each is tried once a process, with tensors of a few bytes, and waits for the device.
+"""
 
 from __future__ import annotations
 
-import os
+import functools
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from engine.utils.device_names import KNOWN, hidden_by, hint, is_added
 from engine.utils.errors import nearest
 
-ACCELERATORS = ("auto", "cpu", "cuda", "gpu")
+
+def present() -> str | None:
+    """The type of the machine's accelerator, as ``torch.accelerator`` finds it; ``None`` if there is only the CPU."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
 
 
 def device_type(accelerator: str) -> str:
-    """``"cpu"`` or ``"cuda"``.
+    """``"cpu"``, ``"cuda"``, ``"mps"``, ...: the device that ``accelerator=`` names.
+
+    ``"auto"`` is the accelerator that ``torch.accelerator`` finds, else the CPU; ``"gpu"`` is that accelerator, whatever its kind.
 
     Raises:
         ValueError: unknown name.
-        RuntimeError: CUDA was requested but is not available.
+        RuntimeError: the accelerator is not there.
     """
-    if accelerator not in ACCELERATORS:
+    if accelerator not in KNOWN and not is_added(accelerator):
         raise ValueError(
-            f"accelerator={accelerator!r} is unknown{nearest(accelerator, ACCELERATORS)}; possible: {', '.join(ACCELERATORS)}"
+            f"accelerator={accelerator!r} is unknown{hint(accelerator) or nearest(accelerator, KNOWN)}; possible: {', '.join(KNOWN)}, "
+            "and devices that a package adds to torch, once it is imported"
         )
+    if accelerator == "cpu":
+        return "cpu"
+    found = present()
     if accelerator == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if accelerator in ("cuda", "gpu"):
-        if not torch.cuda.is_available():
-            raise RuntimeError(
-                f"accelerator={accelerator!r} was requested, but torch {torch.__version__} sees no CUDA device; use 'cpu' or 'auto'"
-            )
-        return "cuda"
-    return "cpu"
+        return found or "cpu"
+    if found is None or accelerator not in ("gpu", found):
+        other = " or 'gpu'" if found else ""
+        raise RuntimeError(
+            f"accelerator={accelerator!r} was requested, but {_machine(found)}; use {(found or 'cpu')!r}{other} or 'auto'"
+        )
+    return found
 
 
-def count(kind: str, devices: int | str) -> int:
-    """How many processes a machine runs for ``devices`` (a number, or ``"auto"``: every CUDA device, one process on a CPU).
+def _machine(found: str | None) -> str:
+    if found is not None:
+        return f"torch {torch.__version__} sees {devices(found)} {found} device(s) on this machine"
+    built = torch.accelerator.current_accelerator()
+    if built is None:
+        return f"torch {torch.__version__} was built without accelerators and sees only the CPU"
+    return (
+        f"torch {torch.__version__} (built for {built.type}) sees only the CPU on this machine{hidden_by(built.type)}"
+    )
+
+
+def module(device: torch.device | str) -> Any:
+    """The device's module: ``torch.cuda``, ``torch.mps``, ...
 
     Raises:
-        ValueError: more CUDA devices than there are.
+        RuntimeError: torch has no such device.
     """
-    there = torch.cuda.device_count() if kind == "cuda" else None
-    if devices in ("auto", -1):
+    return torch.get_device_module(device)
+
+
+def devices(kind: str) -> int:
+    """How many devices of a kind this process sees; does not initialise them where the driver can be asked without."""
+    return 1 if kind == "cpu" else int(module(kind).device_count())
+
+
+def count(kind: str, wanted: int | str) -> int:
+    """How many processes a machine runs for ``devices=wanted`` (a number, or ``"auto"``: every device, one process on a CPU).
+
+    Raises:
+        ValueError: more devices than there are.
+    """
+    if kind == "cpu":
+        return 1 if wanted in ("auto", -1) else int(wanted)
+    there = devices(kind)
+    if wanted in ("auto", -1):
         return there or 1
-    if there is not None and int(devices) > there:
-        raise ValueError(f"devices={devices} was requested, but this machine has {there} CUDA device(s)")
-    return int(devices)
+    if int(wanted) > there:
+        raise ValueError(
+            f"devices={wanted} was requested, but this machine has {there} {kind} device(s){hidden_by(kind)}"
+        )
+    return int(wanted)
 
 
 def device(kind: str, index: int, *, own: bool = False) -> torch.device:
@@ -60,19 +109,185 @@ def device(kind: str, index: int, *, own: bool = False) -> torch.device:
     """
     if kind == "cpu":
         return torch.device("cpu")
-    index = visible_index(index, torch.cuda.device_count(), own)
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    index = visible_index(index, devices(kind), own, kind)
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind, index)
 
 
-def visible_index(index: int, there: int, own: bool) -> int:
+def visible_index(index: int, there: int, own: bool, kind: str = "cuda") -> int:
     """The index of a process's device among the ``there`` visible ones; ``own`` and errors as for :func:`device`."""
     if own and there == 1:
         return 0
     if index >= there:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        hidden = f" (CUDA_VISIBLE_DEVICES={visible!r})" if visible is not None else ""
         raise ValueError(
-            f"local rank {index} has no device: this process sees {there} CUDA device(s){hidden}. Start fewer processes per node"
+            f"local rank {index} has no device: this process sees {there} {kind} device(s){hidden_by(kind)}. Start fewer processes per node"
         )
     return index
+
+
+def name(device: torch.device) -> str:
+    """What the device is called, for messages: ``"cuda:0 (NVIDIA H100 80GB HBM3)"``, or ``"mps:0"`` where the module tells no name."""
+    tells = getattr(getattr(torch, device.type, None), "get_device_name", None)
+    return str(device) if tells is None else f"{device} ({tells(device)})"
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """The stream on which the device computes."""
+    return torch.accelerator.current_stream(device)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Return cached memory to the device; nothing on a CPU."""
+    if device.type != "cpu":
+        # Not every device has torch's common allocator, which torch.accelerator.empty_cache() needs: MPS has its own.
+        getattr(module(device), "empty_cache", torch.accelerator.empty_cache)()
+
+
+def in_use() -> str | None:
+    """The type of the accelerator that this process has initialised; ``None`` before that. Does not initialise it."""
+    built = torch.accelerator.current_accelerator()
+    if built is None:
+        return None
+    owner = module(built)
+    # MPS has no such question: there a device that is available is used.
+    used = owner.is_initialized() if hasattr(owner, "is_initialized") else owner.is_available()
+    return built.type if used else None
+
+
+# -- what a device can do -----------------------------------------------------------------------------------------------------------------
+
+
+def _works(attempt: Callable[[], Any]) -> bool:
+    """Whether it succeeds with a true answer."""
+    with suppress(RuntimeError, TypeError, ValueError, AssertionError, AttributeError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # autocast only warns when it leaves a dtype out
+        try:
+            return bool(attempt())
+        except torch.OutOfMemoryError as error:  # says nothing about the device: it must not be remembered
+            raise MemoryError(f"no memory is left to try what the device can do: {error}") from error
+    return False
+
+
+@functools.cache
+def has_streams(device: torch.device) -> bool:
+    """Whether work can be queued on a second stream, beside the one that computes."""
+
+    def attempt() -> bool:
+        with torch.Stream(device):
+            return True
+
+    return device.type != "cpu" and _works(attempt)
+
+
+@functools.cache
+def has_events(device: torch.device) -> bool:
+    """Whether the host can wait for a point of the device's work."""
+
+    def attempt() -> bool:
+        event = torch.Event(device)
+        event.record()
+        event.synchronize()
+        return True
+
+    return device.type != "cpu" and _works(attempt)
+
+
+@functools.cache
+def pins(device: torch.device) -> bool:
+    """Whether host memory can be pinned for it, so that copies do not block the host."""
+    return device.type != "cpu" and _works(lambda: torch.empty(1, pin_memory=True).is_pinned())
+
+
+@functools.cache
+def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether it multiplies matrices of this dtype."""
+
+    def attempt() -> bool:
+        ones = torch.ones(2, 2, dtype=dtype, device=device)
+        return bool((ones @ ones).sum().item() == 4 * 2)
+
+    return _works(attempt)
+
+
+def supports_float64(device: torch.device) -> bool:
+    """Whether it has float64 (MPS does not)."""
+    return computes_in(device, torch.float64)
+
+
+def supports_bf16(device: torch.device) -> bool:
+    """Whether it has bf16, if only by emulation."""
+    return computes_in(device, torch.bfloat16)
+
+
+@functools.cache
+def autocasts_to(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether ``torch.autocast`` computes in this dtype there. Where it does not, torch only warns and computes in fp32."""
+
+    def attempt() -> bool:
+        ones = torch.ones(2, 2, device=device)
+        with torch.autocast(device.type, dtype=dtype):
+            product = ones @ ones
+        return product.dtype == dtype and bool(product.float().sum().item() == 4 * 2)
+
+    return _works(attempt)
+
+
+@functools.cache
+def scales_losses(device: torch.device) -> bool:
+    """Whether the kernels of ``torch.amp.GradScaler`` are there, which fp16 needs."""
+
+    def attempt() -> bool:
+        gradients = [torch.full((2,), 8.0, device=device), torch.full((2,), torch.inf, device=device)]
+        found, inverse = torch.zeros(1, device=device), torch.full((1,), 0.5, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+        scale, tracker = torch.full((1,), 8.0, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+        torch._amp_update_scale_(scale, tracker, found, 2.0, 0.5, 2000)
+        return gradients[0].tolist() == [4.0, 4.0] and scale.item() == 4.0
+
+    return _works(attempt)
+
+
+def defers(device: torch.device) -> bool:
+    """Whether a number can be copied to the host without a wait, to be read later."""
+    return has_events(device) and pins(device)
+
+
+@functools.cache
+def fused_skips(device: torch.device, optimizer: type[torch.optim.Optimizer]) -> bool:
+    """Whether this optimizer of torch has a fused kernel there that reads ``found_inf`` and ``grad_scale`` on the device.
+
+    Such a kernel leaves a step out, and divides the gradients, without a wait of the host. Some kernels ignore both without a word.
+    """
+
+    def weights(*steps: tuple[float, float, float | None]) -> list[float]:
+        weight = torch.ones(2, device=device, requires_grad=True)
+        stepper: Any = optimizer([weight], lr=0.5, fused=True)  # type: ignore[call-arg]
+        for gradient, found, scale in steps:
+            weight.grad = torch.full_like(weight, gradient)
+            if scale is not None:
+                stepper.found_inf, stepper.grad_scale = (torch.full((), x, device=device) for x in (found, scale))
+            stepper.step()
+        after: list[float] = weight.tolist()
+        return after
+
+    def attempt() -> bool:
+        # Scales that differ: Adam's weights do not depend on one that stays.
+        plain, scaled = weights((1.0, 0.0, None), (3.0, 0.0, None)), weights((2.0, 0.0, 2.0), (12.0, 0.0, 4.0))
+        return weights((1.0, 1.0, 1.0)) == [1.0, 1.0] and abs(plain[0] - scaled[0]) < 1e-5 and plain != [1.0, 1.0]
+
+    return _works(attempt)
+
+
+def collectives_backend(device: torch.device) -> str:
+    """The back end of a process group for the device's tensors: ``"nccl"``, ``"xccl"``, ``"gloo"``, ...
+
+    Raises:
+        RuntimeError: torch has none for it.
+    """
+    try:
+        return str(dist.get_default_backend_for_device(device))
+    except ValueError:
+        raise RuntimeError(
+            f"{name(device)} has no back end for collectives in torch {torch.__version__}, so that several ranks cannot train on it; "
+            "import the package that registers one (torch.distributed.Backend.register_backend(..., devices=...)), or use devices=1"
+        ) from None

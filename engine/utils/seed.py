@@ -1,4 +1,4 @@
-"""Random numbers of python, numpy, torch and CUDA: seeding, and saving and restoring of their states."""
+"""Random numbers of python, numpy, torch and its accelerator: seeding, and saving and restoring of their states."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from engine.utils import accelerator
+
 _MOST = 2**32 - 1  # numpy's limit
 
 
 def seed_everything(seed: int) -> int:
-    """Seed python's ``random``, numpy (when it is installed), torch on the CPU and on every CUDA device.
+    """Seed python's ``random``, numpy (when it is installed), torch on the CPU and on every device of the accelerator.
 
     Returns:
         The seed.
@@ -43,8 +45,8 @@ def seed_everything(seed: int) -> int:
 def capture() -> dict[str, Any]:
     """The state of every generator that this process uses, as JSON values and tensors; see :func:`restore`.
 
-    Numpy's is included if numpy was imported, CUDA's (of the current device) if CUDA was initialised: neither is loaded
-    for this. This does not wait for a device: CUDA keeps its generator's state on the host.
+    Numpy's is included if numpy was imported, the accelerator's (of the current device) if it is in use: neither is loaded
+    for this. This does not wait for a device: generators keep their states on the host.
     """
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
@@ -61,13 +63,14 @@ def capture() -> dict[str, Any]:
             "has_gauss": int(has_gauss),
             "cached": float(cached),
         }
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+    if (kind := accelerator.in_use()) is not None:
+        state["device"] = {"type": kind, "state": accelerator.module(kind).get_rng_state()}
     return state
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Restore a state from :func:`capture`. A generator that ``state`` lacks is not changed, nor is CUDA's without CUDA.
+    """Restore a state from :func:`capture`. A generator that ``state`` lacks is not changed, nor is the device's on a device of another
+    type, whose generator counts differently.
 
     Raises:
         ValueError: ``state`` is not of :func:`capture`'s form.
@@ -82,8 +85,10 @@ def restore(state: dict[str, Any]) -> None:
             saved = state["numpy"]
             keys = saved["keys"].numpy().astype("uint32")
             numpy.random.set_state((saved["kind"], keys, saved["position"], saved["has_gauss"], saved["cached"]))
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"].cpu())
+        # Older checkpoints know CUDA only, under its own key.
+        on_device = state.get("device") or ({"type": "cuda", "state": state["cuda"]} if "cuda" in state else None)
+        if on_device is not None and on_device["type"] == accelerator.present():
+            accelerator.module(on_device["type"]).set_rng_state(on_device["state"].cpu())
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"not a state of random generators: {type(error).__name__}: {error}; give what capture() returned"

@@ -26,7 +26,7 @@ def test_a_run_without_any_limit_is_one_epoch() -> None:
         ("precision", "bf16", "bf16-mixed"),
         ("precision", "fp16", "16-mixed"),
         ("precision", 64, "64-true"),
-        ("accelerator", "gpu", "cuda"),
+        ("accelerator", "GPU", "gpu"),
         ("devices", "2", 2),
         ("devices", "0,3", (0, 3)),
         ("devices", [1], (1,)),

@@ -12,6 +12,7 @@ from engine import Engine
 from engine.data import prepared_loader as loaders
 from engine.data.device_prefetch import ahead, pinned
 from engine.step.share import Share
+from engine.utils import accelerator
 
 
 class Notes:
@@ -87,6 +88,7 @@ def test_the_prepared_loader_reads_ahead_on_a_device(monkeypatch: pytest.MonkeyP
     """Weights, hooks and the place in the epoch stay those of the batch that is given out."""
     notes = Notes()
     monkeypatch.setattr(loaders, "SideStream", lambda device, move: notes)
+    monkeypatch.setattr(accelerator, "has_streams", lambda device: device.type == "cuda")
     engine = Engine(accelerator="cpu", accumulate_grad_batches=2)
     monkeypatch.setattr(engine.group, "device", torch.device("cuda"))
     for data, across in (([3, 4, 5], True), (iter([3, 4, 5]), False)):

@@ -1,0 +1,50 @@
+"""The names of devices, without loading torch: the launcher and the shell's completion read them."""
+
+from __future__ import annotations
+
+import os
+
+KNOWN = ("auto", "cpu", "gpu", "cuda", "mps", "xpu", "npu", "hpu", "mtia")
+"""What ``accelerator=`` accepts besides the names of devices that a package adds to torch (``privateuse1``).
+
+``gpu`` is any accelerator that ``torch.accelerator`` finds: an NPU and an HPU too. Only ``cpu`` is none.
+"""
+_HINTS = {
+    "rocm": "torch calls ROCm's GPUs 'cuda'",
+    "hip": "torch calls ROCm's GPUs 'cuda'",
+    "nvidia": "it is called 'cuda'",
+    "amd": "torch calls ROCm's GPUs 'cuda'",
+    "metal": "it is called 'mps'",
+    "intel": "it is called 'xpu'",
+    "gaudi": "it is called 'hpu'",
+    "ascend": "it is called 'npu'",
+    "tpu": "torch.accelerator has no TPU",
+    "xla": "torch.accelerator has no XLA device",
+}
+_HIDING = {
+    "cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    "xpu": ("ZE_AFFINITY_MASK",),
+    "npu": ("ASCEND_RT_VISIBLE_DEVICES",),
+    "hpu": ("HABANA_VISIBLE_MODULES", "HABANA_VISIBLE_DEVICES"),
+}
+
+
+def hint(name: str) -> str:
+    """What to write instead of a device's name that is none here; may be empty."""
+    kind, _, index = name.partition(":")
+    if index.isdecimal() and kind in KNOWN:
+        return f"; the index is a setting of its own: accelerator={kind!r}, devices=[{index}]"
+    return f"; {_HINTS[kind]}" if kind in _HINTS else ""
+
+
+def is_added(name: str) -> bool:
+    """Whether a package has added a device of this name to torch (``privateuse1``). Loads torch, and with it the packages that load themselves."""
+    import torch
+
+    return name == torch._C._get_privateuse1_backend_name()
+
+
+def hidden_by(kind: str) -> str:
+    """`` (CUDA_VISIBLE_DEVICES='5')``: the variables that are set and hide devices of this kind from the process; may be empty."""
+    found = [f"{name}={os.environ[name]!r}" for name in _HIDING.get(kind, ()) if name in os.environ]
+    return f" ({', '.join(found)})" if found else ""
