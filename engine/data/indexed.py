@@ -243,7 +243,7 @@ class Batches(_Positioned):
             return
         every, used, rank = deal.world_size, deal.used, deal.rank
         full = every * window
-        sizes: Sequence[int | None]
+        sizes: list[Any]
         for base in range(start, used, full):
             if base + full > used:  # the last window
                 ((own, dealt),) = deal.windows(base)
