@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import random
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -153,7 +155,7 @@ class Pipeline:
 
     def _captured(self, step: Step, batch: Any) -> tuple[Tensor, ...]:
         """The model's inputs: ``step`` is run up to its call of the model."""
-        before = torch.get_rng_state()
+        before = _generators(self.device)
         self._inputs = []
         try:
             with self.autocast(), torch.no_grad():
@@ -166,10 +168,11 @@ class Pipeline:
             raise ValueError(self._uncalled)
         finally:
             inputs, self._inputs = self._inputs, None
-        if not torch.equal(before, torch.get_rng_state()):
+        after = _generators(self.device)
+        if drawn := [name for name, state in after.items() if before.get(name) != state]:
             raise ValueError(
-                "pipeline parallel: random numbers were drawn before the model was called. The rank with the inputs and the one with the "
-                "loss would draw different ones: do it in the dataset, the collate function or on_after_batch_transfer"
+                f"pipeline parallel: random numbers were drawn before the model was called (from {' and '.join(drawn)}). The rank with the "
+                "inputs and the one with the loss would draw different ones: do it in the dataset, the collate function or on_after_batch_transfer"
             )
         return tuple(t.contiguous() for t in inputs)  # some versions of torch compare strides with the example's
 
@@ -273,6 +276,17 @@ class Pipeline:
         for tensor in passed:
             dist.broadcast(tensor, group_src=self.owner(self.num_stages - 1), group=self.group)
         return passed[0] if len(passed) == 1 else passed
+
+
+def _generators(device: torch.device) -> dict[str, Any]:
+    """The states of the generators that a step may draw from, by name. All are on the host: this does not wait for the device."""
+    states: dict[str, Any] = {"random": random.getstate(), "torch on the CPU": torch.get_rng_state().numpy().tobytes()}
+    if numpy := sys.modules.get("numpy"):
+        _, keys, position, *_ = numpy.random.get_state()
+        states["numpy"] = (keys.tobytes(), position)
+    if device.type != "cpu":
+        states[f"torch on {device.type}"] = torch.get_device_module(device).get_rng_state().numpy().tobytes()
+    return states
 
 
 class _Called(BaseException):

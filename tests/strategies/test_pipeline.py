@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.strategies.pipeline import _rows
+from engine.strategies.pipeline import _generators, _rows
 from engine.strategies.pipeline_stages import _balanced, stages_of
 
 
@@ -53,3 +53,15 @@ def test_samples_of_a_batch() -> None:
     assert found["pair"][0].tolist() == [1, 2, 2]
     assert found["pair"][1] == 5
     assert _rows(batch, 3, torch.arange(1, 3))["x"].data_ptr() == batch["x"][1:].data_ptr()  # neighbours are not copied
+
+
+def test_the_devices_generator_is_among_those_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout on the inputs draws from it alone. The simulated device tests a whole step; here only that it is asked."""
+    state = torch.zeros(16, dtype=torch.uint8)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: state.clone())
+    before = _generators(torch.device("cuda", 0))
+    assert before == _generators(torch.device("cuda", 0))
+    state[8] += 4  # CUDA's offset
+    after = _generators(torch.device("cuda", 0))
+    assert [name for name in after if after[name] != before[name]] == ["torch on cuda"]
+    assert "torch on cuda" not in _generators(torch.device("cpu"))
