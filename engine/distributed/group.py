@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from engine.distributed import failures, relaunch, stores
+from engine.distributed import failures, process_groups, relaunch, stores
 from engine.distributed.environment import Environment, detect
 from engine.distributed.meeting import meet
 from engine.utils import accelerator as accelerators
@@ -101,12 +101,19 @@ class Group:
 
     def _groups(self, parts: Sequence[Sequence[int]]) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
         """The process groups of this rank's subgroup: for CPU tensors and for the device's."""
-        found: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None)
-        for ranks in parts:
-            cpu = dist.new_group(ranks, backend="gloo") if len(ranks) > 1 else None
-            wide = cpu if self.device.type == "cpu" or cpu is None else dist.new_group(ranks)
-            found = (cpu, wide) if self.rank in ranks else found
-        return found
+        shared = [ranks for ranks in parts if len(ranks) > 1]
+        cpu = process_groups.on_cpu(shared) if shared else None
+        return cpu, cpu if self.device.type == "cpu" or not shared else self.divided(parts)
+
+    def divided(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        """The process group for the device's tensors of this rank's part, made once; ``None`` for a rank in no part. A collective.
+
+        It has no gloo beside it. A part with all ranks is torch's default group.
+        """
+        if len(parts) == 1 and sorted(parts[0]) == list(range(dist.get_world_size())):
+            return dist.group.WORLD
+        key = ("divided", *(tuple(ranks) for ranks in parts))
+        return self.once(key, lambda: process_groups.divided(parts, self.device))
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """The result of ``make`` at the first call with this key, kept for the life of the job: meshes and process groups.
@@ -146,8 +153,8 @@ def join(
 ) -> Group:
     """Join the other processes of the job; all of them call this.
 
-    World size 1 creates no process group. Otherwise torch's default group is initialised (gloo for CPU tensors, NCCL for CUDA ones), or
-    reused if the user or an earlier ``join`` has initialised it. Ours is destroyed at the interpreter's exit.
+    World size 1 creates no process group. Otherwise torch's default group is initialised (gloo for CPU tensors, the device's own back end
+    for others, such as NCCL), or reused if the user or an earlier ``join`` has initialised it. Ours is destroyed at the interpreter's exit.
 
     Args:
         environment: this process's rank, world size and addresses.
@@ -160,8 +167,8 @@ def join(
 
     Raises:
         ValueError: ``debug`` with a default group that was created without it.
-        RuntimeError: the others did not join in time, the address cannot be served or reached, or the default group that exists has
-            another rank or size than the environment says.
+        RuntimeError: the others did not join in time, the address cannot be served or reached, the default group that exists has
+            another rank or size than the environment says, or the process may not open as many connections as the job needs.
     """
     global _shared
     failures.attach(environment)
@@ -172,15 +179,17 @@ def join(
         if environment.name == "single":
             relaunch.work_alone()
         return Group(environment, device)
+    process_groups.allow_descriptors(environment.world_size)
     prefixed = _meet(environment, timeout, store, check)
     if debug:
         dist.set_debug_level(dist.DebugLevel.DETAIL)  # also for groups that are created later
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=prefixed,
-        rank=environment.rank,
-        world_size=environment.world_size,
-        timeout=timeout,
+    process_groups.initialise(
+        device,
+        prefixed,
+        environment.rank,
+        environment.world_size,
+        timeout,
+        dist.get_debug_level() == dist.DebugLevel.DETAIL,
     )
     _shared = _adopt(timeout, prefixed, debug or dist.get_debug_level() == dist.DebugLevel.DETAIL)
     return Group(environment, device, _shared)
@@ -235,7 +244,7 @@ def _check_existing(environment: Environment) -> None:
 def _adopt(timeout: timedelta, store: dist.Store | None, debug: bool) -> _Shared:
     world = dist.group.WORLD
     assert world is not None
-    cpu = dist.new_group(backend="gloo", timeout=timeout)
+    cpu = process_groups.on_cpu(timeout=timeout)
     assert cpu is not None
     # Handlers run last in, first out: ours must run before those that serve the store or wait for our exit.
     atexit.unregister(_leave)

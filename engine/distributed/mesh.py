@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
+from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from engine.distributed.group import Group
 
@@ -37,9 +38,24 @@ def degrees(given: Mapping[str, int], world_size: int, who: str) -> dict[str, in
 
 
 def make_mesh(group: Group, sizes: Mapping[str, int]) -> DeviceMesh:
-    """The mesh of all ranks, in row-major order. A collective; a job has one mesh per tuple of sizes."""
-    kind, names, shape = group.device.type, tuple(sizes), tuple(sizes.values())
-    return group.once(("mesh", kind, names, shape), lambda: init_device_mesh(kind, shape, mesh_dim_names=names))
+    """The mesh of all ranks, in row-major order. A collective; a job has one mesh per tuple of sizes.
+
+    It has the axes with more than one rank, each with one process group: a group of one rank would have nothing to do. ``dp_shard`` stays beside
+    ``dp_replicate``, because ``fully_shard`` replicates on two axes only.
+    """
+    needed = "dp_shard" if sizes.get("dp_replicate", 1) > 1 or group.world_size == 1 else None
+    kept = {name: size for name, size in sizes.items() if size > 1 or name == needed}
+    kind, names, shape = group.device.type, tuple(kept), tuple(kept.values())
+    return group.once(("mesh", kind, names, shape), lambda: _mesh(group, names, shape))
+
+
+def _mesh(group: Group, names: tuple[str, ...], shape: tuple[int, ...]) -> DeviceMesh:
+    ranks = torch.arange(group.world_size).reshape(shape)
+    axes = [ranks.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(shape)]
+    groups: Any = [group.divided(axis) for axis in axes]
+    return DeviceMesh.from_group(
+        groups if len(groups) > 1 else groups[0], group.device.type, ranks, mesh_dim_names=names
+    )
 
 
 def data_group(group: Group, sizes: Mapping[str, int]) -> Group:

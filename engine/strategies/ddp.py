@@ -175,7 +175,7 @@ def _unchecked() -> dist.ProcessGroup | None:
     shapes when it is built, and then all ranks reduce the same shapes."""
     dist.set_debug_level(dist.DebugLevel.OFF)
     try:
-        return dist.new_group()
+        return dist.new_group(backend="gloo")
     finally:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -192,8 +191,4 @@ class Depth:
 
 def _column(group: Group, stages: int, ranks: list[int]) -> Any:
     """The process group of these ranks of the pipeline axis with this rank's other coordinates; ``None`` for other ranks. A collective."""
-    found = None
-    for members in torch.arange(group.world_size).reshape(stages, -1)[ranks].t().tolist():
-        made = group.once(("column", *members), partial(dist.new_group, members))
-        found = made if group.rank in members else found
-    return found
+    return group.divided(torch.arange(group.world_size).reshape(stages, -1)[ranks].t().tolist())

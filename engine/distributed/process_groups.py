@@ -1,0 +1,142 @@
+"""torch's process groups: as few as will do, each with one back end. Each gloo group costs a rank a connection to every other one."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None  # type: ignore[assignment]
+
+GLOO_GROUPS = 5
+"""Gloo groups of all ranks that a job may have: the default one, flags and objects, checkpoints, data, and one more."""
+OTHER_DESCRIPTORS = 512
+"""File descriptors for everything else: data, workers, the device's library."""
+ROOM = 65536
+"""The soft limit of descriptors is raised to this where the hard one allows it: some programs look at every possible descriptor."""
+
+_connected: dist.ProcessGroup | None = (
+    None  # the default group that was connected to this process's device when we initialised it
+)
+
+Parts = Sequence[Sequence[int]]
+"""Ranks, divided; a rank is in one part at most."""
+
+
+def initialise(
+    device: torch.device, store: dist.Store, rank: int, world_size: int, timeout: timedelta, debug: bool
+) -> None:
+    """Initialise torch's default group: gloo for CPU tensors, and the device's own back end for its tensors.
+
+    With a back end that can split (NCCL) the device's connections are made here, so that :func:`divided` splits them.
+    In debug mode torch wraps the back ends, and they are connected at their first use.
+
+    Raises:
+        ValueError: torch knows no back end for this device.
+    """
+    global _connected
+    backend = "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device.type)
+    several = backend != "gloo"
+    dist.init_process_group(
+        f"cpu:gloo,{device.type}:{backend}" if several else backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if several and not debug else None,
+    )
+    world = _world()
+    _connected = world if world.bound_device_id is not None else None
+    # Bound only while we split: as long as a group is bound, torch lets ranks outside of a new gloo group wait for those inside.
+    world.bound_device_id = None
+
+
+def backend_of(device: torch.device) -> str:
+    """The name of the back end that the default group has for tensors of this device."""
+    pairs = (pair.split(":") for pair in dist.get_backend_config().split(","))
+    return next((name for kind, name in pairs if kind == device.type), str(dist.get_backend()))
+
+
+def on_cpu(parts: Parts | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+    """This rank's new gloo group, for flags, objects and CPU tensors; by default of all ranks. A collective."""
+    with _bound(None):
+        return _each(parts or [list(range(dist.get_world_size()))], "gloo", timeout)
+
+
+def divided(parts: Parts, device: torch.device) -> dist.ProcessGroup | None:
+    """The new group of this rank's part for the device's tensors alone; ``None`` for a rank in no part. A collective."""
+    backend = backend_of(device)
+    if _splits(device):
+        with _bound(device):
+            return dist.split_group(split_ranks=[list(part) for part in parts], backend=f"{device.type}:{backend}")
+    with _bound(None):
+        return _each(parts, backend, None)
+
+
+def _each(parts: Parts, backend: str, timeout: timedelta | None) -> dist.ProcessGroup | None:
+    rank, found = dist.get_rank(), None
+    for ranks in parts:
+        made = dist.new_group(list(ranks), backend=backend, timeout=timeout)
+        found = made if rank in ranks else found
+    return found
+
+
+def _splits(device: torch.device) -> bool:
+    """Whether the default group's connections of this device can be split: one call for all parts, and nothing to connect."""
+    world = _world()
+    if world is not _connected and world.bound_device_id is None:
+        return False
+    # Without the argument torch would split gloo's connections as well.
+    return "backend" in inspect.signature(dist.split_group).parameters and bool(
+        world._get_backend(device).supports_splitting
+    )
+
+
+@contextlib.contextmanager
+def _bound(device: torch.device | None) -> Iterator[None]:
+    """The default group bound to ``device`` within the block."""
+    world = _world()
+    before, world.bound_device_id = world.bound_device_id, device
+    try:
+        yield
+    finally:
+        world.bound_device_id = before
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+def allow_descriptors(world_size: int) -> None:
+    """Raise this process's limit of open files as far as a job of so many ranks needs it.
+
+    Raises:
+        RuntimeError: the hard limit is too low.
+    """
+    if resource is None:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = GLOO_GROUPS * world_size + OTHER_DESCRIPTORS
+    if os.path.isdir("/proc/self/fd"):
+        needed += len(os.listdir("/proc/self/fd"))
+    unlimited = resource.RLIM_INFINITY
+    most = hard if hard != unlimited else max(needed, ROOM)
+    if soft != unlimited and soft < (wanted := min(most, max(needed, ROOM))):
+        with contextlib.suppress(ValueError, OSError):  # the system's own limit is lower
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    if soft != unlimited and soft < needed:
+        raise RuntimeError(
+            f"a rank of a job with {world_size} processes needs about {needed} open files and connections, but this process may have only {soft}: "
+            "raise the hard limit where it starts (ulimit -Hn, LimitNOFILE= of systemd, --ulimit nofile= of docker, PropagateResourceLimits of SLURM)"
+        )

@@ -1,0 +1,172 @@
+"""How many process groups and sockets a job has, and that it may open them."""
+
+from __future__ import annotations
+
+import resource
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run_ranks, run_script
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from engine.distributed import process_groups
+from engine.distributed.environment import Environment
+from engine.distributed.group import Group, join
+from engine.distributed.mesh import data_group, make_mesh
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+RANK = 21
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The requested back end and size of each group that this rank, number 21 of 64, becomes a member of. All groups are fake ones."""
+    found: list[tuple[str, int]] = []
+    real = dist.new_group
+
+    def new_group(ranks: list[int], backend: str, timeout: timedelta | None = None) -> Any:
+        if RANK in ranks:
+            found.append((backend, len(ranks)))
+        return real(ranks, backend="fake")
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    # As a job on GPUs has it, without their library.
+    monkeypatch.setattr(process_groups, "backend_of", lambda device: "nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=64)
+    yield found
+    dist.destroy_process_group()
+
+
+def joined(kind: str) -> Group:
+    device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+    return join(Environment("torchrun", RANK, 64, RANK % 8, 8, 8), device, timeout=timedelta(seconds=60))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((1, 1, 64, 1, 1), []),  # one axis of all ranks is the default group
+        ((1, 1, 1, 1, 64), []),  # and data that all ranks share needs none
+        ((1, 8, 8, 1, 1), [("nccl", 8), ("nccl", 8)]),
+        ((1, 64, 1, 1, 1), [("nccl", 1)]),  # replicating needs both data axes
+        ((1, 1, 8, 1, 8), [("gloo", 8), ("nccl", 8), ("nccl", 8)]),  # the data axis is the group of the data, too
+        ((2, 1, 4, 1, 8), [("gloo", 4), ("nccl", 4), ("nccl", 2), ("nccl", 8)]),
+        ((2, 2, 2, 1, 8), [("gloo", 4), ("nccl", 4), ("nccl", 2), ("nccl", 2), ("nccl", 2), ("nccl", 8)]),
+    ],
+)
+def test_groups_of_64_ranks(made: list[tuple[str, int]], sizes: tuple[int, ...], expected: list[Any]) -> None:
+    group = joined("cuda")
+    assert made == [("gloo", 64)]  # flags and objects
+    named = dict(zip(AXES, sizes, strict=True))
+    data_group(group, named)
+    mesh = make_mesh(group, named)
+    data_group(group, named)
+    assert make_mesh(group, named) is mesh
+    assert mesh.size() == 64
+    assert sorted(made[1:]) == sorted(expected)
+    del made[:]
+    group.part([list(range(64))])  # the writer's own
+    assert made == [("gloo", 64)]
+
+
+def test_a_mesh_has_this_ranks_neighbours(made: list[tuple[str, int]]) -> None:
+    mesh = make_mesh(joined("cpu"), {"pp": 2, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 8})
+    assert mesh.mesh_dim_names == ("pp", "dp_shard", "tp")
+    assert mesh.get_coordinate() == (0, 2, 5)  # 21 = 0 * 32 + 2 * 8 + 5
+    ranks = {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in mesh.mesh_dim_names}
+    assert ranks == {"pp": [21, 53], "dp_shard": [5, 13, 21, 29], "tp": list(range(16, 24))}
+    assert {backend for backend, _ in made} == {"gloo"}
+
+
+TRAINED = """
+import os, sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.utils.data import DataLoader, TensorDataset
+from callbacks import ModelCheckpoint
+from engine import FSDP, Fit, MeshParallel, TrainModule
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+    def pipeline_stages(self):
+        return list(self.net)
+
+    def parallelize(self, mesh):
+        return {f"net.{i}": RowwiseParallel() if i % 2 else ColwiseParallel() for i in range(4)}
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.mse_loss(self(batch[0]), batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def sockets():
+    links = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
+    return sum(os.readlink(link).startswith("socket:") for link in links if os.path.lexists(link))
+
+before = sockets()
+strategies = {
+    "ddp": "ddp", "fsdp": "fsdp", "hybrid": FSDP(dp_replicate=2), "tp": MeshParallel(tp=2), "all tp": MeshParallel(tp=4),
+    "pp and tp": MeshParallel(pp=2, tp=2, dp_shard=1),
+}
+name, root = sys.argv[1:]
+fit = Fit(strategy=strategies[name], accelerator="cpu", max_steps=2, root_dir=root, callbacks=[ModelCheckpoint(every="1 steps")])
+fit.run(Net(), DataLoader(TensorDataset(torch.randn(32, 8)), 4))
+report([sorted(dist.get_world_size(group) for group in dist.distributed_c10d._world.pg_map), sockets() - before])
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("tp", [2, 2, 2, 4, 4, 4]),
+        pytest.param("ddp", [4, 4, 4], marks=pytest.mark.slow),
+        pytest.param("fsdp", [4, 4, 4], marks=pytest.mark.slow),
+        pytest.param("hybrid", [2, 2, 4, 4, 4], marks=pytest.mark.slow),
+        pytest.param("all tp", [4, 4, 4], marks=pytest.mark.slow),
+        pytest.param("pp and tp", [2, 2, 4, 4, 4], marks=pytest.mark.slow),
+    ],
+)
+def test_groups_and_sockets_of_four_ranks(name: str, sizes: list[int], tmp_path: Any) -> None:
+    for ran in run_ranks(TRAINED, 4, name, tmp_path):
+        found, sockets = ran.value
+        assert found == sizes
+        # Each gloo group of n ranks listens, and is connected to n - 1; the job's store is one more.
+        assert sockets == sum(sizes) + 1
+
+
+LIMITED = """
+import resource, sys
+from engine.distributed import process_groups
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, int(sys.argv[1])))
+try:
+    process_groups.allow_descriptors(1024)
+except RuntimeError as error:
+    report(str(error))
+else:
+    report(resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+def test_the_limit_of_descriptors_is_raised_or_named() -> None:
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if most == resource.RLIM_INFINITY:
+        most = 20000
+    if most < 6000:
+        pytest.skip(f"this machine allows {most} open files")
+    assert run_ranks(LIMITED, 1, most)[0].value == [min(most, process_groups.ROOM), most]
+    refused = run_script(LIMITED, 2000).value
+    assert "a rank of a job with 1024 processes needs about 56" in refused
+    assert "this process may have only 2000: raise the hard limit where it starts (ulimit -Hn" in refused
