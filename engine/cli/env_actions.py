@@ -17,7 +17,7 @@ from engine.distributed.environment import detect, hints
 from engine.loop import compatibility
 
 _PACKAGES = (
-    *("fit-trainer", "torch", "torchmetrics", "lightning-utilities", "safetensors", "numpy", "rich", "pyyaml"),
+    *("fit-trainer", "torch", "torchmetrics", "safetensors", "numpy", "rich", "pyyaml"),
     *("deepspeed", "tensorboard"),
 )
 

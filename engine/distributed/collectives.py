@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.distributed.group import Group
 from engine.utils.errors import nearest
-from engine.utils.tree import map_tensors
+from engine.utils.tree import leaves, map_tensors
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
@@ -38,7 +38,7 @@ def all_reduce(group: Group, tree: Any, op: str = "sum", scale: float = 1.0) -> 
         raise ValueError(f"unknown reduction {op!r}{nearest(op, _OPS)}. Possible: {', '.join(_OPS)}")
     if scale != 1.0:
         return map_tensors(lambda tensor: tensor * scale, all_reduce(group, tree, op))
-    tensors = _leaves(tree)
+    tensors = leaves(tree)
     if group.cpu is None:
         if all(_result_dtype(tensor.dtype, op) == tensor.dtype for tensor in tensors):
             return tree
@@ -76,8 +76,8 @@ def gather(group: Group, tree: Any) -> Any:
     """
     if group.cpu is None:
         return map_tensors(lambda tensor: tensor.detach() if tensor.ndim else tensor.detach().reshape(1), tree)
-    tensors = [tensor.detach() if tensor.ndim else tensor.detach().reshape(1) for tensor in _leaves(tree)]
-    specs = _exchange_specs(group, _leaves(tree), "gather")
+    tensors = [tensor.detach() if tensor.ndim else tensor.detach().reshape(1) for tensor in leaves(tree)]
+    specs = _exchange_specs(group, leaves(tree), "gather")
     results = []
     for index, tensor in enumerate(tensors):
         shapes = [spec[index][1] for spec in specs]
@@ -108,7 +108,7 @@ def broadcast(group: Group, tree: Any, src: int = 0) -> Any:
     _check_src(group, src)
     if group.cpu is None:
         return tree
-    tensors = _leaves(tree)
+    tensors = leaves(tree)
     specs = _exchange_specs(group, tensors, "broadcast")
     results = []
     for index, tensor in enumerate(tensors):
@@ -152,7 +152,7 @@ def pad_across_processes(group: Group, tree: Any, dim: int = 0, pad_index: float
     """
     if group.cpu is None:
         return tree
-    tensors = _leaves(tree)
+    tensors = leaves(tree)
     specs = _exchange_specs(group, tensors, "pad_across_processes")
     results = []
     for index, tensor in enumerate(tensors):
@@ -294,12 +294,6 @@ def _unpacked(sent: bytes | str, rank: int) -> Any:
     return pickle.loads(sent)
 
 
-def _leaves(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(lambda tensor: found.append(tensor), tree)
-    return found
-
-
-def _rebuild(tree: Any, leaves: list[Tensor]) -> Any:
-    rest = iter(leaves)
+def _rebuild(tree: Any, found: list[Tensor]) -> Any:
+    rest = iter(found)
     return map_tensors(lambda tensor: next(rest), tree)

@@ -15,7 +15,7 @@ from engine.distributed.collectives import gather, gather_json
 from engine.distributed.group import Group
 from engine.loop.run import Run
 from engine.utils.errors import CheckError
-from engine.utils.tree import map_tensors
+from engine.utils.tree import leaves
 
 MOST = 10
 """The number of differences that an error lists."""
@@ -64,14 +64,13 @@ def checked(run: Run, batches: Iterator[Any]) -> Iterator[Any]:
     """
     for batch in batches:
         group = run.engine.data_group
-        leaves: list[Tensor] = []
-        map_tensors(leaves.append, batch)
+        found = leaves(batch)
         forms = {
             f"tensor {i}": f"{t.dtype}, [batch{''.join(f', {n}' for n in t.shape[1:])}], {t.device.type}"
-            for i, t in enumerate(leaves)
+            for i, t in enumerate(found)
         }
-        _agree(group, "first batches", {"structure": type(batch).__name__, "tensors": len(leaves)} | forms)
-        for index, tensor in enumerate(leaves):
+        _agree(group, "first batches", {"structure": type(batch).__name__, "tensors": len(found)} | forms)
+        for index, tensor in enumerate(found):
             _round_trip(group, index, tensor)
         yield batch
         break

@@ -14,7 +14,7 @@ from engine.distributed.collectives import gather_json
 from engine.loop.run import Run
 from engine.replay.replayed_step import ReplayedStep
 from engine.step.gradients import Loss, loss_in, nonzero
-from engine.utils.tree import map_tensors, whole
+from engine.utils.tree import leaves, whole
 
 
 class StepWatch(Callback):
@@ -121,15 +121,15 @@ class StepWatch(Callback):
         """Note the first place where a number is not finite."""
         if self.step.nonfinite is None:
             flags: list[bool] = []
-            map_tensors(lambda tensor: _note(flags, tensor), tree)
+            for tensor in leaves(tree):
+                _note(flags, tensor)
             if not all(flags):
                 self.step.nonfinite = where
 
 
-def _note(flags: list[bool], tensor: Tensor) -> Tensor:
+def _note(flags: list[bool], tensor: Tensor) -> None:
     if tensor.is_floating_point() or tensor.is_complex():
         flags.append(bool(whole(tensor.detach()).isfinite().all()))
-    return tensor
 
 
 def _more(window_at: Callable[[int], int], times: int, epoch: int) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import inspect
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
+from torch.nn.utils.rnn import PackedSequence
 
 from engine.step.gradients import Loss
 from engine.strategies.pipeline_stages import Spec, Stage, _through
@@ -309,7 +311,18 @@ def _rows(tree: Any, count: int, index: Tensor) -> Any:
             return tensor
         return tensor[low:high] if whole else tensor[index.to(tensor.device)]
 
-    return map_tensors(pick, tree)
+    return map_tensors(pick, tree, _divided)
+
+
+def _divided(item: Any) -> Any:
+    """For :func:`map_tensors`: objects whose samples are not rows of tensors would go whole into each chunk."""
+    container = isinstance(item, (Mapping, Sequence, type)) or dataclasses.is_dataclass(item)
+    if isinstance(item, PackedSequence) or (not container and callable(getattr(item, "to", None))):
+        raise TypeError(
+            f"pipeline parallel cannot divide a {type(item).__name__} into chunks: give batches of tensors, lists and dicts "
+            "(a PackedSequence can be packed in the model)"
+        )
+    return NotImplemented
 
 
 def _first(tree: Any) -> Tensor:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+import inspect
+from collections import UserDict, UserList, deque
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
+Own = Callable[[Any], Any]
+_PLAIN = frozenset((int, float, str, bool, bytes, type(None)))
 _UNCHANGED: dict[torch.dtype, torch.dtype] = {}
+_WAITS = ("cpu", "mps")
+"""Devices to which a copy waits: the host may read memory before it is there, and MPS reads memory that the host has freed
+(https://github.com/pytorch/pytorch/issues/189690)."""
 
 
 @cache
@@ -25,54 +33,131 @@ def formats(dtype: torch.dtype) -> dict[torch.dtype, torch.dtype]:
     return dict.fromkeys(real, dtype) | dict.fromkeys((torch.complex32, torch.complex64, torch.complex128), complex_)
 
 
-def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
-    """``tree`` with ``fn`` applied to each tensor; the containers (dict, list, tuple, named tuple, dataclass) keep their types."""
+def map_tensors(fn: Callable[[Tensor], Any], tree: Any, own: Own | None = None) -> Any:
+    """``tree`` with ``fn`` applied to each tensor; containers keep their types and their other contents.
+
+    Containers: dict, list, tuple and their subclasses, other mappings and sequences, dataclasses and attrs classes, frozen ones too.
+    Other objects stay as they are.
+
+    Args:
+        own: called with each object that is no tensor, no plain dict, list or tuple and no plain value. What it returns takes the
+            object's place; ``NotImplemented``: look inside.
+
+    Raises:
+        TypeError: a container cannot be made again from its changed items.
+    """
     if isinstance(tree, Tensor):
         return fn(tree)
     kind = type(tree)
     # The usual containers of collate functions are handled here: a general tree walk costs 10 us per batch, this one 1 us.
     if kind is list:
-        return [map_tensors(fn, item) for item in tree]
+        return [map_tensors(fn, item, own) for item in tree]
     if kind is tuple:
-        return tuple(map_tensors(fn, item) for item in tree)
+        return tuple(map_tensors(fn, item, own) for item in tree)
     if kind is dict:
-        return {key: map_tensors(fn, item) for key, item in tree.items()}
-    if kind in (int, float, str, bool, bytes, type(None)):
+        return {key: map_tensors(fn, item, own) for key, item in tree.items()}
+    if kind in _PLAIN:
         return tree
-    if dataclasses.is_dataclass(kind):
-        # apply_to_collection refuses frozen ones, Loss among them.
-        copied = copy.copy(tree)
-        for field in dataclasses.fields(kind):
-            if hasattr(tree, field.name):
-                object.__setattr__(copied, field.name, map_tensors(fn, getattr(tree, field.name)))
-        return copied
-    from lightning_utilities.core.apply_func import apply_to_collection
+    if own is not None and (found := own(tree)) is not NotImplemented:
+        return found
+    return _mapped(lambda item: map_tensors(fn, item, own), tree, kind)
 
-    return apply_to_collection(tree, Tensor, fn)
+
+def _mapped(visit: Callable[[Any], Any], tree: Any, kind: Any) -> Any:
+    """An unusual container with the results of ``visit`` in it; the same object if nothing changes."""
+    parts = _parts(tree, kind)
+    found = {key: visit(item) for key, item in parts.items()}
+    if all(found[key] is item for key, item in parts.items()):
+        return tree
+    if isinstance(tree, (dict, UserDict, list, UserList, deque)):  # a copy also has the attributes of a subclass
+        copied: Any = copy.copy(tree)
+        for key, item in found.items():
+            copied[key] = item
+        return copied
+    try:
+        if isinstance(tree, Mapping):
+            return kind(found)
+        if isinstance(tree, Sequence):
+            return kind(*found.values()) if hasattr(kind, "_fields") else kind(list(found.values()))
+    except TypeError as error:
+        raise TypeError(
+            f"a batch holds a {kind.__name__}, which cannot be made again from its items ({error}): give the class a method "
+            "to(device), or use a dict or a list"
+        ) from error
+    copied = copy.copy(tree)
+    for name, item in found.items():
+        object.__setattr__(copied, name, item)  # frozen classes, Loss among them, refuse other ways
+    return copied
+
+
+def _parts(tree: Any, kind: type) -> dict[Any, Any]:
+    """A container's items by key, index or name of their field; nothing for other objects."""
+    if isinstance(tree, Mapping):
+        return dict(tree.items())
+    if isinstance(tree, (Sequence, deque)):
+        return {} if isinstance(tree, (str, bytes, bytearray, memoryview, range)) else dict(enumerate(tree))
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else getattr(kind, "__attrs_attrs__", ())
+    return {each.name: getattr(tree, each.name) for each in fields if hasattr(tree, each.name)}
+
+
+def leaves(tree: Any) -> list[Tensor]:
+    """The tensors of ``tree``, in the order of :func:`map_tensors`."""
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(keep, tree)
+    return found
 
 
 def move(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """``tree`` with its tensors on ``device``; floating point and complex ones in the format of :func:`formats` when ``dtype`` is given.
 
-    The copy does not wait for the device (``non_blocking``). Objects with their own ``to(device)`` (a Hugging Face
-    ``BatchEncoding``, a PyG ``Data``) are moved by it.
+    The host does not wait for copies to a device (``non_blocking``). Objects with their own ``to(device)``, also inside containers
+    (``PackedSequence``, a Hugging Face ``BatchEncoding``, a PyG ``Data``), are moved by it, ``non_blocking`` where it takes that. Of those that
+    move in place and can be copied (``__copy__``), a copy is moved: a list of batches would fill the device otherwise.
     """
 
     wanted = _UNCHANGED if dtype is None else formats(dtype)
+    waits = device.type in _WAITS
 
     def to(tensor: Tensor) -> Tensor:
-        return tensor.to(device, wanted.get(tensor.dtype), non_blocking=True)
+        return tensor.to(device, wanted.get(tensor.dtype), non_blocking=not waits)
 
-    if not isinstance(tree, (Tensor, list, tuple, dict)) and callable(getattr(tree, "to", None)):
-        return tree.to(device)
-    return map_tensors(to, tree)
+    def own(item: Any) -> Any:
+        if not _moves_itself(item):
+            return NotImplemented
+        kind: Any = type(item)
+        found = copy.copy(item) if hasattr(item, "__copy__") else item
+        how = {"non_blocking": True} if not waits and _takes_non_blocking(kind) else {}
+        moved = found.to(device, **how)
+        return cast(found if moved is None else moved, dtype)  # some classes move in place and return nothing
+
+    return map_tensors(to, tree, own)
 
 
 def cast(tree: Any, dtype: torch.dtype | None) -> Any:
-    """``tree`` with its floating point tensors in ``dtype``, on their devices; ``None``: unchanged. Objects with their own ``to`` are not changed."""
-    if dtype is None or (not isinstance(tree, (Tensor, list, tuple, dict)) and callable(getattr(tree, "to", None))):
+    """``tree`` with its tensors in the format of :func:`formats`, on their devices; ``None``: unchanged. Objects that are no containers stay."""
+    if dtype is None:
         return tree
-    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
+    wanted = formats(dtype)
+    return map_tensors(lambda tensor: tensor.to(wanted.get(tensor.dtype)), tree)
+
+
+def _moves_itself(item: Any) -> bool:
+    return callable(getattr(item, "to", None)) and not isinstance(item, type)
+
+
+@cache
+def _takes_non_blocking(kind: Any) -> bool:
+    """Whether the method ``to`` of a class takes ``non_blocking``."""
+    try:
+        parameters = inspect.signature(kind.to).parameters
+    except (AttributeError, TypeError, ValueError):  # forwarded by __getattr__, or written in C
+        return False
+    return "non_blocking" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -84,18 +169,22 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def batch_size(tree: Any) -> int | None:
-    """The number of samples: the first dimension of the first tensor in ``tree``; ``None`` when there is none."""
+    """The number of samples: the first dimension of the first tensor in ``tree``, the sequences of a ``PackedSequence``, or the number that an
+    object has as ``batch_size`` (PyG's ``Batch``, a ``TensorDict``); ``None`` when there is none."""
     if type(tree) in (tuple, list) and tree and type(tree[0]) is Tensor and tree[0].ndim:
         return tree[0].shape[0]  # the usual case first: this may be called in every step
     if isinstance(tree, Tensor):
-        return tree.shape[0] if tree.ndim else None
+        return tree.size(0) if tree.ndim else None
+    if isinstance(tree, PackedSequence):
+        return int(tree.batch_sizes[0])  # on the host, always
     if isinstance(tree, Mapping):
         tree = list(tree.values())
     if isinstance(tree, (list, tuple)):
-        for item in tree:
-            found = batch_size(item)
-            if found is not None:
-                return found
-        return None
-    fields = getattr(tree, "__dataclass_fields__", None)
-    return batch_size([getattr(tree, name) for name in fields]) if fields else None
+        return next((found for item in tree if (found := batch_size(item)) is not None), None)
+    parts = _parts(tree, type(tree))
+    if parts:
+        return batch_size(list(parts.values()))
+    told = getattr(tree, "batch_size", None)
+    if isinstance(told, tuple):
+        told = told[0] if told else None
+    return told if isinstance(told, int) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 
 from engine.strategies.pipeline import _generators, _rows
 from engine.strategies.pipeline_stages import _balanced, stages_of
@@ -65,3 +66,15 @@ def test_the_devices_generator_is_among_those_compared(monkeypatch: pytest.Monke
     after = _generators(torch.device("cuda", 0))
     assert [name for name in after if after[name] != before[name]] == ["torch on cuda"]
     assert "torch on cuda" not in _generators(torch.device("cpu"))
+
+
+def test_a_batch_that_cannot_be_divided_is_an_error() -> None:
+    """It would go whole into every chunk."""
+
+    class Graph:
+        def to(self, device: torch.device) -> Graph:
+            return self
+
+    for item in (Graph(), pack_sequence([torch.ones(3), torch.ones(2)])):
+        with pytest.raises(TypeError, match=f"cannot divide a {type(item).__name__} into chunks"):
+            _rows({"x": torch.ones(2, 1), "other": item}, 2, torch.arange(2))

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from engine.step import gradients
 from engine.strategies.added_modules import Divided
 from engine.strategies.deepspeed.sharded_state import Spread
-from engine.utils.tree import map_tensors
+from engine.utils.tree import leaves, map_tensors
 
 ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop")
 """torch optimizers that are elementwise, so that stepping a flat shard of the parameters equals stepping the whole."""
@@ -135,10 +135,8 @@ class Driven(nn.Module):
         """At stage 3, hooks on the model find tensors only in lists and dicts: pass them a list."""
         if not self._inside or out is None or isinstance(out, Tensor):
             return out
-        tensors: list[Tensor] = []
-        map_tensors(tensors.append, out)
         self._tree = out
-        return tensors
+        return leaves(out)
 
     # DeepSpeed's own forward pass finds tensors only in lists and dicts, divides gradients by a fixed number of micro-batches, and
     # expects one backward pass per forward pass. So the model is called directly, and backward starts where an output is reached.
