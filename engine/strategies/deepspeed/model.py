@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from importlib import metadata
 from io import StringIO
 from types import SimpleNamespace
 from typing import Any
@@ -342,16 +343,23 @@ def _heard(record: logging.LogRecord) -> bool:
     return not any(text in str(record.msg) for text in _OURS_TO_SAY)
 
 
+REQUIREMENT = "deepspeed>=0.19.8,<0.20"
+"""As in ``setup.cfg``: other releases have other internals."""
+
+
 def import_deepspeed(device: torch.device) -> None:
     """Import DeepSpeed for a kind of device, whatever else this machine has.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: it is not installed, or in a version that does not work with this strategy.
         ValueError: it was imported for another kind before.
     """
-    if importlib.util.find_spec("deepspeed") is None:
+    from lightning_utilities.core.imports import RequirementCache
+
+    if not RequirementCache(REQUIREMENT):
+        found = metadata.version("deepspeed") if importlib.util.find_spec("deepspeed") else "nothing"
         raise ImportError(
-            'strategy="deepspeed" needs DeepSpeed, which is not installed: pip install "fit-trainer[deepspeed]"'
+            f'strategy="deepspeed" needs {REQUIREMENT}, found {found}: pip install "fit-trainer[deepspeed]"'
         )
     with variables(DS_ACCELERATOR=os.environ.get("DS_ACCELERATOR", device.type)):
         import deepspeed
