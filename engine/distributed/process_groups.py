@@ -11,6 +11,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from engine.utils import accelerator
+
 try:
     import resource
 except ImportError:  # not on Windows
@@ -40,10 +42,10 @@ def initialise(
     In debug mode torch wraps the back ends, and they are connected at their first use.
 
     Raises:
-        ValueError: torch knows no back end for this device.
+        RuntimeError: torch knows no back end for this device.
     """
     global _connected
-    backend = "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device.type)
+    backend = "gloo" if device.type == "cpu" else accelerator.collectives_backend(device)
     several = backend != "gloo"
     dist.init_process_group(
         f"cpu:gloo,{device.type}:{backend}" if several else backend,

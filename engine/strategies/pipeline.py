@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from engine.step.gradients import Loss
 from engine.strategies.pipeline_stages import Spec, Stage, _through
+from engine.utils import accelerator
 from engine.utils.log import warn_once
 from engine.utils.tree import batch_size, map_tensors
 
@@ -287,7 +288,7 @@ def _generators(device: torch.device) -> dict[str, Any]:
         _, keys, position, *_ = numpy.random.get_state()
         states["numpy"] = (keys.tobytes(), position)
     if device.type != "cpu":
-        states[f"torch on {device.type}"] = torch.get_device_module(device).get_rng_state().numpy().tobytes()
+        states[f"torch on {device.type}"] = accelerator.module(device).get_rng_state().numpy().tobytes()
     return states
 
 
