@@ -24,7 +24,7 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._buffers: dict[str, Tensor] = {}
-        self._stream: Any = torch.Stream(device) if accelerator.has_streams(device) else None
+        self._stream: Any = accelerator.side_stream(device, "checkpoint") if accelerator.has_streams(device) else None
         self._at_once = device.type != "cpu" and self._stream is None
         self._event: Any = None
         self._left: list[tuple[Tensor, Tensor]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -33,7 +34,7 @@ class SideStream:
 
     def __init__(self, device: torch.device, move: Callable[[Any], Any]) -> None:
         self.device, self.move = device, move
-        self.stream = torch.Stream(device)
+        self.stream = accelerator.side_stream(device, "batches")
         self.pins = accelerator.pins(device)
 
     def copy(self, batch: Any) -> Any:
@@ -46,18 +47,35 @@ class SideStream:
 
 
 def pinned(batch: Any) -> Any:
-    """``batch`` with its CPU tensors in pinned memory: a copy from other memory blocks the host until it is done."""
+    """``batch`` with its CPU tensors in pinned memory: a copy from other memory blocks the host until it is done.
+
+    Objects with a method ``pin_memory()`` use it, as in a ``DataLoader(pin_memory=True)``. Sparse and nested tensors and subclasses of
+    ``Tensor`` stay as they are: some cannot be pinned, others would come back as plain tensors.
+    """
 
     def pin(tensor: Tensor) -> Tensor:
-        return tensor.pin_memory() if tensor.device.type == "cpu" and not tensor.is_pinned() else tensor
+        plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
+        return tensor.pin_memory() if plain and tensor.device.type == "cpu" and not tensor.is_pinned() else tensor
 
-    if not isinstance(batch, (Tensor, list, tuple, dict)) and callable(getattr(batch, "to", None)):
-        return batch.pin_memory() if callable(getattr(batch, "pin_memory", None)) else batch
-    return map_tensors(pin, batch)
+    def own(item: Any) -> Any:
+        if not callable(getattr(item, "pin_memory", None)) or isinstance(item, type):
+            return NotImplemented
+        try:
+            found = (copy.copy(item) if hasattr(item, "__copy__") else item).pin_memory()
+        except (
+            RuntimeError
+        ):  # some of its tensors cannot be pinned, or are on the device already: it is copied all the same
+            return item
+        return item if found is None else found
+
+    return map_tensors(pin, batch, own)
 
 
 def ahead(micros: Iterator[Micro], side: Side, across: bool) -> Iterator[Micro]:
     """``micros`` on the device: while one is computed, only the next is copied.
+
+    Two batches are on the device, unless the caller still has an earlier one when it asks for the next: ``for batch in loader`` has, up to a
+    ``del batch`` at the end of its body.
 
     Args:
         across: whether the next window's first micro-batch may be read during a window's last one.
@@ -69,6 +87,7 @@ def ahead(micros: Iterator[Micro], side: Side, across: bool) -> Iterator[Micro]:
             yield waiting
         side.join()
         waiting = copied
+        del batch, copied
         if share.last and not across:
             yield waiting
             waiting = None

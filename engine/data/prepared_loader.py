@@ -106,6 +106,7 @@ class PreparedLoader:
                 window.share = self._share = share
                 self._given += 1
                 yield move(batch) if moves else batch
+                del batch  # the next one takes its memory
             self._over = True
         except GeneratorExit:  # ended early: worker processes must not wait for the next pass
             self._feed.leave()

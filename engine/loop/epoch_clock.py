@@ -37,6 +37,7 @@ class EpochClock:
             for timer in phases.timers:
                 timer("data", came - asked)
             yield batch
+            del batch  # the next one takes its memory
             asked, marked = clock(), _marked() if profiler._is_profiler_enabled else None
             self.previous_s = asked - came
         if marked is not None:

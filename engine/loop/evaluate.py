@@ -68,8 +68,7 @@ def evaluate(
         try:
             for index, (loader, recorder) in enumerate(zip(loaders, recorders, strict=True)):
                 run.record_to(recorder)
-                for _ in batches(run, loader, name, step, index if several else None, limit):
-                    pass
+                deque(batches(run, loader, name, step, index if several else None, limit), maxlen=0)  # keeps no output
                 if several:
                     recorder.set_aside()
             put_back(logged for recorder in recorders for logged in recorder.logged)
@@ -142,7 +141,9 @@ def batches(
     autocast = engine.autocast()
     run.agreement.restart()
     began = time.perf_counter()
-    for number, batch in enumerate(loader if limit is None else itertools.islice(loader, limit)):
+    number = -1
+    for batch in loader if limit is None else itertools.islice(loader, limit):  # enumerate keeps the last batch
+        number += 1
         began, waited = time.perf_counter(), time.perf_counter() - began
         run.pulse += 1
         if run.agreement.poll(run.stop_level, waited):
@@ -162,6 +163,7 @@ def batches(
             hook(run, module, outputs, batch, number, *loader_index)
         if size:
             yield outputs
+        batch = outputs = run.recorder.batch = None  # before the next one is copied to the device
     run.recorder.size = 1
 
 

@@ -83,6 +83,7 @@ def train_epoch(run: Run) -> None:
             recorder.window += 1
             if leave:
                 break
+        batch = outputs = recorder.batch = None  # before the next one is copied to the device
     window.accumulating = False
     if not closes:
         optimization.cut()

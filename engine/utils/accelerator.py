@@ -136,6 +136,15 @@ def current_stream(device: torch.device) -> torch.Stream:
     return torch.accelerator.current_stream(device)
 
 
+@functools.cache
+def side_stream(device: torch.device, use: str) -> torch.Stream:
+    """A stream beside the one that computes; one for each use in a process.
+
+    Torch never destroys a stream, and keeps freed memory for the stream that it was allocated on: new streams would reserve more each time.
+    """
+    return torch.Stream(device)
+
+
 def empty_cache(device: torch.device) -> None:
     """Return cached memory to the device; nothing on a CPU."""
     if device.type != "cpu":

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from models import fit
+from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
+from transformers import BatchEncoding
 
-from engine import Engine
+from engine import Engine, TrainModule
 from engine.data import prepared_loader as loaders
 from engine.data.device_prefetch import ahead, pinned
 from engine.step.share import Share
@@ -105,6 +111,89 @@ def test_the_prepared_loader_reads_ahead_on_a_device(monkeypatch: pytest.MonkeyP
     loader.transfer = lambda batch, device, dtype: batch
     assert len(list(loader)) == 1
     assert notes.events == []
+
+
+class Counting(TrainModule):
+    """A linear layer whose steps return the batch, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return {"loss": self.layer(batch).sum(), "batch": batch}
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.log("val", self.layer(batch).sum())
+        return batch
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_run_has_two_batches_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    alive: list[weakref.ref[Any]] = []
+    counts = []
+
+    class Stand(Notes):
+        def __init__(self, device: torch.device, move: Any) -> None:
+            super().__init__()
+            self.move = move
+
+        def copy(self, batch: Any) -> Any:
+            found = self.move(batch)
+            alive.append(weakref.ref(found))
+            counts.append(sum(each() is not None for each in alive))
+            return found
+
+    monkeypatch.setattr(loaders, "SideStream", Stand)
+    monkeypatch.setattr(accelerator, "has_streams", lambda device: True)
+    run = fit(tmp_path, accumulate_grad_batches=window, precision="bf16-true")
+    for data in ([torch.ones(3, 2)] * 6, iter([torch.ones(3, 2)] * 6)):
+        counts.clear()
+        run.run(Counting(), data, [torch.ones(3, 2)] * 4)
+        assert len(counts) == 6 + 4
+        assert max(counts) == 2
+
+
+class Pinned(Tensor):
+    """A subclass, whose ``pin_memory`` would give a plain tensor."""
+
+
+def test_pinning_finds_every_cpu_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = []
+
+    def pin(tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            raise RuntimeError("cannot pin")
+        done.append(tensor)
+        return tensor.clone()
+
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: False)
+    monkeypatch.setattr(Tensor, "pin_memory", pin)
+    x, sequence = torch.ones(2), pack_sequence([torch.ones(3), torch.ones(1)])
+    encoding = BatchEncoding({"ids": x, "words": ["a"]})
+
+    class Graph:
+        def __init__(self, tensor: Tensor) -> None:
+            self.x = tensor
+
+        def __copy__(self) -> Graph:
+            return Graph(self.x)
+
+        def pin_memory(self) -> Graph:
+            self.x = self.x.pin_memory()
+            return self
+
+    graph, away = Graph(x), Graph(torch.ones(1, device="meta"))
+    found = pinned({"x": [x], "p": sequence, "e": encoding, "g": graph, "away": [away]})
+    assert [id(t) for t in done] == [id(t) for t in (x, sequence.data, x, x)]
+    assert found["p"].batch_sizes is sequence.batch_sizes
+    assert (type(found["e"]), found["e"]["words"]) == (BatchEncoding, ["a"])
+    assert (encoding["ids"], graph.x, found["away"][0]) == (x, x, away)  # the user's objects are as they were
+    others = [torch.eye(2).to_sparse(), torch.ones(2).as_subclass(Pinned), torch.empty(1, device="meta"), Graph, None]
+    assert all(a is b for a, b in zip(pinned(others), others, strict=True))
 
 
 def test_pinning_leaves_what_is_no_cpu_tensor() -> None:
