@@ -40,4 +40,4 @@ def test_another_version_is_an_error_before_training(tmp_path: Path) -> None:
         [sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path
     )
     assert ran.returncode == 1, ran.stdout + ran.stderr
-    assert f'needs {REQUIREMENT}, found 0.10.0: pip install "fit-trainer[deepspeed]"' in ran.stderr
+    assert f'it needs {REQUIREMENT}, found 0.10.0: pip install "fit-trainer[deepspeed]"' in ran.stderr

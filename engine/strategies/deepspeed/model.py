@@ -343,8 +343,7 @@ def _heard(record: logging.LogRecord) -> bool:
     return not any(text in str(record.msg) for text in _OURS_TO_SAY)
 
 
-REQUIREMENT = "deepspeed>=0.19.8,<0.20"
-"""As in ``setup.cfg``: other releases have other internals."""
+REQUIREMENT = "deepspeed>=0.19.8,<0.20"  # as in setup.cfg: other releases have other internals
 
 
 def import_deepspeed(device: torch.device) -> None:
@@ -358,9 +357,7 @@ def import_deepspeed(device: torch.device) -> None:
 
     if not RequirementCache(REQUIREMENT):
         found = metadata.version("deepspeed") if importlib.util.find_spec("deepspeed") else "nothing"
-        raise ImportError(
-            f'strategy="deepspeed" needs {REQUIREMENT}, found {found}: pip install "fit-trainer[deepspeed]"'
-        )
+        raise ImportError(f'it needs {REQUIREMENT}, found {found}: pip install "fit-trainer[deepspeed]"')
     with variables(DS_ACCELERATOR=os.environ.get("DS_ACCELERATOR", device.type)):
         import deepspeed
         from deepspeed.accelerator import get_accelerator
