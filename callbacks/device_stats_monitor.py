@@ -8,12 +8,12 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
 
-from engine import Callback, Run
+from engine import Callback, Device, Run
 
 
 class DeviceStatsMonitor(Callback):
@@ -22,7 +22,7 @@ class DeviceStatsMonitor(Callback):
     ============================================  ====================================================================
     ``device/allocated_bytes``, ``reserved_...``  memory of tensors now, and held by torch's allocator (an accelerator)
     ``device/max_allocated_bytes``                the most since the process started (an accelerator)
-    ``device/utilization_percent``                time in which a kernel ran, of the last second or so (CUDA with ``pynvml``)
+    ``device/utilization_percent``                time in which a kernel ran, of the last second or so (where the device tells it)
     ``cpu/rss_bytes``                             resident memory of the process
     ``cpu/process_percent``                       processor time of the process since the last boundary; 200: two cores
     ``cpu/percent``, ``cpu/memory_percent``       of the whole machine (with ``psutil``), read at most once a second
@@ -107,22 +107,21 @@ class _Slow:
 def _of_accelerator(device: torch.device) -> dict[str, Callable[[], float]]:
     if device.type == "cpu":
         return {}
-    names = {
-        "device/allocated_bytes": "memory_allocated",
-        "device/reserved_bytes": "memory_reserved",
-        "device/max_allocated_bytes": "max_memory_allocated",
+    of_device = Device(device)
+    readers: dict[str, Callable[[], float]] = {
+        f"device/{what}_bytes": partial(_bytes, of_device, what) for what in ("allocated", "reserved", "max_allocated")
     }
-    readers: dict[str, Callable[[], float]] = {}
-    for name, function in names.items():
-        readers[name] = _called(getattr(torch.accelerator, function), device)
-    has_reader = any(importlib.util.find_spec(name) for name in ("pynvml", "amdsmi"))
-    has_reader = has_reader and device.type == "cuda"
-    readers["device/utilization_percent"] = _Slow(_called(torch.cuda.utilization, device)) if has_reader else _never
+    readers["device/utilization_percent"] = _Slow(partial(_utilization, of_device))
     return readers
 
 
-def _called(function: Callable[..., Any], device: torch.device) -> Callable[[], float]:
-    return lambda: function(device)
+def _bytes(of_device: Device, what: str) -> float:
+    return of_device.memory().get(what, -1)
+
+
+def _utilization(of_device: Device) -> float:
+    found = of_device.utilization()
+    return -1.0 if found is None else found
 
 
 def _of_processor() -> dict[str, Callable[[], float]]:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine import Run
+from engine import Run, isolated
 
 
 @dataclass(slots=True)
@@ -129,13 +127,11 @@ def _unchanged(run: Run, batch: Any) -> Iterator[None]:
     for _, kept in attributes:
         known += tree_leaves([value for value, _ in kept.values()])
     on_write = _CopyOnWrite([tensor for tensor in known if isinstance(tensor, Tensor)])
-    devices = [] if run.device.type == "cpu" else [run.device.index or 0]
-    numbers = random.getstate(), np.random.get_state()
     module.log_with(_nothing)
     vars(run)["log_media"] = _nothing
     try:
         with (
-            torch.random.fork_rng(devices, device_type=run.device.type if devices else "cuda"),
+            isolated(),
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),
             on_write,
@@ -144,8 +140,6 @@ def _unchanged(run: Run, batch: Any) -> Iterator[None]:
     finally:
         del vars(run)["log_media"]
         run.record_to(run.recorder)
-        random.setstate(numbers[0])
-        np.random.set_state(numbers[1])
         with torch.no_grad():
             for tensor, value in [*buffers, *on_write.copies]:
                 tensor.copy_(value)

@@ -6,6 +6,8 @@ import re
 
 import torch
 
+from engine import Device
+
 KINDS = ("fp64", "fp32", "tf32", "fp16", "bf16")
 
 # Dense matrix multiplications (without sparsity) at the boost clock of the full power limit, in 1e12 operations a second. The first pattern that
@@ -42,7 +44,7 @@ def known_peak(device_name: str, kind: str) -> float | None:
     """Operations a second of the device of this name; ``None`` if it is not known.
 
     Args:
-        device_name: as ``torch.cuda.get_device_name()`` gives it.
+        device_name: as ``engine.Device(device).name`` gives it.
         kind: of :data:`KINDS`.
     """
     for pattern, peaks in _TERA:
@@ -54,9 +56,7 @@ def known_peak(device_name: str, kind: str) -> float | None:
 def peak_of(device: torch.device, precision: str) -> float | None:
     """Operations a second of ``device`` in matrix multiplications of a precision such as ``"bf16-mixed"``; ``None``: not known (always on a CPU,
     and for fp8, where only some multiplications are in 8 bits)."""
-    if device.type != "cuda":
-        return None
     kind = {"64": "fp64", "32": "fp32", "16": "fp16", "bf16": "bf16"}.get(precision.partition("-")[0])
-    if kind == "fp32" and torch.backends.cuda.matmul.allow_tf32:
+    if kind == "fp32" and torch.get_float32_matmul_precision() != "highest":
         kind = "tf32"
-    return None if kind is None else known_peak(torch.cuda.get_device_name(device), kind)
+    return None if kind is None else known_peak(Device(device).name, kind)

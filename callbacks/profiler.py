@@ -12,14 +12,14 @@ from torch import nn
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
-from engine import Callback, Run
+from engine import Callback, Device, Run
 
 _log = logging.getLogger("engine")
 
 SORT_KEYS = tuple(
     f"{own}{place}_{what}"
     for own in ("", "self_")
-    for place in ("cpu", "cuda", "device", "xpu")
+    for place in ("cpu", "cuda", "device", "xpu")  # as torch's columns are called
     for what in ("time_total", "memory_usage", "time")
     if (own, what) != ("self_", "time")
 )
@@ -71,7 +71,7 @@ class Profiler(Callback):
             sort_by: the column by which the table is sorted; ``None``: time on the device, without one on the CPU.
             row_limit: rows of the table.
             dirpath: where the files go; ``None``: ``profiler`` in the run's folder.
-            memory_snapshot: record the allocations of CUDA memory (a few microseconds each), and write them as
+            memory_snapshot: record the allocations of device memory (a few microseconds each), and write them as
                 ``rank=0_out_of_memory.pickle``, for pytorch.org/memory_viz, when the memory is exhausted.
 
         Raises:
@@ -95,6 +95,7 @@ class Profiler(Callback):
             "with_modules": with_modules,
         }
         self._profile: profile | None = None
+        self._allocations: Any = None
         self._done = self._waited = self._windows = 0
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
@@ -105,11 +106,13 @@ class Profiler(Callback):
                 "callback out; a profiler around fit.run(...) sees the run's phases by itself"
             )
         if self.memory_snapshot:
-            if run.device.type != "cuda":
+            self._allocations = Device(run.device).allocations
+            if self._allocations is None:
                 raise ValueError(
-                    f"Profiler(memory_snapshot=True) needs CUDA, and this run is on {run.device}: set it to False"
+                    f"Profiler(memory_snapshot=True) needs a device that records its allocations, as CUDA does, and this run is on {run.device}: "
+                    "set it to False"
                 )
-            torch.cuda.memory._record_memory_history(max_entries=200_000)
+            self._allocations._record_memory_history(max_entries=200_000)
 
     # -- counting -------------------------------------------------------------------------------------------------------------------
 
@@ -205,14 +208,15 @@ class Profiler(Callback):
     # -- the end --------------------------------------------------------------------------------------------------------------------
 
     def on_exception(self, run: Run, module: nn.Module, exception: BaseException) -> None:
-        if self.memory_snapshot and isinstance(exception, torch.OutOfMemoryError):
+        if self._allocations is not None and isinstance(exception, torch.OutOfMemoryError):
             path = self._folder(run) / f"rank={run.rank}_out_of_memory.pickle"
-            torch.cuda.memory._dump_snapshot(str(path))
+            self._allocations._dump_snapshot(str(path))
             _log.error("Profiler: the allocations before the memory was exhausted are in %s", path)
 
     def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
-        if self.memory_snapshot and run.device.type == "cuda":
-            torch.cuda.memory._record_memory_history(enabled=None)
+        if self._allocations is not None:
+            self._allocations._record_memory_history(enabled=None)
+            self._allocations = None
         if self._profile is not None:
             self._finish(run)
         elif not self._windows and self._waited:

@@ -30,6 +30,7 @@ _NAMES = {
     "Every": "engine.config.duration",
     "Environment": "engine.distributed.environment",
     "CheckError": "engine.utils.errors",
+    "Device": "engine.utils.device",
     "DamagedCheckpoint": "engine.checkpoint.files",
     "DoesNotFit": "engine.utils.errors",
     "FolderInUse": "engine.utils.errors",
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from engine.strategies.fsdp import FSDP as FSDP
     from engine.strategies.mesh_parallel import MeshParallel as MeshParallel
     from engine.transforms.float8 import FP8 as FP8
+    from engine.utils.device import Device as Device
     from engine.utils.errors import CheckError as CheckError
     from engine.utils.errors import DoesNotFit as DoesNotFit
     from engine.utils.errors import FolderInUse as FolderInUse

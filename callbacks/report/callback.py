@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine import Callback, Run
+from engine import Callback, Device, Run
 
 from .page import write_report
 from .record import Record
@@ -155,20 +155,26 @@ def _learning_rates(optimizers: list[tuple[str, Any]]) -> dict[str, float]:
 
 def _memory(device: torch.device) -> dict[str, int]:
     """Bytes that this process holds."""
-    found = {}
-    if device.type == "cuda":  # the allocator's counters, without waiting for the device
-        found["GPU, most allocated"] = torch.cuda.max_memory_allocated(device)
-        found["GPU, reserved"] = torch.cuda.memory_reserved(device)
+    names = {
+        "max_allocated": "device, most allocated",
+        "allocated": "device, allocated",
+        "reserved": "device, reserved",
+    }
+    told = Device(device).memory()
+    found = {
+        names[what]: told[what]
+        for what in ("max_allocated" if "max_allocated" in told else "allocated", "reserved")
+        if what in told
+    }
     with contextlib.suppress(OSError):  # where there is no /proc
         found["main process"] = int(_STATM.read_bytes().split()[1]) * _PAGE_BYTES
     return found
 
 
 def _machine(run: Run) -> dict[str, str]:
-    device = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else run.device.type
     return {
         "host": platform.node(),
-        "device": device,
+        "device": Device(run.device).name,
         "processes": str(run.world_size),
         "Python": platform.python_version(),
         "torch": torch.__version__,

@@ -15,6 +15,8 @@ from engine.config.masked import readable, rows
 from engine.config.resolve import SECTIONS, resolve
 from engine.distributed.environment import detect, hints
 from engine.loop import compatibility
+from engine.utils import accelerator, cuda
+from engine.utils.device import Device
 
 _PACKAGES = (
     *("fit-trainer", "torch", "torchmetrics", "safetensors", "numpy", "rich", "pyyaml"),
@@ -97,15 +99,26 @@ def _devices() -> dict[str, str]:
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found = {"cpu": f"{cores} cores, {torch.get_num_threads()} threads in an operation"}
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            device = torch.cuda.get_device_properties(index)
-            gib = device.total_memory / 2**30
-            found[f"cuda:{index}"] = f"{device.name}, {gib:.1f} GiB, compute capability {device.major}.{device.minor}"
-        found["cuda"] = f"version {torch.version.cuda}"
-    else:
-        found["cuda"] = "none" if torch.version.cuda else "none (this torch was built without it)"
+    kind = accelerator.present()
+    found["accelerator"] = accelerator.machine(kind)
+    if cuda.toolkit():
+        found["built for"] = cuda.toolkit()
+    if kind is not None:
+        for index in range(accelerator.devices(kind)):
+            found[f"{kind}:{index}"] = Device(torch.device(kind, index)).described()
+    device = torch.device(kind or "cpu")
+    can = accelerator.capabilities(device)
+    found[f"{device.type} has"] = ", ".join(name for name, there in can.items() if there)
+    found[f"{device.type} lacks"] = ", ".join(name for name, there in can.items() if not there) or "nothing of these"
     if dist.is_available():
-        there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
-        found["backends"] = ", ".join(name for name, available in there.items() if available) or "none"
+        there = [
+            name
+            for name in dist.Backend.backend_list
+            if name not in ("undefined", "fake") and dist.is_backend_available(name)
+        ]
+        found["backends"] = ", ".join(there) or "none"
+        try:
+            found["collectives"] = f"{accelerator.collectives_backend(device)} for {device.type}"
+        except RuntimeError as error:
+            found["collectives"] = str(error)
     return found

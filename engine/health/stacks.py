@@ -15,6 +15,8 @@ from types import FrameType, TracebackType
 
 import torch
 
+from engine.utils import accelerator
+
 _LIBRARIES = tuple(
     {
         str(Path(__file__).resolve().parents[1]),
@@ -106,7 +108,7 @@ def all_threads() -> str:
 
 def flight_record() -> str | None:
     """NCCL's last collectives from torch's flight recorder (JSON); ``None`` if nothing was recorded."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None) if torch.cuda.is_available() else None
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None) if accelerator.in_use() else None
     with contextlib.suppress(RuntimeError):
         if dump is not None:
             found = dump()

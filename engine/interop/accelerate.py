@@ -14,10 +14,13 @@ MACHINES = {
     "NO": "auto",
     "MULTI_CPU": "cpu",
     "MULTI_GPU": "cuda",
-    "FSDP": "cuda",
-    "DEEPSPEED": "cuda",
-    "MEGATRON_LM": "cuda",
-    "TP": "cuda",
+    "MULTI_XPU": "xpu",
+    "MULTI_NPU": "npu",
+    "MULTI_HPU": "hpu",
+    "FSDP": "gpu",
+    "DEEPSPEED": "gpu",
+    "MEGATRON_LM": "gpu",
+    "TP": "gpu",
 }
 """``distributed_type`` that has a counterpart -> its accelerator."""
 _CLOUD = ("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env")

@@ -22,7 +22,7 @@ MODULE = {
     "example_input_array": "define it yourself where you need it",
     "fabric": "your own loop uses engine.Engine",
     "hparams_initial": "use self.hparams",
-    "on_gpu": "use self.device.type == 'cuda'",
+    "on_gpu": "use self.device.type != 'cpu'",
     "remove_ignored_hparams": "use save_hyperparameters(ignore=...)",
     "to_onnx": "use torch.onnx.export(module, (sample,), path)",
     "to_tensorrt": "use torch_tensorrt.compile(module)",

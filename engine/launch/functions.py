@@ -22,6 +22,7 @@ from engine.launch.job import Job, check_devices, cores
 from engine.launch.output import Direct
 from engine.launch.signals import signals
 from engine.launch.torch_log import torch_log
+from engine.utils import accelerator
 from engine.utils.errors import RankError
 
 T = TypeVar("T")
@@ -35,27 +36,30 @@ def notebook(fn: Callable[..., T], *args: Any, num_processes: int | None = None)
     not exist in a fork.
 
     Args:
-        num_processes: default: one for each GPU, or one.
+        num_processes: default: one for each device of the accelerator, or one.
 
     Returns:
         The ranks' return values in order; they must be picklable.
 
     Raises:
         RankError: a rank failed; the message has the first one's traceback. The others are terminated.
-        RuntimeError: CUDA is in use in this process already, and forks cannot share it; or this process is a rank.
+        RuntimeError: the GPU's driver was started in this process already, and forks cannot share it; or this process is a rank.
         ValueError: more processes than GPUs, or fewer than one.
     """
-    found = torch.cuda.device_count()
-    count = max(1, found) if num_processes is None else num_processes
-    check_devices("num_processes =", count, found, os.environ.get("FIT_ACCELERATOR", "auto"))
-    if torch.cuda.is_initialized():
-        raise RuntimeError(
-            "notebook() forks this process, and CUDA has been used in it (a tensor or a model on the GPU, or torch.cuda.* called), "
-            "which forks cannot share. Restart the kernel, and use the GPU only inside the function"
-        )
+    wanted = os.environ.get("FIT_ACCELERATOR", "auto").lower()
     with warnings.catch_warnings():
         # Python 3.12 warns about every fork of a process with threads, which a notebook's kernel always has.
         warnings.filterwarnings("ignore", message=".*multi-threaded.*", category=DeprecationWarning)
+        found = 0 if wanted == "cpu" else accelerator.devices_of_forks()
+        if found is None:
+            raise RuntimeError(
+                "notebook() forks this process, and its GPU's driver has been started (a tensor or a model on the GPU, or "
+                "torch.cuda.is_available() called), which forks cannot share. Restart the kernel, and use the GPU only inside the function; "
+                "with the environment variable PYTORCH_NVML_BASED_CUDA_CHECK=1 torch.cuda.is_available() does not start the driver. To train "
+                "on the CPU, set FIT_ACCELERATOR=cpu"
+            )
+        count = max(1, found) if num_processes is None else num_processes
+        check_devices("num_processes =", count, found, wanted)
         return _run(fn, args, count, "fork", threads=1)
 
 
@@ -102,6 +106,7 @@ class _Call:
     args: tuple[Any, ...]
     parent: int
     threads: int
+    cpu: bool
 
     def __call__(self) -> Any:
         os.setpgid(0, 0)  # the parent passes Ctrl-C on, once
@@ -110,6 +115,8 @@ class _Call:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         torch.set_num_threads(self.threads)
+        if self.cpu:
+            accelerator.hide()
         return self.fn(*self.args)
 
 
@@ -140,7 +147,7 @@ def _run(
     with signals(), torch_log(errors / "agent.log"):
         meeting = rendezvous.handler(job, Direct().say)
         started = agent.make_agent(
-            job, meeting, Direct(), errors, _enter, (_Call(fn, args, os.getpid(), threads),), start_method
+            job, meeting, Direct(), errors, _enter, (_Call(fn, args, os.getpid(), threads, cpu),), start_method
         )
         try:
             result = started.run()

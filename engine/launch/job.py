@@ -224,10 +224,10 @@ def check_devices(name: str, nproc: int, found: int, accelerator: str) -> int:
 
 
 def gpus() -> int:
-    """The GPUs that torch sees."""
+    """The devices of the accelerator that torch sees, asked without initialising them."""
     import torch
 
-    return torch.cuda.device_count()
+    return torch.accelerator.device_count()
 
 
 def _accelerator(environ: Mapping[str, str]) -> str:

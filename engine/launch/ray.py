@@ -20,6 +20,9 @@ from typing import Any
 from engine.config.resolve import resolve
 from engine.launch.job import LaunchError, command_of, config_variables
 
+_PLACED = ("auto", "cpu", "gpu", "cuda")
+"""The accelerators that Ray gives to ranks here: what it calls a GPU is CUDA's, and its back end NCCL."""
+
 
 @dataclass(frozen=True)
 class RayJob:
@@ -151,6 +154,10 @@ def _connect(job: RayJob) -> None:
 def _size(job: RayJob, resources: Mapping[str, float]) -> tuple[int, bool]:
     """The number of ranks, and whether each has a GPU."""
     cores, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
+    if job.accelerator not in _PLACED:
+        raise LaunchError(
+            f"accelerator={job.accelerator!r} with --ray: Ray's GPUs are CUDA's; possible: {', '.join(_PLACED)}. Start the ranks with fit launch"
+        )
     wants_gpu = job.accelerator in ("cuda", "gpu") or job.nproc == "gpu" or (job.accelerator == "auto" and gpus > 0)
     workers = int(job.nproc) if job.nproc.isdigit() else gpus if wants_gpu else 1
     there, what = (gpus, "GPU(s)") if wants_gpu else (cores, "core(s)")

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from engine.config.settings import Settings
+from engine.utils import cuda
 
 
 @contextmanager
@@ -25,8 +26,8 @@ def switched(settings: Settings) -> Iterator[None]:
         # The search for the fastest algorithm may find a different one in each run.
         search = False if settings.benchmark is None and settings.deterministic is True else settings.benchmark
         if search is not None:
-            stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
-            torch.backends.cudnn.benchmark = search
+            stack.callback(cuda.set_convolution_search, cuda.convolution_search())
+            cuda.set_convolution_search(search)
         if settings.detect_anomaly:
             stack.enter_context(torch.autograd.set_detect_anomaly(True))
         yield

@@ -30,6 +30,7 @@ from engine.strategies.added_modules import Divided
 from engine.strategies.base import Strategy, class_name, spread, sum_over_ranks
 from engine.strategies.tensor_class_states import SHARDED
 from engine.transforms import blocks, float8
+from engine.utils import accelerator
 from engine.utils.log import warn_once
 from engine.utils.parameters import parameters_of
 
@@ -208,7 +209,7 @@ class FSDP(Strategy):
             mesh=self._data_mesh(),
             reshard_after_forward=self.reshard_after_forward,
             mp_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=reduce, cast_forward_inputs=inputs),
-            offload_policy=CPUOffloadPolicy(pin_memory=self.group.device.type == "cuda")
+            offload_policy=CPUOffloadPolicy(pin_memory=accelerator.pins(self.group.device))
             if self.cpu_offload
             else OffloadPolicy(),
             ignored_params=ignored,

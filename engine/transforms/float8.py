@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from engine.transforms.blocks import user_module
+from engine.utils import accelerator
 from engine.utils.errors import nearest
 from engine.utils.log import logger, warn_once
 
@@ -48,8 +49,8 @@ class FP8:
     """Under FSDP, gather weights in fp8: half of bf16's traffic, with scales for all weights from one reduction per step. ``None``: if the
     recipe allows it, which is ``"tensorwise"``, for layers that tensor parallel has not sharded."""
     emulate: bool | None = None
-    """Round to fp8 but multiply in the wide format: nearly the same numbers, no speedup. ``None``: on devices without fp8: the CPU and
-    GPUs with a compute capability below 8.9."""
+    """Round to fp8 but multiply in the wide format: nearly the same numbers, no speedup. ``None``: on devices without fp8: the CPU,
+    NVIDIA GPUs with a compute capability below 8.9, AMD's before gfx94x, and others that refuse torch's product in fp8."""
     backend: str = "torchao"
     """``"torchao"``, or ``"te"``: the model is built of ``transformer_engine.pytorch`` modules, and its forward pass runs in their
     autocast with their default recipe; no layer is replaced. This backend is not tested with Transformer Engine."""
@@ -117,7 +118,9 @@ class Layers:
             linear.__class__ = _layer_class()
             self._changed.append((linear, added))
         if chosen and emulate:
-            logger.warning("fp8 is emulated on %s: this shows its numbers, not its speed", self.device.type)
+            logger.warning(
+                "fp8 is emulated on %s: this shows its numbers, not its speed", accelerator.name(self.device)
+            )
         return model
 
     def restore(self) -> None:
@@ -239,12 +242,11 @@ def _check_te(model: nn.Module) -> None:
 
 
 def _emulated(fp8: FP8, device: torch.device) -> bool:
-    capable = device.type == "cuda" and (
-        torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 9)
-    )
+    capable = accelerator.has_fp8(device)
     if fp8.emulate is False and not capable:
         raise ValueError(
-            f"FP8(emulate=False): {device} has no fp8 (it needs a GPU of compute capability 8.9 or later); leave emulate out"
+            f"FP8(emulate=False): {accelerator.name(device)} has no fp8 (it needs an NVIDIA GPU of compute capability 8.9 or later, an AMD GPU "
+            "gfx94x, gfx95x or gfx12, or another device with torch's product in fp8); leave emulate out"
         )
     return not capable if fp8.emulate is None else fp8.emulate
 

@@ -8,6 +8,7 @@ never guessed from its name: each is tried once a process, with tensors of a few
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,10 +20,18 @@ import torch.distributed as dist
 from engine.utils.device_names import KNOWN, hidden_by, hint, is_added
 from engine.utils.errors import nearest
 
+_hidden = False
+
+
+def hide() -> None:
+    """From now on this process sees only the CPU: a rank of ``launch.debug``."""
+    global _hidden
+    _hidden = True
+
 
 def present() -> str | None:
     """The type of the machine's accelerator, as ``torch.accelerator`` finds it; ``None`` if there is only the CPU."""
-    found = torch.accelerator.current_accelerator(check_available=True)
+    found = None if _hidden else torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else found.type
 
 
@@ -48,12 +57,13 @@ def device_type(accelerator: str) -> str:
     if found is None or accelerator not in ("gpu", found):
         other = " or 'gpu'" if found else ""
         raise RuntimeError(
-            f"accelerator={accelerator!r} was requested, but {_machine(found)}; use {(found or 'cpu')!r}{other} or 'auto'"
+            f"accelerator={accelerator!r} was requested, but {machine(found)}; use {(found or 'cpu')!r}{other} or 'auto'"
         )
     return found
 
 
-def _machine(found: str | None) -> str:
+def machine(found: str | None) -> str:
+    """What torch sees on this machine, whose accelerator is ``found``: a clause for messages."""
     if found is not None:
         return f"torch {torch.__version__} sees {devices(found)} {found} device(s) on this machine"
     built = torch.accelerator.current_accelerator()
@@ -76,6 +86,32 @@ def module(device: torch.device | str) -> Any:
 def devices(kind: str) -> int:
     """How many devices of a kind this process sees; does not initialise them where the driver can be asked without."""
     return 1 if kind == "cpu" else int(module(kind).device_count())
+
+
+_POISONED = 255
+
+
+def devices_of_forks() -> int | None:
+    """How many devices a fork of this process could use; ``None`` if it could use none, because this process has asked the driver already.
+
+    The question is asked in a fork: CUDA's driver starts when it is asked (``torch.cuda.is_available()``, or a count without NVML), and
+    forks of a process in which it has started cannot use it.
+    """
+    built = torch.accelerator.current_accelerator()
+    if built is None:
+        return 0
+    child = os.fork()
+    if not child:
+        answer = 0
+        with suppress(Exception):
+            owner = module(built)
+            poisoned = getattr(owner, "_is_in_bad_fork", bool)()
+            answer = _POISONED if poisoned else min(owner.device_count(), _POISONED - 1)
+        os._exit(answer)
+    answer = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if answer < 0:  # some systems end a fork that asks for the device
+        return devices(built.type)
+    return None if answer == _POISONED else answer
 
 
 def count(kind: str, wanted: int | str) -> int:
@@ -125,10 +161,19 @@ def visible_index(index: int, there: int, own: bool, kind: str = "cuda") -> int:
     return index
 
 
-def name(device: torch.device) -> str:
-    """What the device is called, for messages: ``"cuda:0 (NVIDIA H100 80GB HBM3)"``, or ``"mps:0"`` where the module tells no name."""
+def model_name(device: torch.device) -> str:
+    """What the vendor calls the device, ``"NVIDIA H100 80GB HBM3"``; its type where it tells no name."""
     tells = getattr(getattr(torch, device.type, None), "get_device_name", None)
-    return str(device) if tells is None else f"{device} ({tells(device)})"
+    if tells is not None:
+        return str(tells(device))
+    tells = getattr(getattr(torch.backends, device.type, None), "get_name", None)  # MPS
+    return str(tells()) if tells is not None else device.type
+
+
+def name(device: torch.device) -> str:
+    """The device in messages: ``"cuda:0 (NVIDIA H100 80GB HBM3)"``, or ``"cpu"`` where it tells no name."""
+    model = model_name(device)
+    return str(device) if model == device.type else f"{device} ({model})"
 
 
 def current_stream(device: torch.device) -> torch.Stream:
@@ -223,6 +268,11 @@ def supports_float64(device: torch.device) -> bool:
     return computes_in(device, torch.float64)
 
 
+def wide(device: torch.device) -> torch.dtype:
+    """The widest real dtype there: float64, or float32 where that is missing."""
+    return torch.float64 if supports_float64(device) else torch.float32
+
+
 def supports_bf16(device: torch.device) -> bool:
     """Whether it has bf16, if only by emulation."""
     return computes_in(device, torch.bfloat16)
@@ -285,6 +335,37 @@ def fused_skips(device: torch.device, optimizer: type[torch.optim.Optimizer]) ->
         return weights((1.0, 1.0, 1.0)) == [1.0, 1.0] and abs(plain[0] - scaled[0]) < 1e-5 and plain != [1.0, 1.0]
 
     return _works(attempt)
+
+
+@functools.cache
+def has_fp8(device: torch.device) -> bool:
+    """Whether it multiplies matrices in fp8 itself: NVIDIA from compute capability 8.9 on, AMD's gfx94x, gfx95x and gfx12, ...
+
+    Torch's own product refuses every other device. A CPU computes it, but in wider numbers.
+    """
+
+    def attempt(dtype: torch.dtype) -> bool:
+        ones, one = torch.ones(16, 16, device=device).to(dtype), torch.ones((), device=device)
+        product = torch._scaled_mm(ones, ones.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        return bool((product == 16).all())
+
+    # gfx94x has the second format only.
+    formats = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+    return device.type != "cpu" and any(_works(functools.partial(attempt, each)) for each in formats)
+
+
+def capabilities(device: torch.device) -> dict[str, bool]:
+    """What ``fit env`` shows of a device: name -> whether it is there."""
+    return {
+        "float64": supports_float64(device),
+        "bf16": supports_bf16(device),
+        "bf16-mixed": autocasts_to(device, torch.bfloat16),
+        "16-mixed": autocasts_to(device, torch.float16) and scales_losses(device),
+        "fp8": has_fp8(device),
+        "streams": has_streams(device),
+        "pinned memory": pins(device),
+        "fused AdamW": fused_skips(device, torch.optim.AdamW),
+    }
 
 
 def collectives_backend(device: torch.device) -> str:

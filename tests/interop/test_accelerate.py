@@ -121,6 +121,7 @@ def taken_over(
         ({"distributed_type": "NO", "num_processes": 1}, Single(), {"accelerator": "auto", "devices": 1}),
         ({"distributed_type": "MULTI_CPU", "use_cpu": True}, DDP(), {"accelerator": "cpu", "devices": 4}),
         ({"mixed_precision": "bf16"}, DDP(), {"accelerator": "cuda", "devices": 4, "precision": "bf16-mixed"}),
+        ({"distributed_type": "MULTI_XPU"}, DDP(), {"accelerator": "xpu", "devices": 4}),
         (
             {"gpu_ids": "0,2,3,5", "mixed_precision": "fp16", "debug": True},
             DDP(),
@@ -129,7 +130,7 @@ def taken_over(
         (
             {"distributed_type": "FSDP", "fsdp_config": FSDP1},
             FSDP(blocks=["GPT2Block", "Other"], cpu_offload=True),
-            {"activation_checkpointing": "full"},
+            {"activation_checkpointing": "full", "accelerator": "gpu"},
         ),
         (
             {
@@ -254,7 +255,7 @@ def test_what_has_no_meaning_is_told_with_the_reason(tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"distributed_type": "MULTI_XPU"}, r"theirs.yaml:\d+: distributed_type: MULTI_XPU: has no counterpart"),
+        ({"distributed_type": "MULTI_MLU"}, r"theirs.yaml:\d+: distributed_type: MULTI_MLU: has no counterpart"),
         (
             {"distributed_type": "FSDP", "fsdp_config": FSDP2 | {"fsdp_activation_checkpointing_offload": True}},
             "no offload of activations",

@@ -104,6 +104,55 @@ def test_forks_run_fit_and_engine_and_tell_the_first_failure() -> None:
     assert seconds < 300
 
 
+# A device whose driver starts when it is asked, and then stays out of forks, as CUDA's. Without NVML a count asks it too.
+POISONED = (
+    HEAD
+    + """
+from types import SimpleNamespace
+
+started = []
+ask = lambda: started.append(os.getpid()) or 2
+driver = SimpleNamespace(
+    is_available=lambda: bool(ask()),
+    device_count=ask,
+    _is_in_bad_fork=lambda: any(pid != os.getpid() for pid in started),
+)
+torch.accelerator.current_accelerator = lambda check_available=False: SimpleNamespace(type="cuda")
+torch.get_device_module = lambda device=None: driver
+
+def uses():
+    assert not driver._is_in_bad_fork(), "Cannot re-initialize CUDA in forked subprocess"
+    return driver.device_count()
+
+def problem(**options):
+    try:
+        return launch.notebook(uses, **options)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+
+found = {"default": problem(), "again": problem(num_processes=1), "many": problem(num_processes=3)}
+torch.accelerator.current_accelerator().type and torch.get_device_module().is_available()  # as a cell does
+found["asked before"] = problem()
+os.environ["FIT_ACCELERATOR"] = "cpu"
+found["on the CPU"] = launch.notebook(rank, num_processes=2)
+report(found)
+"""
+)
+
+
+def test_forks_can_use_the_device_unless_this_process_has_started_its_driver() -> None:
+    found = run_script(POISONED).value
+    assert found["default"] == [
+        2,
+        2,
+    ]  # one process for each device, and asking how many there are has not started the driver here
+    assert found["again"] == [2]
+    assert "num_processes = 3: torch sees 2 GPU(s)" in found["many"]
+    assert "its GPU's driver has been started" in found["asked before"]
+    assert "PYTORCH_NVML_BASED_CUDA_CHECK=1" in found["asked before"]
+    assert found["on the CPU"] == [0, 1]
+
+
 def by_hand(epochs: int, world_size: int) -> torch.Tensor:
     """The weight that plain SGD gives: the loss is linear, so its gradient is the mean of a global batch whatever the weights are."""
     torch.manual_seed(0)

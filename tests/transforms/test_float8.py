@@ -503,7 +503,7 @@ class Tiny(nn.Module):
         (
             Net,
             FP8(emulate=False),
-            r"FP8\(emulate=False\): cpu has no fp8 \(it needs a GPU of compute capability 8.9 or later\)",
+            r"FP8\(emulate=False\): cpu has no fp8 \(it needs an NVIDIA GPU of compute capability 8.9 or later, an AMD GPU gfx94x",
         ),
     ],
     ids=["sizes", "no linear", "ignored", "unknown name", "emulate"],

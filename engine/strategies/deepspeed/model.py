@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from engine.step import gradients
 from engine.strategies.added_modules import Divided
 from engine.strategies.deepspeed.sharded_state import Spread
+from engine.utils import accelerator
 from engine.utils.tree import leaves, map_tensors
 
 ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop")
@@ -383,9 +384,8 @@ def use_process_group(device: torch.device, local_rank: int) -> None:
     backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
     if not dist.is_initialized():
         # Without an address: nothing else can connect.
-        dist.init_process_group(
-            "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1
-        )
+        own = "" if device.type == "cpu" else f",{device.type}:{accelerator.collectives_backend(device)}"
+        dist.init_process_group(f"cpu:gloo{own}", store=dist.HashStore(), rank=0, world_size=1)
     # On CPUs it would compile its own collective now, which only inference uses.
     possible = deepspeed.ops.__compatible_ops__
     before = possible.pop("deepspeed_shm_comm", None)

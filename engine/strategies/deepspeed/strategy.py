@@ -32,7 +32,7 @@ from engine.strategies.deepspeed.model import (
     import_deepspeed,
     use_process_group,
 )
-from engine.strategies.deepspeed.sharded_state import Spread
+from engine.utils import accelerator
 from engine.utils.log import warn_once
 from engine.utils.parameters import parameters_of
 
@@ -284,8 +284,8 @@ class DeepSpeed(Strategy):
                 dist_init_required=False,
             )
         inner = engine.basic_optimizer if trains else None
-        share = (self.group.rank, self.group.world_size)
-        model.begin(engine, inner, Spread(wrapper, inner, groups, share) if trains and self.zero_stage else None)
+        shards = sharded_state.Spread(wrapper, inner, groups, (self.group.rank, self.group.world_size))
+        model.begin(engine, inner, shards if trains and self.zero_stage else None)
 
     def _complete(self, model: Driven | None) -> dict[str, Any]:
         """The configuration for DeepSpeed."""
@@ -295,7 +295,7 @@ class DeepSpeed(Strategy):
         window = configuration.window(asked, size, self.group.world_size, self.window.size)
         configuration.batch_sizes(config, self._where, micro, window, self.group.world_size)
         clip = asked.get("gradient_clip_val")
-        pinned = self.group.device.type == "cuda" if self.pin_memory is None else self.pin_memory
+        pinned = accelerator.pins(self.group.device) if self.pin_memory is None else self.pin_memory
         numel = 0 if model is None else sum(getattr(p, "ds_numel", p.numel()) for p in model.module.parameters())
         configuration.complete(config, (clip.value or 0.0) if clip else 0.0, numel, pinned)
         configuration.no_auto_left(config, self._where)
@@ -368,7 +368,7 @@ class DeepSpeed(Strategy):
 
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
 
-    def _spread(self, module: nn.Module) -> Spread | None:
+    def _spread(self, module: nn.Module) -> sharded_state.Spread | None:
         first = {id(p) for p in module.parameters()}
         return next(
             (m.spread for m in self._models if m.spread is not None and not first.isdisjoint(m.spread.managed)), None

@@ -1,0 +1,99 @@
+"""The public view of a device, for callbacks and for users' own code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.utils import accelerator
+
+_COUNTERS = {
+    "allocated": ("memory_allocated", "current_allocated_memory"),
+    "reserved": ("memory_reserved", "driver_allocated_memory"),
+    "max_allocated": ("max_memory_allocated",),
+}
+"""A number of bytes -> the functions of device modules that tell it; the second names are MPS's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a device is called and what it can do, asked of the device itself::
+
+        Device(run.device).float64    # False on an Apple GPU
+
+    A capability is tried once a process, with tensors of a few bytes, and waits for the device: ask before the training starts.
+    """
+
+    device: torch.device
+
+    @property
+    def is_accelerator(self) -> bool:
+        """Whether it is anything but the CPU."""
+        return self.device.type != "cpu"
+
+    @property
+    def name(self) -> str:
+        """What its vendor calls it, ``"NVIDIA H100 80GB HBM3"``; its type where it tells no name."""
+        return accelerator.model_name(self.device)
+
+    def described(self) -> str:
+        """The accelerator's name, memory and, where it has one, compute capability or architecture."""
+        parts = [self.name]
+        with suppress(AttributeError, RuntimeError, NotImplementedError):
+            told = accelerator.module(self.device).get_device_properties(self.device)
+            parts.append(f"{told.total_memory / 2**30:.1f} GiB")
+            parts.append(getattr(told, "gcnArchName", "") or f"compute capability {told.major}.{told.minor}")
+        return ", ".join(parts)
+
+    @property
+    def float64(self) -> bool:
+        """Whether it has float64."""
+        return accelerator.supports_float64(self.device)
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The widest real dtype there: float64, or float32 where that is missing."""
+        return accelerator.wide(self.device)
+
+    @property
+    def capabilities(self) -> Mapping[str, bool]:
+        """What ``fit env`` shows: name -> whether it is there."""
+        return accelerator.capabilities(self.device)
+
+    def memory(self) -> dict[str, int]:
+        """This process's memory on it (bytes), without waiting for it: ``allocated`` to tensors, ``reserved`` by the allocator, and
+        ``max_allocated`` since the start; those that the device tells, none on a CPU."""
+        if not self.is_accelerator:
+            return {}
+        owner, found = accelerator.module(self.device), {}
+        for what, functions in _COUNTERS.items():
+            function = next((getattr(owner, each) for each in functions if hasattr(owner, each)), None)
+            with suppress(RuntimeError):
+                if function is not None:
+                    found[what] = int(_called(function, self.device))
+        return found
+
+    def utilization(self) -> float | None:
+        """The share of the last second or so in which a kernel ran (percent); ``None`` where the device does not tell it."""
+        try:
+            return float(accelerator.module(self.device).utilization(self.device))
+        except (AttributeError, ImportError, RuntimeError):  # ImportError: of the package that asks the driver
+            return None
+
+    @property
+    def allocations(self) -> Any:
+        """The device module's recorder of allocations (``torch.cuda.memory``); ``None`` where there is none."""
+        recorder = getattr(getattr(torch, self.device.type, None), "memory", None)
+        return recorder if hasattr(recorder, "_record_memory_history") and hasattr(recorder, "_dump_snapshot") else None
+
+
+def _called(function: Any, device: torch.device) -> Any:
+    """The function's answer; those of modules with one device take none."""
+    try:
+        return function(device)
+    except TypeError:
+        return function()
