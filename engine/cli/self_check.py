@@ -47,6 +47,7 @@ CHECKS: dict[str, tuple[str, str]] = {
     "single": ("training on one device", _TORCH),
     "bf16": ("bf16-mixed", "use precision=32-true, or a device that computes in bf16"),
     "resume": ("save and resume", "let the temporary directory ($TMPDIR) be writable and not full"),
+    "one rank": ("one rank, every collective", f"{_NETWORK}; with a GPU, NCCL_DEBUG=INFO shows more"),
     "collectives": ("collectives", f"{_NETWORK}; with GPUs, NCCL_DEBUG=INFO shows more"),
     "ddp": ("DDP = one process", _TORCH),
     "fsdp": ("FSDP2 = one process", _TORCH),
@@ -56,7 +57,7 @@ CHECKS: dict[str, tuple[str, str]] = {
     ),
 }
 """Name -> its title in the table, and what to do when it fails."""
-ALONE = ("store", "single", "bf16", "resume")
+ALONE = ("store", "single", "bf16", "resume", "one rank")
 TOGETHER = ("collectives", "ddp", "fsdp")
 
 

@@ -174,7 +174,8 @@ def join(
     failures.attach(environment)
     if dist.is_initialized():
         _check_existing(environment)
-        return Group(environment, device, None if environment.world_size == 1 else _existing(timeout, debug))
+        connected = environment.world_size > 1 or (_shared is not None and _shared.world is dist.group.WORLD)
+        return Group(environment, device, _existing(timeout, debug) if connected else None)
     if environment.world_size == 1:
         if environment.name == "single":
             relaunch.work_alone()
@@ -193,6 +194,18 @@ def join(
     )
     _shared = _adopt(timeout, prefixed, debug or dist.get_debug_level() == dist.DebugLevel.DETAIL)
     return Group(environment, device, _shared)
+
+
+def alone(device: torch.device, *, timeout: timedelta) -> Group:
+    """A job of one process that does run its collectives, in the device's back end: for checks of it on a machine with one device.
+
+    Later runs of this process join it: DDP reduces, FSDP shards, and checkpoints are agreed on, over one rank.
+    """
+    global _shared
+    store = dist.HashStore()
+    process_groups.initialise(device, store, 0, 1, timeout, debug=False)
+    _shared = _adopt(timeout, store, debug=False)
+    return Group(Environment("single"), device, _shared)
 
 
 def _existing(timeout: timedelta, debug: bool) -> _Shared:

@@ -60,7 +60,7 @@ class DDP(Strategy):
                 f"strategy='ddp' with {class_name(model)}, whose parameters are sharded already, by an earlier run: "
                 "use that run's strategy again, or load a checkpoint into a new module"
             )
-        if self.group.world_size == 1:
+        if self.group.cpu is None:
             return model
         if not any(True for _ in trained(model)) and (
             user_module(model) is model or not any(True for _ in model.parameters())

@@ -125,17 +125,17 @@ class FSDP(Strategy):
     # -- the model --------------------------------------------------------------------------------------------------------------
 
     def building(self) -> AbstractContextManager[Any]:
-        return super().building() if self.group.world_size == 1 else deferred_init.parameters_deferred()
+        return super().building() if self.group.cpu is None else deferred_init.parameters_deferred()
 
     def place(self, model: nn.Module) -> None:
-        if self.group.world_size == 1:
+        if self.group.cpu is None:
             super().place(model)
         elif not isinstance(model, FSDPModule):
             # Each block goes to the device just before it is sharded: the whole model need not fit there.
             self.precision.convert(model)
 
     def setup(self, model: nn.Module) -> nn.Module:
-        if self.group.world_size == 1:
+        if self.group.cpu is None:
             return model
         made = f"{', '.join(f'{name}={size}' for name, size in self._sizes.items())}, precision={self.precision}"
         before = vars(model).get("_sharded_as")

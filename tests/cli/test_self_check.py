@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,43 @@ def test_the_table_and_the_status(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_checks_of_one_device_pass(folder: Path) -> None:
     for name in ("store", "single", "bf16", "resume"):
         assert self_check_jobs.CHECKS[name][0]("cpu", RANKS) in (None, "")
+
+
+def test_one_rank_reaches_every_collective(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDP reduces, FSDP shards, saves happen beside the training: with one rank none of it would be reached."""
+    self_check_jobs.single("cpu", RANKS)
+    seen: list[str] = []
+    real = self_check_jobs.trained
+
+    def trained(module: Any, kind: str, ranks: Any, **settings: Any) -> Any:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            real(module, kind, ranks, **settings)
+        names = {event.name for event in profile.events()}
+        parameters = {type(p).__name__ for p in module.parameters()}
+        seen.append(f"{settings['strategy']}: {'gloo:all_reduce' in names} {parameters}")
+        return module
+
+    monkeypatch.setattr(self_check_jobs, "trained", trained)
+    told = self_check_jobs.one_rank("cpu", RANKS)
+    assert seen == ["ddp: True {'Parameter'}"] * 2 + ["fsdp: True {'DTensor'}"] * 2
+    assert told.startswith("weights differ by ")
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_tolerance_is_a_multiple_of_the_products_rounding(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 2**-26 < self_check_jobs.rounding("cpu") < 2**-19  # float32 has 24 bits
+    self_check_jobs.single("cpu", RANKS)
+    module = self_check_jobs.Net.load_from_checkpoint(self_check_jobs.REFERENCE)
+    with torch.no_grad():
+        module.net[3].bias += 1e-4
+    with pytest.raises(
+        AssertionError, match=r"weights differ from those of one process by 0.0001; products are rounded to .*e-07 here"
+    ):
+        self_check_jobs._compared(module, "cpu")
+    monkeypatch.setattr(self_check_jobs, "rounding", lambda kind: 4e-4)  # TF32
+    assert self_check_jobs._compared(module, "cpu") == (
+        "weights differ by 0.0001; products are rounded to 0.0004 here, which allows 0.003"
+    )
 
 
 def test_a_resume_that_loses_random_numbers_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
