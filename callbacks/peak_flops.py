@@ -57,6 +57,6 @@ def peak_of(device: torch.device, precision: str) -> float | None:
     """Operations a second of ``device`` in matrix multiplications of a precision such as ``"bf16-mixed"``; ``None``: not known (always on a CPU,
     and for fp8, where only some multiplications are in 8 bits)."""
     kind = {"64": "fp64", "32": "fp32", "16": "fp16", "bf16": "bf16"}.get(precision.partition("-")[0])
-    if kind == "fp32" and torch.get_float32_matmul_precision() != "highest":
+    if kind == "fp32" and Device(device).tf32:
         kind = "tf32"
     return None if kind is None else known_peak(Device(device).name, kind)

@@ -78,6 +78,7 @@ class Fit:
         sync_batchnorm: batch norms compute their statistics over the samples of all ranks.
         deterministic: ``True`` or ``"warn"``.
         benchmark: cuDNN measures which algorithm is the fastest.
+        matmul_precision: products of float32 matrices: ``"highest"``, ``"high"`` (TF32) or ``"medium"``; ``None``: torch's setting.
         detect_anomaly: autograd checks every backward pass for NaN and shows where it comes from.
         seed: of python, numpy, torch and the data order.
         on_nonfinite: ``"raise"`` or ``"skip"`` steps whose gradient norm is not finite.
@@ -125,6 +126,7 @@ class Fit:
         sync_batchnorm: bool = UNSET,
         deterministic: bool | str = UNSET,
         benchmark: bool | None = UNSET,
+        matmul_precision: str | None = UNSET,
         detect_anomaly: bool = UNSET,
         seed: int | None = UNSET,
         on_nonfinite: str | None = UNSET,

@@ -47,6 +47,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "sync_batchnorm": _FLAG,
     "deterministic": (*_FLAG, "warn"),
     "benchmark": (*_FLAG, "null"),
+    "matmul_precision": ("highest", "high", "medium", "null"),
     "detect_anomaly": _FLAG,
     "check": _FLAG,
     "debug": _FLAG,

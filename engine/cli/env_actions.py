@@ -110,6 +110,7 @@ def _devices() -> dict[str, str]:
     can = accelerator.capabilities(device)
     found[f"{device.type} has"] = ", ".join(name for name, there in can.items() if there)
     found[f"{device.type} lacks"] = ", ".join(name for name, there in can.items() if not there) or "nothing of these"
+    found["float32 products"] = cuda.products()[0] or "set for each device by itself (torch.backends.*.fp32_precision)"
     if dist.is_available():
         there = [
             name

@@ -20,6 +20,7 @@ NAMES = {
     "logging_steps": "log_every_n_steps",
     "detect_nan": "on_nonfinite",
     "dynamo_backend": "compile",
+    "float32_matmul_precision": "matmul_precision",
 }
 
 
@@ -38,6 +39,7 @@ OTHERWISE = {
         ("split_batches", "dispatch_batches", "even_batches"),
         "samples are divided exactly among the ranks; see global_batch_size",
     ),
+    **dict.fromkeys(("tf32", "allow_tf32"), "here it is matmul_precision='high'"),
     "dataloader_config": "the DataLoader that you give keeps its own settings",
     "plugins": "a precision is Fit(precision=...), a strategy Fit(strategy=...); processes are detected from the environment (fit env)",
     **dict.fromkeys(

@@ -100,6 +100,9 @@ class Settings:
     """``True``: only deterministic algorithms, others raise an error; ``"warn"``: others warn."""
     benchmark: bool | None = None
     """Whether cuDNN measures its algorithms for each new input shape and uses the fastest. ``None``: torch's setting; off if ``deterministic``."""
+    matmul_precision: str | None = None
+    """How products of float32 matrices are computed during the run, as ``torch.set_float32_matmul_precision`` has it: ``"highest"`` in float32,
+    ``"high"`` in TF32 (or pairs of bfloat16), ``"medium"`` in bfloat16, each where the device has it. ``None``: torch's setting."""
     detect_anomaly: bool = False
     """Autograd checks every backward pass for NaN and shows the forward operation it comes from. Slow; for debugging."""
     seed: int | None = None
@@ -359,6 +362,7 @@ _CHECKS: dict[str, Check] = {
     "sync_batchnorm": a_bool(),
     "deterministic": a_bool("warn"),
     "benchmark": a_bool(none="what torch is set to"),
+    "matmul_precision": a_choice("highest", "high", "medium", none="what torch is set to"),
     "detect_anomaly": a_bool(),
     "seed": an_int(0, none="no seeding", most=2**32 - 1),
     "on_nonfinite": a_choice("raise", "skip", none="no check"),

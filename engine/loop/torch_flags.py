@@ -13,7 +13,7 @@ from engine.utils import cuda
 
 @contextmanager
 def switched(settings: Settings) -> Iterator[None]:
-    """Inside the block ``deterministic``, ``benchmark`` and ``detect_anomaly`` apply; other flags stay as the user set them."""
+    """Inside the block ``deterministic``, ``benchmark``, ``matmul_precision`` and ``detect_anomaly`` apply; other flags stay as the user set them."""
     with ExitStack() as stack:
         if settings.deterministic:  # the call alone imports torch's compiler
             before = torch.are_deterministic_algorithms_enabled()
@@ -28,6 +28,9 @@ def switched(settings: Settings) -> Iterator[None]:
         if search is not None:
             stack.callback(cuda.set_convolution_search, cuda.convolution_search())
             cuda.set_convolution_search(search)
+        if settings.matmul_precision is not None:
+            stack.callback(cuda.set_products, cuda.products())
+            torch.set_float32_matmul_precision(settings.matmul_precision)
         if settings.detect_anomaly:
             stack.enter_context(torch.autograd.set_detect_anomaly(True))
         yield

@@ -15,6 +15,35 @@ def set_convolution_search(value: bool) -> None:
     torch.backends.cudnn.benchmark = value
 
 
+Products = tuple[str | None, str, str]
+
+
+def products() -> Products:
+    """How products of float32 matrices are computed: torch's common setting, and its two parts, which can be set one by one.
+
+    The parts lie under ``torch.backends.cuda``. The common setting is ``None`` where the parts have been set by themselves: torch
+    then refuses to name one.
+    """
+    try:
+        common = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        common = None
+    return common, torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+
+
+def set_products(before: Products) -> None:
+    """Restore what :func:`products` returned."""
+    common, gpu, cpu = before
+    torch.set_float32_matmul_precision(common or "highest")
+    torch.backends.cuda.matmul.fp32_precision = gpu  # after the common setting, which overwrites both
+    torch.backends.mkldnn.matmul.fp32_precision = cpu
+
+
+def uses_tf32() -> bool:
+    """Whether products of float32 matrices are computed in TF32, whichever of torch's settings said so."""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
 def toolkit() -> str:
     """What torch was built with: ``"CUDA 12.8"``, ``"ROCm 6.4"``, or nothing. Only these two have versions of their own beside torch's."""
     hip, cuda = torch.version.hip, torch.version.cuda

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from engine.utils import accelerator
+from engine.utils import accelerator, cuda
 
 _COUNTERS = {
     "allocated": ("memory_allocated", "current_allocated_memory"),
@@ -58,6 +58,11 @@ class Device:
     def wide(self) -> torch.dtype:
         """The widest real dtype there: float64, or float32 where that is missing."""
         return accelerator.wide(self.device)
+
+    @property
+    def tf32(self) -> bool:
+        """Whether it computes products of float32 matrices in TF32 now; see ``matmul_precision``."""
+        return self.is_accelerator and cuda.uses_tf32()
 
     @property
     def capabilities(self) -> Mapping[str, bool]:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,6 +76,11 @@ def test_env_has_each_setting_with_its_origin(tmp_path: Path) -> None:
     assert report["environment"]["world_size"] == 1
     assert report["versions"]["torch"].startswith("2.")
     assert report["devices"]["cpu"]
+    assert report["devices"]["float32 products"] == "highest"
+    kind = "cpu" if (found := torch.accelerator.current_accelerator(check_available=True)) is None else found.type
+    assert "bf16" in report["devices"][f"{kind} has"].split(", ")
+    assert ("streams" in report["devices"][f"{kind} lacks"]) is (kind == "cpu")
+    assert report["devices"]["collectives"].endswith(f" for {kind}")
     assert report["errors"] == []
 
 

@@ -83,6 +83,7 @@ def test_an_empty_file_says_nothing(in_tmp: Path, empty: str) -> None:
         ("compile", "1", True),
         ("deterministic", "warn", "warn"),
         ("deterministic", "0", False),
+        ("matmul_precision", "medium", "medium"),
         ("fast_dev_run", "1", 1),
         ("on_nonfinite", "skip", "skip"),
         ("root_dir", "2024", Path("2024")),

@@ -62,6 +62,8 @@ def test_a_single_callback_is_a_list_of_one() -> None:
         ("precision", "fp7", ValueError, "did you mean 'fp8'"),
         ("accelerator", "cdua", ValueError, "did you mean 'cuda'"),
         ("accelerator", None, TypeError, "NoneType"),
+        ("matmul_precision", "hihg", ValueError, "did you mean 'high'"),
+        ("matmul_precision", True, TypeError, "or None for what torch is set to"),
         ("strategy", 3, TypeError, "strategy"),
         ("strategy", "", TypeError, "name of a strategy"),
         ("devices", 0, ValueError, "at least 1"),
