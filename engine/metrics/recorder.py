@@ -72,13 +72,14 @@ class Recorder:
         if name not in self.slots or (slot := self.slots[name]).given != given:
             slot = self._slot(name, given, value)
         if type(value) is Tensor and value.shape == ():  # the usual case: called in every step
-            value = value.detach()
+            # A view keeps the whole of what it is a part of, and changes with it.
+            value = value.detach() if value._base is None else value.detach().clone()
         elif isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(
                     f"log({name!r}) got a tensor of shape {tuple(value.shape)}: log one number, for example its .mean()"
                 )
-            value = whole(value.detach())
+            value = whole(value.detach()).clone()  # a parameter, or a part of something, as often as not
         elif not isinstance(value, (int, float)):
             value = self._other(slot, value)
             if value is None:
