@@ -7,6 +7,7 @@ torch's default group. With one process nothing is sent or copied.
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from engine.distributed.group import Group
 from engine.utils.errors import nearest
@@ -169,7 +171,7 @@ def pad_across_processes(group: Group, tree: Any, dim: int = 0, pad_index: float
 
 def gather_object(group: Group, obj: Any) -> list[Any]:
     """Every rank's ``obj``, in the order of ranks, on every rank. Objects are pickled: the ranks of one job trust each other.
-    They are sent over gloo's connections, on the interface that ``GLOO_SOCKET_IFNAME`` names.
+    Tensors in them arrive on the CPU. They are sent over gloo's connections, on the interface that ``GLOO_SOCKET_IFNAME`` names.
 
     Raises:
         TypeError: some rank's object cannot be pickled (on all ranks; the message names the rank).
@@ -192,7 +194,7 @@ def gather_json(group: Group, value: Any) -> list[Any]:
 
 
 def broadcast_object(group: Group, obj: Any, src: int = 0) -> Any:
-    """Rank ``src``'s ``obj``, on every rank; it is pickled.
+    """Rank ``src``'s ``obj``, on every rank; it is pickled, and tensors in it arrive on the CPU.
 
     Raises:
         ValueError: no such rank.
@@ -278,10 +280,21 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
+class _Pickler(pickle.Pickler):
+    """Tensors arrive on the host: on a device they would open a context on the sender's device in every process."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor) or isinstance(obj, Parameter) or obj.device.type in ("cpu", "meta"):
+            return NotImplemented  # a parameter's tensor comes by itself
+        return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
 def _packed(obj: Any) -> bytes | str:
     # If an object cannot be sent, send the error: the others are waiting.
+    packed = io.BytesIO()
     try:
-        return pickle.dumps(obj)
+        _Pickler(packed, pickle.HIGHEST_PROTOCOL).dump(obj)
+        return packed.getvalue()
     except Exception as error:
         return f"{type(obj).__name__}: {error}"
 

@@ -16,6 +16,7 @@ from engine.distributed.group import Group
 from engine.step.gradients import Loss
 from engine.strategies import dtensors
 from engine.strategies.pipeline import Pipeline, Step
+from engine.utils.tree import on_host
 
 
 class Depth:
@@ -176,12 +177,15 @@ class Depth:
         return [[names[id(p)] for p in group] for group in self._groups[optimizer]]
 
     def _gathered(self, group: Group, own: dict[str, Any]) -> list[dict[str, Any]]:
-        """Gather the values of each stage's first rank on rank 0. Objects are pickled: the ranks of one job trust each other."""
+        """Gather the values of each stage's first rank on rank 0. Objects are pickled: the ranks of one job trust each other.
+
+        Tensors are sent from the host: a pickled device tensor would open a context on the sender's device in rank 0's process.
+        """
         each = group.world_size // self.pipeline.size
         rows = [own]
         for leader in range(each, group.world_size, each):
             if group.rank == leader:
-                dist.send_object_list([own], 0, group=group.cpu)
+                dist.send_object_list([on_host(own)], 0, group=group.cpu)
             elif group.is_main:
                 row: list[Any] = [None]
                 dist.recv_object_list(row, leader, group=group.cpu)

@@ -138,6 +138,18 @@ def move(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> A
     return map_tensors(to, tree, own)
 
 
+def on_host(tree: Any) -> Any:
+    """``tree`` with its tensors on the CPU, without graphs; a tensor that occurs several times stays shared. Waits for the device."""
+    found: dict[int, Tensor] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        if id(tensor) not in found:
+            found[id(tensor)] = tensor.detach().cpu()
+        return found[id(tensor)]
+
+    return map_tensors(copied, tree)
+
+
 def cast(tree: Any, dtype: torch.dtype | None) -> Any:
     """``tree`` with its tensors in the format of :func:`formats`, on their devices; ``None``: unchanged. Objects that are no containers stay."""
     if dtype is None:

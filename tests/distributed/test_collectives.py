@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 from processes import run_ranks
+from torch import Tensor
+from torch.nn import Parameter
 
 from engine.distributed import collectives
 from engine.distributed.environment import Environment
@@ -222,3 +224,21 @@ def test_alone_wrong_arguments_are_errors_too():
         collectives.all_reduce(ALONE, torch.ones(1), "meen")
     with pytest.raises(ValueError, match="possible are 0 to 0"):
         collectives.broadcast(ALONE, torch.ones(1), 1)
+
+
+class Away(Tensor):
+    """Stands for a tensor of the sender's second device."""
+
+    device = property(lambda self: torch.device("cuda", 1))  # type: ignore[assignment]
+
+    def cpu(self) -> Tensor:  # type: ignore[override]
+        return self.as_subclass(Tensor).clone()
+
+
+def test_tensors_in_objects_arrive_on_the_host():
+    away = torch.ones(2).as_subclass(Away)
+    found = collectives._unpacked(collectives._packed({"x": [away, away], "y": Parameter(torch.zeros(1)), "n": 1}), 0)
+    assert [type(tensor) for tensor in found["x"]] == [Tensor] * 2
+    assert found["x"][0] is found["x"][1]
+    assert found["x"][0].tolist() == [1.0, 1.0]
+    assert (type(found["y"]), found["n"]) == (Parameter, 1)

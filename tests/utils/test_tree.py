@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from transformers import BatchEncoding, BatchFeature
 from transformers.modeling_outputs import BaseModelOutput
 
-from engine.utils.tree import batch_size, cast, leaves, map_tensors, move
+from engine.utils.tree import batch_size, cast, leaves, map_tensors, move, on_host
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -265,3 +265,11 @@ def test_leaves_come_in_order() -> None:
 )
 def test_batch_size(tree: Any, expected: int | None) -> None:
     assert batch_size(tree) == expected
+
+
+def test_tensors_on_the_host_stay_shared() -> None:
+    tied = torch.ones(2, requires_grad=True) * 2
+    found = on_host({"a": tied, "b": [tied], "n": 1})
+    assert found["a"] is found["b"][0]
+    assert found["a"].grad_fn is None
+    assert found["n"] == 1
