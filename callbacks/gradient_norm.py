@@ -51,7 +51,7 @@ class GradientNorm(Callback):
             return
         found = torch.stack(list(self._newest.values()))
         each = dict(zip(self._newest, found.tolist(), strict=True))
-        metrics["grad_norm"] = float(torch.linalg.vector_norm(found.double(), self.norm_type))
+        metrics["grad_norm"] = float(torch.linalg.vector_norm(found.cpu().double(), self.norm_type))
         if self.per_parameter:
             metrics.update({f"grad_norm/{name}": value for name, value in each.items()})
         self._newest = {}

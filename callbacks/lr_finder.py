@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from engine import Callback, DataModule, Fit, Loss, Run, TrainModule
+from engine import Callback, DataModule, Device, Fit, Loss, Run, TrainModule
 
 from .lr_sweep import LRSweep
 from .trial import is_main, log, train_copy
@@ -149,13 +149,12 @@ class _Sweep(Callback):
 
 
 def _weighted(outputs: Any, size: int, device: torch.device) -> Tensor:
-    """A micro-batch's loss times its weight, and the weight. Shape [2], fp64."""
+    """A micro-batch's loss times its weight, and the weight. Shape [2], fp64 (fp32 on a device without)."""
+    wide = Device(device).wide
     loss = outputs["loss"] if isinstance(outputs, dict) else outputs
     if loss is None or size == 0:
-        return torch.zeros(2, dtype=torch.float64, device=device)
+        return torch.zeros(2, dtype=wide, device=device)
     weight: Any = loss.count if isinstance(loss, Loss) else max(size, 1)
     total = loss.sum if isinstance(loss, Loss) else loss * weight
-    pair = [
-        torch.as_tensor(value, dtype=torch.float64, device=device).detach().reshape(()) for value in (total, weight)
-    ]
+    pair = [torch.as_tensor(value, dtype=wide, device=device).detach().reshape(()) for value in (total, weight)]
     return torch.stack(pair)

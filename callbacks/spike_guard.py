@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from engine import Callback, Loss, Run, TrainModule
+from engine import Callback, Device, Loss, Run, TrainModule
 
 _log = logging.getLogger("engine")
 _MONITORS = ("loss", "grad_norm")
@@ -71,6 +71,7 @@ class SpikeGuard(Callback):
         """Steps that were left out so far."""
         self._history: Tensor | None = None  # [monitors, window], fp64; column count % window is the next
         self._count: Tensor | None = None  # values that have entered it, shape ()
+        self._wide = torch.float64
         self._latest: Tensor | None = None  # the latest step's values and limits, [2, monitors]
         self._sums: list[Tensor] = []
         self._found = self._logs = False
@@ -82,11 +83,12 @@ class SpikeGuard(Callback):
 
     def on_fit_start(self, run: Run, module: nn.Module) -> None:
         self._refuse(run, module)
+        self._wide = Device(run.device).wide
         if run.step == 0 or self._history is None or self._count is None:
             self.spikes = 0
-            self._history = torch.zeros(len(self.monitor), self.window, dtype=torch.float64)
+            self._history = torch.zeros(len(self.monitor), self.window, dtype=self._wide)
             self._count = torch.zeros((), dtype=torch.int64)
-        self._history, self._count = self._history.to(run.device), self._count.to(run.device)
+        self._history, self._count = self._history.to(run.device, self._wide), self._count.to(run.device)
         self._columns = torch.arange(self.window, device=run.device)
         self._run, self._row, self._row_step, self._found = run, 0, -1, False
         self._saved = [] if run.last_checkpoint is None else [run.last_checkpoint]
@@ -95,7 +97,7 @@ class SpikeGuard(Callback):
 
     def on_before_backward(self, run: Run, module: nn.Module, loss: Any) -> None:
         if "loss" in self.monitor and run.recorder.size:
-            self._sums.append(_weighted(loss, run.recorder.size, run.device))
+            self._sums.append(_weighted(loss, run.recorder.size, run.device, self._wide))
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._found:
@@ -154,7 +156,7 @@ class SpikeGuard(Callback):
         history, count = self._history, self._count
         assert history is not None
         assert count is not None
-        values = torch.stack([self._loss() if name == "loss" else norm.double() for name in self.monitor])
+        values = torch.stack([self._loss() if name == "loss" else norm.to(self._wide) for name in self.monitor])
         there = self._columns < count
         number = there.sum()
         mean = history.sum(dim=1) / number
@@ -208,7 +210,7 @@ class SpikeGuard(Callback):
 
     def _loss(self) -> Tensor:
         """The mean loss over the window's micro-batches and all ranks."""
-        none = torch.zeros(2, dtype=torch.float64, device=self._columns.device)
+        none = torch.zeros(2, dtype=self._wide, device=self._columns.device)
         pair = torch.stack(self._sums).sum(dim=0) if self._sums else none
         self._sums.clear()
         total, weight = self._run.engine.reduce(pair) if self._run.world_size > 1 else pair
@@ -239,10 +241,10 @@ class SpikeGuard(Callback):
             )
 
 
-def _weighted(loss: Tensor | Loss, size: int, device: torch.device) -> Tensor:
-    """A micro-batch's loss times its weight, and the weight. Shape [2], fp64."""
+def _weighted(loss: Tensor | Loss, size: int, device: torch.device, wide: torch.dtype) -> Tensor:
+    """A micro-batch's loss times its weight, and the weight. Shape [2], of dtype ``wide``."""
     weight: Any = loss.count if isinstance(loss, Loss) else max(size, 1)
-    total = (loss.sum if isinstance(loss, Loss) else loss).detach().double().reshape(())
+    total = (loss.sum if isinstance(loss, Loss) else loss).detach().to(wide).reshape(())
     total = total if isinstance(loss, Loss) else total * weight
-    count = weight.detach().double() if isinstance(weight, Tensor) else total.new_full((), float(weight))
+    count = weight.detach().to(wide) if isinstance(weight, Tensor) else total.new_full((), float(weight))
     return torch.stack([total, count.reshape(()).to(total.device)]).to(device)

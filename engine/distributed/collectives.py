@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from engine.distributed.group import Group
+from engine.utils import accelerator
 from engine.utils.errors import nearest
 from engine.utils.tree import leaves, map_tensors
 
@@ -55,7 +56,9 @@ def all_reduce(group: Group, tree: Any, op: str = "sum", scale: float = 1.0) -> 
         )  # a copy, also of a single member
         dist.all_reduce(flat, _OPS[op], group=_channel(group, device))
         if op == "mean":
-            flat = (flat if dtype.is_floating_point or dtype.is_complex else flat.double()) / group.world_size
+            flat = (
+                flat if dtype.is_floating_point or dtype.is_complex else flat.to(accelerator.wide(device))
+            ) / group.world_size
         for index, part in zip(members, flat.split([tensors[index].numel() for index in members]), strict=True):
             results[index] = part.view(tensors[index].shape).to(_result_dtype(tensors[index].dtype, op))
     return _rebuild(tree, results)

@@ -20,6 +20,7 @@ from engine.metrics.torchmetrics_states import unchanged
 from engine.module import overrides
 from engine.step.share import Share
 from engine.step.wrappers import PreparedOptimizer
+from engine.utils import accelerator
 
 OF_THE_STEP = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
 
@@ -162,7 +163,11 @@ class ByClosure(Automatic):
                 "still to be divided (fp16, Loss(sum, count) or a micro-batch without loss): call optimizer.zero_grad(), or return a scalar "
                 "loss in fp32 or bf16"
             )
-        value = torch.zeros((), dtype=torch.float64, device=engine.device) if self._value is None else self._value
+        value = (
+            torch.zeros((), dtype=accelerator.wide(engine.device), device=engine.device)
+            if self._value is None
+            else self._value
+        )
         mean = engine.strategy.sum(value) / engine.data_group.world_size
         self.loss = torch.as_tensor(mean if total is None else mean / total)
         if self._awaits_changes:
@@ -201,7 +206,7 @@ class ByClosure(Automatic):
         """A fingerprint of parameters and gradients. Waits for the device."""
         parameters = [p for each in self.optimizers for group in each.param_groups for p in group["params"]]
         return [
-            *torch.stack(torch._foreach_norm([p.detach().double() for p in parameters])).tolist(),
+            *torch.stack(torch._foreach_norm([p.detach().to(accelerator.wide(p.device)) for p in parameters])).tolist(),
             *(id(p.grad) for p in parameters),
         ]
 

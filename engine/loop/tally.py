@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.utils import accelerator
+
 MANY = 256
 """Tensors are added up when this many wait."""
 
@@ -38,4 +40,4 @@ class Tally:
 
 
 def _total(numbers: list[Tensor]) -> Tensor:
-    return torch.stack([number.reshape(()).double() for number in numbers]).sum()
+    return torch.stack([number.reshape(()).to(accelerator.wide(number.device)) for number in numbers]).sum()

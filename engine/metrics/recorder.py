@@ -270,7 +270,7 @@ class Recorder:
         """This rank's part of the epoch so far (for torchmetrics objects see :mod:`engine.metrics.torchmetrics_states`)."""
         state = {}
         for name, slot in self.slots.items():
-            slot.fold()
+            slot.settle()
             if slot.total is not None:
                 state[name] = {"options": list(slot.options), "total": slot.total, "weight": slot.weight}
         return state

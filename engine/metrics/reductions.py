@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.metrics import float32_pairs
 from engine.metrics.torchmetrics_states import Entry
 from engine.metrics.torchmetrics_values import Logged
+from engine.utils import accelerator
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 FOLD = 256
@@ -35,7 +37,7 @@ def on_host(items: list[Any]) -> list[float]:
                 found[index] = items[index].item()
             continue
         column = torch.stack([items[i] if not items[i].ndim else items[i].reshape(()) for i in indices])
-        for index, value in zip(indices, column.double().tolist(), strict=True):
+        for index, value in zip(indices, column.tolist(), strict=True):
             found[index] = value
     return list(map(float, found))
 
@@ -91,8 +93,14 @@ class Slot:
             ) from None
 
     def fold(self) -> None:
-        """Reduce the epoch's values so far to one pair (value, weight), on the device."""
-        if self.values:
+        """Reduce the epoch's values so far to one pair (value, weight), on the device; without float64 there, to a few such pairs."""
+        narrow = self.reduce in ("mean", "sum") and _narrow(self.values)
+        if narrow:
+            if self.total is not None:  # of a checkpoint
+                before = [(self.total, 1.0), (0.0, self.weight - 1.0)] if self.reduce == "mean" else [(self.total, 1.0)]
+                self.values, self.total, self.weight = [*before, *self.values], None, 0.0
+            self.values = float32_pairs.folded(*unzipped(self.values), self.reduce, narrow)
+        elif self.values:
             total, weight = reduced(*unzipped(self.values), self.reduce)
             if self.total is not None:
                 totals, weights = [self.total, total], [self.weight, weight]
@@ -103,11 +111,21 @@ class Slot:
             self.total, self.weight = total, weight
             self.values = []
 
+    def settle(self) -> None:
+        """As :meth:`fold`, to one pair in any case; a device without float64 is waited for."""
+        self.fold()
+        if self.values:
+            values, weights = (on_host(items) for items in unzipped(self.values))
+            self.total, self.weight = reduced(values, weights, self.reduce)
+            self.values = []
+
     def column(self) -> Column:
         """The epoch so far, still to be reduced."""
         if self.total is None:
             return self.reduce, *unzipped(self.values)
         self.fold()
+        if self.total is None:
+            return self.reduce, *unzipped(self.values)
         if self.reduce != "mean":
             return self.reduce, [self.total], [self.weight]
         return (
@@ -141,16 +159,24 @@ def reduced(values: list[Any], weights: list[Any], reduce: str) -> tuple[Any, An
     return (stacked * column).sum(), column.sum()
 
 
+def _narrow(pairs: list[Weighted]) -> torch.device | None:
+    """The device without float64 on which some of the values or weights are; ``None``: there is none."""
+    every = (item.device for pair in pairs for item in pair if isinstance(item, Tensor) and item.device.type != "cpu")
+    return next((device for device in every if accelerator.wide(device) != torch.float64), None)
+
+
 def _column(items: list[Any], device: torch.device) -> Tensor:
+    """The items as one column, float64 where the device has it: without it, extremes of float32 are exact, and sums are pairs' matter."""
+    wide = accelerator.wide(device)
     if all(isinstance(item, Tensor) for item in items):
         return torch.stack(
-            [item.reshape(()).to(torch.float64) if item.dtype != torch.float64 or item.ndim else item for item in items]
+            [item.reshape(()).to(wide) if item.dtype != wide or item.ndim else item for item in items]
         ).to(device)
     floats = [float(i) if not isinstance(i, Tensor) else 0.0 for i in items]
-    column = torch.tensor(floats, dtype=torch.float64).to(device, non_blocking=True)
+    column = torch.tensor(floats, dtype=wide).to(device, non_blocking=True)
     for index, item in enumerate(items):
         if isinstance(item, Tensor):
-            column[index] = item.reshape(()).to(device, torch.float64, non_blocking=True)
+            column[index] = item.reshape(()).to(device, wide, non_blocking=True)
     return column
 
 

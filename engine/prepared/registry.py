@@ -35,6 +35,7 @@ class Registry:
     def __init__(
         self, strategy: Strategy, precision: Precision, stepper: Stepper, seed: int, sync_batchnorm: bool
     ) -> None:
+        precision.check(strategy.group.device)
         self.strategy, self.precision, self.stepper, self.seed = strategy, precision, stepper, seed
         self.window, self.group, self.data_group = stepper.window, strategy.group, strategy.data_group
         self.models: list[nn.Module] = []

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from engine.utils import accelerator
+
 SCALAR, WEIGHTED = 1, 2
 """Kinds of losses: a mean, and ``Loss(sum, count)``."""
 
@@ -73,13 +75,13 @@ class Gathered:
 def _wide(count: Tensor | float) -> Tensor | float:
     """A count that can be added to: sums in half formats and small integers would be rounded, or overflow."""
     if isinstance(count, Tensor) and count.dtype not in (torch.float32, torch.float64, torch.int64):
-        return count.double()
+        return count.to(accelerator.wide(count.device))
     return count
 
 
 def packed(count: Tensor | float | None, fed: bool, device: torch.device) -> Tensor:
     """A rank's items and whether it had a loss: always a tensor on the device, so that all ranks use the same backend. Shape [2], fp64."""
     if isinstance(count, Tensor):
-        count = count.to(device, torch.float64, non_blocking=True).reshape(())
+        count = count.to(device, accelerator.wide(device), non_blocking=True).reshape(())
         return torch.stack([count, torch.full_like(count, float(fed))])
-    return torch.tensor([count or 0.0, float(fed)], dtype=torch.float64).to(device, non_blocking=True)
+    return torch.tensor([count or 0.0, float(fed)], dtype=accelerator.wide(device)).to(device, non_blocking=True)

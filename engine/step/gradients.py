@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from engine.utils import accelerator
 from engine.utils.log import warn_once
 from engine.utils.parameters import parameters_of
 from engine.utils.tree import whole
@@ -104,7 +105,10 @@ def traces(optimizers: Sequence[Optimizer]) -> list[tuple[Any, int]]:
 def divide(grads: list[Tensor], divisor: Tensor | float) -> None:
     """Divide in place, one fused pass for each device and dtype."""
     if grads:
-        scale(grads, 1.0 / divisor if isinstance(divisor, float) else divisor.double().reciprocal())
+        scale(
+            grads,
+            1.0 / divisor if isinstance(divisor, float) else divisor.to(accelerator.wide(divisor.device)).reciprocal(),
+        )
 
 
 @torch.no_grad()

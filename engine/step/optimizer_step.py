@@ -83,9 +83,7 @@ class Stepper:
         if not any(optimizer is known for known in self.known):
             self.known.append(optimizer)
             self.window.add(optimizer)
-            accelerator.defers(
-                self.strategy.group.device
-            )  # tries the device now: an answer in the first step would wait for it
+            # Tries the device now: an answer in the first step would wait for it.
             _skips_itself(optimizer)
 
     def guard_by(self, guard: Guard | None) -> None:

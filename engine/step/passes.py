@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.distributed.group import Group
 from engine.step.gradients import Loss
 from engine.step.window import Window
+from engine.utils import accelerator
 from engine.utils.tree import batch_size, map_tensors
 
 
@@ -51,7 +52,7 @@ class Passes:
         """As :meth:`engine.Engine.backward_by`."""
         window = self._begin()
         root, divisor = window.root(loss, self._group.world_size, self._scaler is not None)
-        value = root.detach().double() / divisor
+        value = root.detach().to(accelerator.wide(root.device)) / divisor
         if self._scaler is not None:
             root = root * self._scaler.seed(window.seed(divisor, root))
         elif divisor != 1.0:

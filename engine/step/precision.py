@@ -17,6 +17,7 @@ from engine.config.masked import fields_of
 from engine.config.name_and_options import Named
 from engine.config.settings import check
 from engine.transforms.float8 import FP8, TransformerEngine
+from engine.utils import accelerator
 from engine.utils.errors import nearest
 from engine.utils.tree import formats
 
@@ -89,6 +90,25 @@ class Precision:
         )
         model._apply(convert)
 
+    def check(self, device: torch.device) -> None:
+        """Raise before the training if the device cannot compute like this.
+
+        Raises:
+            ValueError: it lacks the dtype, autocast to it, or the loss scaler's kernels; the message has its name.
+        """
+        lacks = None
+        if self.parameters is not None and not accelerator.computes_in(device, self.parameters):
+            lacks = str(self.parameters).removeprefix("torch.")
+        elif self.autocast is not None and not accelerator.autocasts_to(device, self.autocast):
+            lacks = f"autocast to {str(self.autocast).removeprefix('torch.')}"
+        elif self.scaled and not accelerator.scales_losses(device):
+            lacks = "the loss scaler that fp16 gradients need"
+        if lacks is not None:
+            raise ValueError(
+                f"precision={self.name!r}: {accelerator.name(device)} lacks {lacks}; use another precision ('32-true' works everywhere), or another "
+                "accelerator. fit env shows what the device has"
+            )
+
     def context(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """The autocast context of a forward pass on ``device``; one object serves a whole run, but cannot be nested in itself."""
         if self.autocast is None:
@@ -148,7 +168,7 @@ class Scaler(torch.amp.GradScaler):
         if self._scale is None:  # no backward pass on this rank yet; others may have had one
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
         assert self._scale is not None
-        inverse = self._scale.double().reciprocal()
+        inverse = self._scale.to(accelerator.wide(self._scale.device)).reciprocal()
         if divisor is not None:
             inverse = inverse / divisor
         found = torch.zeros((), dtype=torch.float32, device=self._scale.device)

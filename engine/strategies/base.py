@@ -26,6 +26,7 @@ from engine.strategies import deferred_init
 from engine.strategies.tensor_class_states import flat, whole_again
 from engine.transforms.blocks import user_module
 from engine.transforms.order import Transforms
+from engine.utils import accelerator
 
 
 @dataclass(kw_only=True)
@@ -315,13 +316,14 @@ def spread(group: Group, tensors: Iterable[Tensor]) -> None:
 
 
 def sum_over_ranks(group: Group, value: Tensor | float, speaks: bool = True) -> Tensor | float:
-    """The sum of numbers over all ranks that count, in fp64; with several ranks a tensor on the device, whatever ``value`` is.
+    """The sum of numbers over all ranks that count, in fp64 (fp32 on a device without); with several ranks a tensor on the device, whatever
+    ``value`` is.
 
     If one rank sent a Python number through another backend than a rank with a tensor, both would hang.
     """
     if group.world_size == 1:
         return value
-    tensor = torch.as_tensor(value, dtype=torch.float64).detach().to(group.device, non_blocking=True)
+    tensor = torch.as_tensor(value, dtype=accelerator.wide(group.device)).detach().to(group.device, non_blocking=True)
     summed: Tensor = all_reduce(group, tensor if speaks else torch.zeros_like(tensor), "sum")
     return summed
 

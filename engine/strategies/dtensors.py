@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from engine.distributed.collectives import all_reduce
 from engine.distributed.group import Group
+from engine.utils import accelerator
 from engine.utils.tree import map_tensors
 
 
@@ -73,9 +74,9 @@ def norms(
             if part.numel():
                 dtype = torch.promote_types(dtype, part.dtype.to_real())
                 by_copies.setdefault(holders(tensor) / pieces(tensor), []).append(part)
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        total = torch.zeros((), dtype=accelerator.wide(device), device=device)
         for copies, parts in by_copies.items():
-            found = torch.nn.utils.get_total_norm(parts, norm_type).to(device, torch.float64)
+            found = torch.nn.utils.get_total_norm(parts, norm_type).to(total)
             total = torch.maximum(total, found) if largest else total + found**norm_type / copies
         totals.append(total)
     whole: Tensor = all_reduce(group, torch.stack(totals), "max" if largest else "sum")

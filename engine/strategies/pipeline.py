@@ -121,7 +121,7 @@ class Pipeline:
         rows = -(-count // self.num_microbatches)
         padded = _rows(batch, count, torch.arange(rows * self.num_microbatches).clamp(max=count - 1))
         inputs = self._captured(step, padded)
-        found = torch.zeros(3, dtype=torch.float64, device=self.device)
+        found = torch.zeros(3, dtype=accelerator.wide(self.device), device=self.device)
 
         def loss_of(output: Any, index: Tensor) -> Tensor:
             low = int(index) * rows

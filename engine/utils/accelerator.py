@@ -147,7 +147,10 @@ def device(kind: str, index: int, *, own: bool = False) -> torch.device:
         return torch.device("cpu")
     index = visible_index(index, devices(kind), own, kind)
     torch.accelerator.set_device_index(index)
-    return torch.device(kind, index)
+    found = torch.device(kind, index)
+    # What steps ask for later is tried now: each trial waits for the device.
+    wide(found), defers(found), has_streams(found)
+    return found
 
 
 def visible_index(index: int, there: int, own: bool, kind: str = "cuda") -> int:
@@ -258,7 +261,7 @@ def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
 
     def attempt() -> bool:
         ones = torch.ones(2, 2, dtype=dtype, device=device)
-        return bool((ones @ ones).sum().item() == 4 * 2)
+        return (ones @ ones).dtype == dtype
 
     return _works(attempt)
 
@@ -268,6 +271,7 @@ def supports_float64(device: torch.device) -> bool:
     return computes_in(device, torch.float64)
 
 
+@functools.cache  # not a function of Python's at its second call: steps ask
 def wide(device: torch.device) -> torch.dtype:
     """The widest real dtype there: float64, or float32 where that is missing."""
     return torch.float64 if supports_float64(device) else torch.float32

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+_MKLDNN: Any = torch.backends.mkldnn  # torch's annotations lack its parts
 
 
 def convolution_search() -> bool:
@@ -28,7 +32,7 @@ def products() -> Products:
         common = torch.get_float32_matmul_precision()
     except RuntimeError:
         common = None
-    return common, torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+    return common, torch.backends.cuda.matmul.fp32_precision, _MKLDNN.matmul.fp32_precision
 
 
 def set_products(before: Products) -> None:
@@ -36,7 +40,7 @@ def set_products(before: Products) -> None:
     common, gpu, cpu = before
     torch.set_float32_matmul_precision(common or "highest")
     torch.backends.cuda.matmul.fp32_precision = gpu  # after the common setting, which overwrites both
-    torch.backends.mkldnn.matmul.fp32_precision = cpu
+    _MKLDNN.matmul.fp32_precision = cpu
 
 
 def uses_tf32() -> bool:

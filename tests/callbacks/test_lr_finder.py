@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from callbacks import find_lr
 from callbacks.lr_sweep import LRSweep
 from engine import Fit, Loss, TrainModule
+from engine.utils import accelerator
 
 CURVATURE = 4.0  # SGD diverges above 2 / 4
 
@@ -50,6 +51,14 @@ def fit(tmp_path):
 
 
 BATCHES = [torch.ones(2, 1) for _ in range(3)]
+
+
+def test_a_device_without_float64_sums_in_float32(fit, monkeypatch):
+    monkeypatch.setattr(accelerator, "wide", lambda device: torch.float32)
+    found = find_lr(Quadratic(), BATCHES, fit=fit, min_lr=1e-3, max_lr=10.0, num_steps=11, early_stop_threshold=None)
+    lrs = [1e-3 * 10 ** (4 * i / 10) for i in range(11)]
+    assert found.results["loss"] == pytest.approx(by_hand(lrs), rel=1e-5)
+    assert found.results["loss"] != pytest.approx(by_hand(lrs), rel=1e-12)
 
 
 def test_losses_and_rates_are_those_of_plain_descent(fit):

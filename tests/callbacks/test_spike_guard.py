@@ -11,6 +11,7 @@ from torch import nn
 
 from callbacks import CSVLogger, ModelCheckpoint, SpikeGuard
 from engine import Callback, Fit, TrainModule
+from engine.utils import accelerator
 
 BAD = {25: 1e4, 26: -3e5, 33: 1e4}
 """Batches (by number) whose targets are multiplied by this."""
@@ -94,6 +95,15 @@ def test_bad_batches_leave_no_trace(train, optimizer, settings, monitor):
     assert weights(plain) != weights(clean)
     assert result.step == expected.step == 37
     assert guard.spikes == result.metrics["spikes"] == 3
+
+
+def test_a_device_without_float64_guards_in_float32(train, monkeypatch):
+    monkeypatch.setattr(accelerator, "wide", lambda device: torch.float32)
+    guarded, clean = Linear(), Linear()
+    train(guarded, data(), guard := SpikeGuard(("loss", "grad_norm")))
+    train(clean, data(bad=None), root="clean")
+    assert weights(guarded) == weights(clean)
+    assert guard.state_dict()["history"].dtype == torch.float32
 
 
 def test_windows_of_several_micro_batches(train):

@@ -11,8 +11,9 @@ import torch
 import torchmetrics
 
 from callbacks import ModelCheckpoint
-from engine import Fit, TrainModule
+from engine import Engine, Fit, TrainModule
 from engine.step.precision import Precision, Scaler
+from engine.utils import accelerator
 from engine.utils.tree import move
 
 CPU = torch.device("cpu")
@@ -50,6 +51,33 @@ def test_unknown_name() -> None:
         match=r"precision='fp7' is unknown; did you mean 'fp8'.*possible: 32-true, bf16-mixed, 16-mixed.*fp16",
     ):
         Precision.parse("fp7")
+
+
+@pytest.mark.parametrize(
+    ("precision", "missing", "told"),
+    [
+        ("64-true", "computes_in", "lacks float64"),
+        ("bf16-true", "computes_in", "lacks bfloat16"),
+        ("bf16-mixed", "autocasts_to", "lacks autocast to bfloat16"),
+        ("fp8-mixed", "autocasts_to", "lacks autocast to bfloat16"),
+        ("16-mixed", "autocasts_to", "lacks autocast to float16"),
+        ("16-mixed", "scales_losses", "lacks the loss scaler"),
+    ],
+)
+def test_what_the_device_lacks_is_an_error_with_its_name(
+    monkeypatch: pytest.MonkeyPatch, precision: str, missing: str, told: str
+) -> None:
+    monkeypatch.setattr(accelerator, missing, lambda *_: False)
+    monkeypatch.setattr(accelerator, "name", lambda device: "mps:0 (Apple M1)")
+    with pytest.raises(ValueError, match=rf"precision='{precision}': mps:0 \(Apple M1\) {told}.*'32-true' works"):
+        Engine(accelerator="cpu", precision=precision)
+    Engine(accelerator="cpu")
+
+
+def test_a_dtype_that_autocast_leaves_out_is_an_error() -> None:
+    """Torch warns, and computes in fp32."""
+    with pytest.raises(ValueError, match="cpu lacks autocast to float64"):
+        Engine(accelerator="cpu", precision=Precision("own", autocast=torch.float64))
 
 
 @pytest.mark.parametrize(

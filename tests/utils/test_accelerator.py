@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -17,8 +18,13 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def probes_anew() -> None:
-    for probe in (accelerator.pins, accelerator.computes_in, accelerator.autocasts_to, accelerator.has_streams):
+def probes_anew() -> Iterator[None]:
+    """What is tried on a pretended device must not be remembered of a real one."""
+    probes = [each for each in vars(accelerator).values() if hasattr(each, "cache_clear")]
+    for probe in probes:
+        probe.cache_clear()
+    yield
+    for probe in probes:
         probe.cache_clear()
 
 
