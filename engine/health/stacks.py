@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import re
 import sys
 import sysconfig
 import threading
@@ -38,6 +39,13 @@ MOST = 80
 _doing: dict[int, str] = {}
 
 
+# The call in which a thread stands, by its source: it returns when the device has finished what was queued before.
+_DEVICE_WAITS = re.compile(
+    r"\.(item|tolist|numpy|cpu|is_nonzero|nonzero)\([^()]*\)$|\.to\(.*\bcpu\b.*\)$|synchroni[sz]e\w*\(.*\)$|^(float|int|bool)\(",
+    re.DOTALL,
+)
+
+
 @dataclass(frozen=True)
 class Position:
     """Where a thread is."""
@@ -48,6 +56,9 @@ class Position:
     """Whether it waits for other ranks, in a collective or a backward pass."""
     debugged: bool = False
     """Whether a debugger holds it."""
+    device: bool = False
+    """Whether it waits for a device: it stands in a call such as ``loss.item()`` or ``torch.cuda.synchronize()``. What the device waits for,
+    perhaps a collective that another rank has not started, cannot be seen from here."""
 
 
 def position(thread: int) -> Position:
@@ -67,7 +78,28 @@ def position(thread: int) -> Position:
     line = _line([each[:3] for each in frames])
     inner = "" if line.startswith(f"{file}:{number} ") else f" (now in {Path(file).name}:{number} {function})"
     busy = f"; it is {_doing[thread]}" if thread in _doing else ""
-    return Position(line + inner + busy, file.startswith(_WAITS), debugged)
+    waits = file.startswith(_WAITS)
+    return Position(line + inner + busy, waits, debugged, not waits and _DEVICE_WAITS.search(_call(frame)) is not None)
+
+
+def _call(frame: FrameType) -> str:
+    """The source of the expression that a frame evaluates, on one line; empty when it is not known."""
+    positions = list(frame.f_code.co_positions())
+    first, last, start, end = positions[frame.f_lasti // 2] if 0 <= frame.f_lasti // 2 < len(positions) else [None] * 4
+    if first is None or last is None or start is None or end is None:
+        return ""
+    lines = [linecache.getline(frame.f_code.co_filename, number).encode() for number in range(first, last + 1)]
+    lines[-1] = lines[-1][:end]  # columns count bytes
+    lines[0] = lines[0][start:]
+    return b" ".join(line.strip() for line in lines).decode(errors="replace")
+
+
+def processor_s(native_thread: int) -> float | None:
+    """Seconds of processor time that a thread of this process has used, by its ``threading.get_native_id()``; ``None``: not on Linux."""
+    try:
+        return int(Path(f"/proc/self/task/{native_thread}/schedstat").read_text().split()[0]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ REPORT_S = 6.0
 """How long the others wait for rank 0's report (s)."""
 LEAVE_S = 3.0
 """After the report: how long the training's thread may take to react (s). A thread that does not is in native code, or sleeps."""
+IDLE = 0.05
+"""A thread that uses less of a core than this waits or sleeps."""
 MOST = 8
 """The maximum number of ranks that a report lists."""
 
@@ -49,6 +51,9 @@ class Note:
     """Collectives started on the groups of all ranks."""
     at: str
     waits: bool
+    """For other ranks."""
+    device: bool = False
+    """It waits for its device."""
 
 
 class Watchdog:
@@ -72,7 +77,8 @@ class Watchdog:
         self._group, self._progress = group, progress
         self._first_s, self._limit_s = first_s, limit_s
         self._directory = directory
-        self._thread = threading.get_ident()
+        self._thread, self._native = threading.get_ident(), threading.get_native_id()
+        self._processor_s: float | None = None  # used until the progress changed last
         host = socket.gethostname()
         self._who: list[str] = [
             f"rank {rank} (host {where}, process {pid})"
@@ -116,6 +122,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         before, still_s, looked, told = self._begun, 0.0, time.monotonic(), False
+        self._processor_s = stacks.processor_s(self._native)
         while not self._stopped.wait(self._pause):
             now, current = time.monotonic(), self._progress()
             # A suspended process (or a sleeping laptop) has not hung meanwhile.
@@ -123,8 +130,9 @@ class Watchdog:
             looked = now
             if current != before:
                 before, still_s, told = current, 0.0, False
+                self._processor_s = stacks.processor_s(self._native)
             elif still_s > (self._first_s if current == self._begun else self._limit_s) and not told:
-                here = stacks.position(self._thread)
+                here = self._position(still_s)
                 if here.debugged:
                     still_s = 0.0
                     continue
@@ -139,11 +147,26 @@ class Watchdog:
                     self._write(),
                 )
 
+    def _position(self, still_s: float) -> stacks.Position:
+        """Where the training stands, and what its thread does there, as far as that can be known."""
+        here, used = stacks.position(self._thread), stacks.processor_s(self._native)
+        busy = None if used is None or self._processor_s is None else (used - self._processor_s) / still_s
+        on_cpu = self._group.device.type == "cpu"
+        # A device may be waited for by looking at it all the time; but there is nothing to wait for where the CPU itself computes.
+        device = here.device and not (on_cpu and busy is not None and busy > IDLE)
+        if device:
+            told = "waits for its device"
+        elif here.waits or busy is None:
+            return replace(here, device=False)
+        else:
+            told = f"uses {min(busy, 1.0):.0%} of a core" if busy > IDLE else "uses no processor time"
+        return replace(here, line=f"{here.line} ({told})", device=device)
+
     def _fire(self, progress: float, here: stacks.Position, still_s: float) -> None:
         self._fired.set()
-        self._waiting = here.waits
+        self._waiting = here.waits or here.device
         path = self._write()
-        note = Note(progress, self._collectives(), here.line, here.waits)
+        note = Note(progress, self._collectives(), here.line, here.waits, here.device)
         self._board.put(f"note/{self._group.rank}", asdict(note))
         self._report, lags = self._compose(note, still_s, path)
         self._waiting = self._group.rank not in lags
@@ -202,6 +225,12 @@ class Watchdog:
         lines = []
         if len(lags) == len(notes) and all(note is not None and note.waits for note in notes.values()):
             lines.append("  all ranks wait for each other, in different collectives or in one that does not finish:")
+        elif len(lags) == len(notes) > 1 and all(
+            note is not None and (note.waits or note.device) for note in notes.values()
+        ):
+            lines.append(
+                "  all ranks wait, for each other or for their devices, which may wait for a collective that another rank has not started:"
+            )
         for rank in lags[:MOST]:
             note = notes[rank]
             if note is None:
@@ -249,15 +278,15 @@ def collective_limit(limit_s: float, device: torch.device) -> timedelta:
 
 
 def laggards(notes: dict[int, Note | None]) -> list[int]:
-    """The ranks that block the others: those without an answer; else those furthest behind in batches; else those that do not wait for
-    others; among several, those furthest behind in collectives; else all."""
+    """The ranks that block the others: those without an answer; else those furthest behind in batches; else those that wait neither for
+    others nor for their devices; among several, those furthest behind in collectives; else all."""
     if lost := [rank for rank, note in notes.items() if note is None]:
         return lost
     known: dict[int, Note] = {rank: note for rank, note in notes.items() if note is not None}
     if len({note.progress for note in known.values()}) > 1:
         least: float = min(note.progress for note in known.values())
         return [rank for rank, note in known.items() if note.progress == least]
-    busy = {rank: note for rank, note in known.items() if not note.waits}
+    busy = {rank: note for rank, note in known.items() if not note.waits and not note.device}
     if not busy:
         return list(known)
     least = min(note.collectives for note in busy.values())

@@ -8,7 +8,8 @@ import pytest
 from processes import Ran, run_ranks
 
 SCRIPT = """
-import sys, time
+import sys, threading, time
+from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from engine import Fit, TrainModule
 
 mode, root = sys.argv[1:]
+event = SimpleNamespace()
 
 class Net(TrainModule):
     def __init__(self):
@@ -33,6 +35,14 @@ class Net(TrainModule):
         if mode == "spin" and batch_idx == 3 and self.global_rank == 0:
             while True:
                 sum(range(100))
+        if mode == "device" and batch_idx == 3:
+            if self.global_rank == 0:
+                lock = threading.Lock()  # its second acquire blocks as a device's event does: in C, without processor time
+                lock.acquire()
+                event.synchronize = lock.acquire
+                event.synchronize()
+            while True:
+                sum(range(100))  # the line that works
         if mode == "shapes" and batch_idx == 3:
             dist.all_reduce(torch.ones(3 + self.global_rank))
         if mode == "dtypes" and batch_idx == 3:
@@ -69,6 +79,18 @@ def test_a_sleeping_rank_is_named_with_its_line(tmp_path: Path) -> None:
     assert "lags: rank 0" not in ran[0].stderr + ran[1].stderr
     assert "time.sleep(600)" in (tmp_path / "hang" / "rank=1.txt").read_text()
     assert "backward" in (tmp_path / "hang" / "rank=0.txt").read_text()
+
+
+def test_a_rank_that_waits_for_its_device_is_not_blamed(tmp_path: Path) -> None:
+    ran = run("device", tmp_path)
+    assert [rank.returncode for rank in ran] == [1, 1]
+    report = ran[0].stderr
+    assert "lags: rank 1 (host " in report
+    assert "lags: rank 0" not in report
+    waits = next(line for line in report.splitlines() if "waits: rank 0: " in line)
+    assert "in training_step: event.synchronize() (waits for its device)" in waits
+    works = next(line for line in report.splitlines() if "lags: rank 1 " in line)
+    assert "sum(range(100))  # the line that works (uses " in works
 
 
 @pytest.mark.slow

@@ -21,8 +21,12 @@ from engine.health import stacks
 from engine.health.watchdog import Note, Watchdog, laggards
 
 
-def note(progress: float = 5, collectives: int = 10, waits: bool = True) -> Note:
-    return Note(progress, collectives, "train.py:1", waits)
+def note(progress: float = 5, collectives: int = 10, waits: bool = True, device: bool = False) -> Note:
+    return Note(progress, collectives, "train.py:1", waits, device)
+
+
+def synced(progress: float = 5) -> Note:
+    return note(progress, waits=False, device=True)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +41,10 @@ def note(progress: float = 5, collectives: int = 10, waits: bool = True) -> Note
         ),  # both compute, one is further behind
         ([note(), note(waits=False), note(waits=False)], [1, 2]),
         ([note(), note(collectives=9)], [0, 1]),  # all wait: nobody is to blame alone
+        ([synced(), note(waits=False), synced()], [1]),  # in .item(), as NCCL's collectives keep ranks waiting
+        ([synced(), note(waits=False, collectives=20), note()], [1]),
+        ([synced(), note()], [0, 1]),  # the device may wait for the other rank
+        ([synced(4), note(waits=False)], [0]),  # a batch behind
     ],
 )
 def test_laggards(notes: list[Note | None], expected: list[int]) -> None:
@@ -73,6 +81,36 @@ def test_inside_of_a_library() -> None:
     found = standing(user, "waiter.acquire")
     assert "(now in threading.py:" in found.line
     assert "test_watchdog.py" in found.line
+
+
+class Event:
+    """Its ``synchronize`` blocks without a Python frame of its own, as a device's does."""
+
+    def __init__(self) -> None:
+        lock = threading.Lock()
+        lock.acquire()
+        self.synchronize = self.item = self.cpu = self.acquire = lock.acquire
+
+
+def test_a_call_that_waits_for_a_device() -> None:
+    event = Event()
+
+    def items() -> None:
+        print("before", event.item(), "after")
+
+    def synchronizes() -> None:
+        event.synchronize()
+
+    def copies() -> None:
+        [event for _ in range(2) if event.cpu()]
+
+    def others() -> None:
+        (event.acquire(), "it is not .item()", event.item)
+
+    assert standing(items, "event.item()").device
+    assert standing(synchronizes, "event.synchronize()").device
+    assert standing(copies, "event.cpu()").device
+    assert not standing(others, "event.acquire()").device
 
 
 def test_a_debugger_is_seen() -> None:
