@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from engine.strategies.base import Strategy, class_name, spread, sum_over_ranks, trained
-from engine.strategies.changing_replica import Replica, average
+from engine.strategies.changing_replica import Replica
+from engine.strategies.manual_average import ManualAverage
 from engine.strategies.weight_zero_batches import Reached
 from engine.transforms.blocks import user_module
 from engine.utils.errors import nearest
@@ -45,6 +46,7 @@ class DDP(Strategy):
     _optimizers: list[Optimizer] = field(default_factory=list, init=False, repr=False)
     _watches: list[RemovableHandle] = field(default_factory=list, init=False, repr=False)
     _reached: Reached = field(default_factory=Reached, init=False, repr=False)
+    _manual: ManualAverage = field(default_factory=ManualAverage, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.comm_hook is not None and self.comm_hook not in HOOKS:
@@ -118,6 +120,7 @@ class DDP(Strategy):
         for known in (self._watches, self._optimizers):
             known.clear()
         self._reached.forget()
+        self._manual.forget()
 
     def sync(self, models: Sequence[nn.Module], enabled: bool) -> None:
         for model in models:
@@ -155,7 +158,7 @@ class DDP(Strategy):
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         if self.group.world_size > 1:
-            average(self.group, parameters)
+            self._manual(self.group, parameters)
 
     def sum(self, value: Tensor | float) -> Tensor | float:
         return sum_over_ranks(self.group, value)
