@@ -79,7 +79,7 @@ class DDP(Strategy):
             process_group=_unchecked()
             if device.type == "cpu" and dist.get_debug_level() == dist.DebugLevel.DETAIL
             else None,
-            device_ids=[device.index] if device.type == "cuda" else None,
+            device_ids=None if device.type == "cpu" else [device.index],
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
             gradient_as_bucket_view=self.gradient_as_bucket_view,

@@ -23,9 +23,6 @@ ASKED_BY_NAME = {
 """Files that compare with the name of one kind of device, and why."""
 
 
-NOT_YET = ("engine/cli/self_check_jobs.py", "engine/distributed/group.py", "engine/strategies/ddp.py")
-
-
 def of_one_kind(text: str) -> list[tuple[int, str]]:
     """Lines with a call of one kind of device, or a comparison with its name."""
     found = []
@@ -51,8 +48,6 @@ def test_only_one_file_knows_cuda(path: Path) -> None:
     if name == ONE_FILE:
         assert found
         return
-    if name in NOT_YET:
-        pytest.skip("still asks for CUDA by its name")
     if name in ASKED_BY_NAME:
         found = [each for each in found if not each[1].startswith("comparison")]
     assert not found, f"{name} {found}: ask engine.utils.accelerator, or add it to {ONE_FILE} with its reason"

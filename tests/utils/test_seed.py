@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -59,6 +61,63 @@ def test_a_state_comes_back_through_a_checkpoint() -> None:
     seed_everything(2)
     restore(unpack(json.loads(json.dumps(value, allow_nan=False)), tensors))
     assert draw() == expected
+
+
+class Generator:
+    """Stands for a device's module."""
+
+    def __init__(self) -> None:
+        self.state = torch.tensor([7], dtype=torch.uint8)
+        self.used = False
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return self.used
+
+    def get_rng_state(self) -> torch.Tensor:
+        return self.state.clone()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self.state = state
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Generator]:
+    def machine(kind: str) -> Generator:
+        owner = Generator()
+        monkeypatch.setattr(
+            torch.accelerator, "current_accelerator", lambda check_available=False: SimpleNamespace(type=kind)
+        )
+        monkeypatch.setattr(torch, "get_device_module", lambda device=None: owner)
+        return owner
+
+    return machine
+
+
+def test_the_accelerators_generator_is_in_the_state_once_it_is_used(on: Callable[[str], Generator]) -> None:
+    owner = on("xpu")
+    assert "device" not in capture()
+    owner.used = True
+    value, tensors = pack(capture())
+    owner.state = torch.tensor([8], dtype=torch.uint8)
+    restore(unpack(json.loads(json.dumps(value)), tensors))
+    assert owner.state.tolist() == [7]
+    other = on("mps")  # another kind of device, whose numbers are others anyway
+    other.state = torch.tensor([9], dtype=torch.uint8)
+    restore(unpack(json.loads(json.dumps(value)), tensors))
+    assert other.state.tolist() == [9]
+
+
+def test_older_checkpoints_have_cudas_generator_under_its_name(on: Callable[[str], Generator]) -> None:
+    old = capture() | {"cuda": torch.tensor([5], dtype=torch.uint8)}
+    owner = on("cuda")
+    restore(old)
+    assert owner.state.tolist() == [5]
+    owner = on("mps")
+    restore(old)
+    assert owner.state.tolist() == [7]
 
 
 def test_a_state_is_a_copy() -> None:
