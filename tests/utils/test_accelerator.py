@@ -144,11 +144,17 @@ def test_a_fused_kernel_that_ignores_what_it_is_given() -> None:
             del self.found_inf, self.grad_scale
             super().step()
 
+    class HalfDeaf(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            self.found_inf = torch.zeros(()) if hasattr(self, "found_inf") else None
+            super().step()
+
     class Without(torch.optim.SGD):
         def __init__(self, params: object, lr: float, fused: bool) -> None:
             raise RuntimeError("`fused=True` requires supported devices")
 
     assert not accelerator.fused_skips(CPU, Deaf)
+    assert not accelerator.fused_skips(CPU, HalfDeaf)
     assert not accelerator.fused_skips(CPU, Without)
 
 
