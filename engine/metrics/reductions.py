@@ -103,7 +103,7 @@ class Slot:
         elif self.values:
             total, weight = reduced(*unzipped(self.values), self.reduce)
             if self.total is not None:
-                totals, weights = [self.total, total], [self.weight, weight]
+                totals, weights = [total, self.total], [self.weight, weight]  # a checkpoint's total is on the CPU
                 if self.reduce == "mean":  # totals are weighted sums already
                     total, weight = self.total + total, self.weight + weight
                 else:
@@ -170,8 +170,13 @@ def _column(items: list[Any], device: torch.device) -> Tensor:
     wide = accelerator.wide(device)
     if all(isinstance(item, Tensor) for item in items):
         return torch.stack(
-            [item.reshape(()).to(wide) if item.dtype != wide or item.ndim else item for item in items]
-        ).to(device)
+            [
+                item.reshape(()).to(device, wide, non_blocking=True)
+                if item.dtype != wide or item.ndim or item.device != device
+                else item
+                for item in items
+            ]
+        )
     floats = [float(i) if not isinstance(i, Tensor) else 0.0 for i in items]
     column = torch.tensor(floats, dtype=wide).to(device, non_blocking=True)
     for index, item in enumerate(items):
