@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ def scenarios(module: str) -> Any:
 
 
 def play(module: str, function: str, world_size: int = 1, timeout: float = PATIENCE_S) -> None:
-    """Run a scenario on each of the ranks; what it asserts is an error here."""
+    """Run a scenario on each of the ranks; what it asserts is an error here. Its argument is a folder that the ranks share."""
     folders = [str(SCENARIOS), str(SCENARIOS.parent), str(SCENARIOS.parents[1])]
-    run_ranks(_SCRIPT.format(folders=folders, module=module, function=function), world_size, timeout=timeout)
+    with tempfile.TemporaryDirectory() as shared:
+        run_ranks(
+            _SCRIPT.format(folders=folders, module=module, function=function), world_size, shared, timeout=timeout
+        )

@@ -54,7 +54,7 @@ _waits: list[Wait] = []
 
 
 def _note_wait(name: str) -> None:
-    frames = traceback.extract_stack()[:-1][::-1][:12]
+    frames = traceback.extract_stack()[:-1][::-1][:30]
     stack = tuple(f"{frame.filename.rpartition('site-packages/')[2]}:{frame.lineno} {frame.name}" for frame in frames)
     _waits.append(Wait(name, threading.current_thread().name, stack))
 

@@ -38,7 +38,7 @@ inline bool knows(const Clock& clock, StreamKey stream, int64_t time) {
   return found != clock.end() && found->second >= time;
 }
 
-// One lock for all state. Kernels themselves run outside of it. State is never destroyed: tensors are freed until the very end of a process.
+// One lock for all state. Kernels themselves run outside of it, and no tensor dies under it: that may need the GIL. State is never destroyed: tensors are freed until the very end of a process.
 inline std::recursive_mutex& mutex() { static auto& it = *new std::recursive_mutex; return it; }
 using Lock = std::lock_guard<std::recursive_mutex>;
 
@@ -46,6 +46,10 @@ inline std::map<StreamKey, Clock>& stream_clocks() { static auto& it = *new std:
 
 // What this thread has waited for. Each thread has its own: a writer's thread that waits for its copy orders nothing for the training's.
 inline Clock& host_clock() { static thread_local Clock it; return it; }
+
+// What any thread has waited for: it is over, whoever knows. A thread that hands on what it has waited for (a queue, a join) cannot be
+// seen here, so memory that comes back asks this clock, and only the order of launches asks the thread's own.
+inline Clock& over_clock() { static auto& it = *new Clock; return it; }
 
 inline int& current_device() { static thread_local int it = 0; return it; }
 inline int64_t& current_stream_id(int device_index) {
@@ -84,6 +88,7 @@ void settle_transfers();  // pinned.h
 inline void host_learns(const Clock& clock) {
   Lock lock(mutex());
   merge(host_clock(), clock);
+  merge(over_clock(), clock);
   settle_transfers();
 }
 

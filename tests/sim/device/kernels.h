@@ -120,12 +120,12 @@ inline Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking)
     tick(stream);
     touch(from, false, stream, name);
     touch(to, true, stream, name);
-    if (pinned) settle_before(stream, host);
+    if (pinned) settle_before(stream, host.const_data_ptr(), host.nbytes());
   }
   if (deferred) {
     auto arrives = to_host ? as_cpu(from).to(to.scalar_type()).expand_as(to).contiguous() : Tensor();
     if (!to_host) as_cpu(to).copy_(from);
-    begin_transfer(stream, to_host, host, to_host ? arrives.const_data_ptr() : nullptr);
+    begin_transfer(stream, const_cast<void*>(host.const_data_ptr()), host.nbytes(), to_host ? arrives.const_data_ptr() : nullptr);
     return to;
   }
   as_cpu(to).copy_(as_cpu(from));

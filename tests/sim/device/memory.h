@@ -91,14 +91,14 @@ inline void touch(void* base, size_t begin, size_t end, bool writes, StreamKey s
 }
 
 // A freed block goes back to its stream's cache with its history: the stream that gets it next must come after those who used it. What
-// the freeing thread has waited for is over; so is, when the memory comes back, the work of streams that `record_stream` named.
+// a thread has waited for is over; so is, when the memory comes back, the work of streams that `record_stream` named.
 inline void free_block(void* pointer) {
   Lock lock(mutex());
   auto found = live_blocks().find(pointer);
   if (found == live_blocks().end()) return;
   Block* block = found->second;
   live_blocks().erase(found);
-  auto over = [&](const Access& access) { return block->recorded.count(access.stream) || knows(host_clock(), access.stream, access.time); };
+  auto over = [&](const Access& access) { return block->recorded.count(access.stream) || knows(over_clock(), access.stream, access.time); };
   for (auto* accesses : {&block->reads, &block->writes})
     accesses->erase(std::remove_if(accesses->begin(), accesses->end(), over), accesses->end());
   block->recorded.clear();

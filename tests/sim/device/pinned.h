@@ -4,14 +4,26 @@
 // told. Until then a copy to the host shows poison, and a copy to the device remembers its source, so that code which reads too early
 // gets wrong numbers here, always, and code which writes too early is reported.
 #pragma once
-#include <ATen/core/Tensor.h>
-
 #include "memory.h"
 
 namespace sim {
 
 inline std::map<char*, size_t>& pinned_blocks() { static auto& it = *new std::map<char*, size_t>; return it; }
 inline int64_t& pinned_bytes() { static int64_t it = 0; return it; }
+
+// A copy between the device and pinned memory that may not be over.
+struct Transfer {
+  StreamKey stream;
+  int64_t time;
+  bool to_host;
+  char* memory;
+  std::vector<char> bytes;  // what arrives on the host, or what was there when the copy to the device began
+  bool overlaps(const char* begin, const char* end) const { return memory < end && begin < memory + bytes.size(); }
+};
+inline std::vector<Transfer>& transfers() { static auto& it = *new std::vector<Transfer>; return it; }
+inline void drop_transfers(const std::function<bool(const Transfer&)>& which) {
+  transfers().erase(std::remove_if(transfers().begin(), transfers().end(), which), transfers().end());
+}
 
 inline bool is_pinned(const void* pointer) {
   Lock lock(mutex());
@@ -21,10 +33,13 @@ inline bool is_pinned(const void* pointer) {
   return pointer < start + size;
 }
 
+// CUDA's allocator gives the memory to nobody before copies are over; here they end with it.
 inline void unpin(void* pointer) {
   Lock lock(mutex());
   auto found = pinned_blocks().find(static_cast<char*>(pointer));
-  pinned_bytes() -= found->second;
+  auto [start, size] = *found;
+  drop_transfers([&](const Transfer& transfer) { return transfer.overlaps(start, start + size); });
+  pinned_bytes() -= size;
   pinned_blocks().erase(found);
   std::free(pointer);
 }
@@ -45,20 +60,10 @@ struct PinnedAllocator final : c10::Allocator {
 };
 inline PinnedAllocator& pinned_allocator() { static auto& it = *new PinnedAllocator; return it; }
 
-struct Transfer {
-  StreamKey stream;
-  int64_t time;
-  bool to_host;
-  at::Tensor host;          // keeps the pinned memory, as CUDA's allocator does until the copy is over
-  std::vector<char> bytes;  // what arrives on the host, or what was there when the copy to the device began
-};
-inline std::vector<Transfer>& transfers() { static auto& it = *new std::vector<Transfer>; return it; }
-
-inline void finish(Transfer& transfer) {
-  char* memory = static_cast<char*>(transfer.host.mutable_data_ptr());
+inline void finish(const Transfer& transfer) {
   if (transfer.to_host) {
-    std::memcpy(memory, transfer.bytes.data(), transfer.bytes.size());
-  } else if (std::memcmp(memory, transfer.bytes.data(), transfer.bytes.size())) {
+    std::memcpy(transfer.memory, transfer.bytes.data(), transfer.bytes.size());
+  } else if (std::memcmp(transfer.memory, transfer.bytes.data(), transfer.bytes.size())) {
     std::ostringstream text;
     text << "write after read: the host has changed pinned memory while copy H2D on " << stream_name(transfer.stream) << " read it ("
          << transfer.bytes.size() << " bytes)";
@@ -66,39 +71,33 @@ inline void finish(Transfer& transfer) {
   }
 }
 
-// Finish the copies for which `over` holds. One whose memory nobody else holds any more can disturb nobody.
+// Finish the copies for which `over` holds.
 inline void settle(const std::function<bool(const Transfer&)>& over) {
   Lock lock(mutex());
-  std::vector<Transfer> kept;
-  for (auto& transfer : transfers()) {
-    if (over(transfer)) finish(transfer);
-    else if (transfer.host.use_count() > 1 || transfer.host.storage().use_count() > 1) kept.push_back(std::move(transfer));
-  }
-  transfers().swap(kept);
+  drop_transfers([&](const Transfer& transfer) {
+    if (!over(transfer)) return false;
+    finish(transfer);
+    return true;
+  });
 }
 
 inline void settle_transfers() {
   settle([](const Transfer& transfer) { return knows(host_clock(), transfer.stream, transfer.time); });
 }
 
-// Begin a copy whose host side is contiguous pinned memory; `bytes` is what a copy to the host brings.
-inline void begin_transfer(StreamKey stream, bool to_host, const at::Tensor& host, const void* bytes) {
-  auto size = host.nbytes();
-  auto* from = static_cast<const char*>(to_host ? bytes : host.const_data_ptr());
+// Begin a copy whose host side is contiguous pinned memory; `arrives` is what a copy to the host brings, null for one to the device.
+inline void begin_transfer(StreamKey stream, void* memory, size_t size, const void* arrives) {
+  auto* from = static_cast<const char*>(arrives ? arrives : memory);
   Lock lock(mutex());
-  settle([](const Transfer&) { return false; });
-  transfers().push_back({stream, stream_clocks()[stream][stream], to_host, host, std::vector<char>(from, from + size)});
-  if (to_host) std::memset(host.mutable_data_ptr(), 0x7f, size);
+  transfers().push_back({stream, stream_clocks()[stream][stream], arrives != nullptr, static_cast<char*>(memory), {from, from + size}});
+  if (arrives) std::memset(memory, 0x7f, size);
 }
 
 // A copy on `stream` reads or overwrites pinned memory: copies to it that come earlier in the streams' order have arrived by then.
-inline void settle_before(StreamKey stream, const at::Tensor& host) {
-  Lock lock(mutex());
-  auto* begin = static_cast<const char*>(host.const_data_ptr());
-  auto* end = begin + host.nbytes();
+inline void settle_before(StreamKey stream, const void* memory, size_t size) {
+  auto* begin = static_cast<const char*>(memory);
   settle([&](const Transfer& transfer) {
-    auto* start = static_cast<const char*>(transfer.host.const_data_ptr());
-    return start < end && begin < start + transfer.bytes.size() && knows(stream_clocks()[stream], transfer.stream, transfer.time);
+    return transfer.overlaps(begin, begin + size) && knows(stream_clocks()[stream], transfer.stream, transfer.time);
   });
 }
 

@@ -90,11 +90,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("races", [] { Lock lock(sim::mutex()); return sim::races(); });
   m.def("clear_races", [] { Lock lock(sim::mutex()); sim::races().clear(); });
   m.def("on_wait", &sim::set_on_wait);
-  m.def("pinned_bytes", [] {
-    Lock lock(sim::mutex());
-    sim::settle([](const sim::Transfer&) { return false; });
-    return sim::pinned_bytes();
-  });
+  m.def("pinned_bytes", [] { Lock lock(sim::mutex()); return sim::pinned_bytes(); });
   m.def("set_capacity", [](int index, int64_t bytes) { sim::memory(index).capacity = bytes; });
   m.def("default_generator", [](int index) { return sim::default_generator(index); });
   m.def("group", [](sim::Pointer<c10d::Backend> gloo) -> sim::Pointer<c10d::Backend> { return c10::make_intrusive<sim::Group>(std::move(gloo)); });
