@@ -146,6 +146,7 @@ def together(kind: str, ranks: Ranks) -> None:
 
 def one_rank(kind: str, ranks: Ranks) -> str:
     """One device calls every collective in its own back end; DDP and FSDP2 save while they train, and continue, over one rank."""
+    kind, told = _with_collectives(kind)
     group = alone(accelerator.device(kind, 0), timeout=timedelta(seconds=60))
     try:
         self_check_collectives.check(group)
@@ -156,9 +157,20 @@ def one_rank(kind: str, ranks: Ranks) -> str:
             trained(Net(), kind, ranks, max_epochs=EPOCHS // 2, strategy=name, callbacks=[saves])
             trained(Net(seed=0), kind, ranks, resume="last", strategy=name, callbacks=[saves])
             details.append(_compared(Net.load_from_checkpoint(folder), kind))
-        return details[-1]
+        return told + details[-1]
     finally:
         group.close()
+
+
+def _with_collectives(kind: str) -> tuple[str, str]:
+    """The device whose back end can be tried, and what to say if it is not this one: gloo, which MPS has, takes no tensors of MPS."""
+    try:
+        found = "gloo" if kind == "cpu" else accelerator.collectives_backend(accelerator.device(kind, 0))
+    except RuntimeError:
+        found = "gloo"
+    if kind == "cpu" or found != "gloo":
+        return kind, ""
+    return "cpu", f"{kind} has no collectives of its own, only one rank can train on it; on the CPU: "
 
 
 def strategy(name: str) -> Callable[[str, Ranks], str]:

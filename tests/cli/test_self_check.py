@@ -13,6 +13,7 @@ import torch
 from engine.cli import self_check, self_check_jobs
 from engine.cli.self_check import CHECKS, Outcome
 from engine.loop import snapshot
+from engine.utils import accelerator
 
 RANKS = self_check_jobs.Ranks()
 
@@ -113,6 +114,16 @@ def test_one_rank_reaches_every_collective(folder: Path, monkeypatch: pytest.Mon
     assert seen == ["ddp: True {'Parameter'}"] * 2 + ["fsdp: True {'DTensor'}"] * 2
     assert told.startswith("weights differ by ")
     assert not torch.distributed.is_initialized()
+
+
+def test_a_device_without_collectives_of_its_own_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "device", lambda kind, index: torch.device(kind, index))
+    assert self_check_jobs._with_collectives("cpu") == ("cpu", "")
+    assert self_check_jobs._with_collectives("cuda") == ("cuda", "")
+    for kind in ("mps", "mtia"):  # gloo's name, and none
+        found, told = self_check_jobs._with_collectives(kind)
+        assert found == "cpu"
+        assert f"{kind} has no collectives of its own" in told
 
 
 def test_the_tolerance_is_a_multiple_of_the_products_rounding(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
