@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Set
+from collections.abc import Hashable, Mapping, Set
 from typing import Any
 
 import numpy
@@ -12,87 +12,161 @@ from torch import Tensor
 
 from engine.utils import accelerator
 
+CHUNK = 64 << 20
+"""Bytes that are allocated at once for small tensors. Pinning keeps the driver busy: in pieces, the training's calls get in between."""
+ALIGNED = 64
+
 
 class Staging:
-    """Buffers that are reused for the next copy of a tensor of the same name; pinned where the device has pinned memory.
+    """Buffers that are reused for the next copies of the same tensors; pinned where the device has pinned memory.
 
     Tensors that only an optimizer changes are copied while forward and backward passes run: call :meth:`hold` before the next
     optimizer step. On a device with streams the host does not wait: the copies run on a separate one. A device without them
     copies everything in :meth:`begin`, because another thread must not read it while it computes.
+
+    The first copy's buffers are allocated on the writing thread. Changes in place are noticed by the tensors' versions, which a
+    change through ``tensor.data`` does not touch.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[Hashable, Tensor] = {}
         self._stream: Any = accelerator.side_stream(device, "checkpoint") if accelerator.has_streams(device) else None
         self._at_once = device.type != "cpu" and self._stream is None
         self._event: Any = None
-        self._left: list[tuple[Tensor, Tensor]] = []
+        self._left: dict[Hashable, Tensor] = {}
         self._versions: list[int] = []
-        self._done = threading.Event()
-        self._done.set()
+        self._watched = self._torn = False
+        self._lock = threading.Lock()
+        self._copied = threading.Event()
+        """The tensors may change: on the device, once the event has passed."""
+        self._copied.set()
 
-    def begin(self, tensors: Mapping[str, Tensor], later: Set[str]) -> dict[str, Tensor]:
-        """The buffers of ``tensors``, filled by :meth:`finish`. Called on the training thread, when the last copy is no longer read.
+    def begin(self, tensors: Mapping[Any, Tensor], later: Set[Any]) -> None:
+        """Start copying ``tensors``. Called on the training thread, when the last copy is no longer read.
 
         Args:
             later: names of tensors that only an optimizer step changes.
         """
         later = set() if self._at_once else later
-        copies = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
-        self._buffers = dict(copies)
-        for name, tensor in tensors.items():
-            if name not in later:
-                copies[name].copy_(tensor, non_blocking=not self._at_once)
-        self._left = [(copies[name], tensor) for name, tensor in tensors.items() if name in later]
-        self._versions = [tensor._version for _, tensor in self._left]
+        form = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        self._buffers = {n: copy for n, copy in self._buffers.items() if form.get(n) == (copy.shape, copy.dtype)}
+        now = {name: tensor for name, tensor in tensors.items() if name not in later}
+        self._left = {name: tensor for name, tensor in tensors.items() if name in later}
+        self._versions = [tensor._version for tensor in self._left.values()]
+        self._watched, self._torn, self._event = bool(self._left), False, None
+        self._allocate(now)
+        for name, tensor in now.items():
+            self._buffers[name].copy_(tensor.detach(), non_blocking=not self._at_once)
         if self._stream is not None:
             self._stream.wait_stream(accelerator.current_stream(self.device))
-            with self._stream:
-                self._copy()
-                self._event = self._stream.record_event()
-        elif self._left:
-            self._done.clear()
-        return copies
+            if all(name in self._buffers for name in self._left):
+                self._enqueue()
+        if any(self._event is None or tensor.device.type == "cpu" for tensor in self._left.values()):
+            self._copied.clear()
 
-    def finish(self) -> None:
-        """Copy the rest. Called on the writing thread."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._left = []
-            return
+    def finish(self) -> dict[Any, Tensor]:
+        """Copy the rest; returns the buffers. Called on the writing thread.
+
+        Raises:
+            RuntimeError: a tensor has changed, so that its copy may be torn.
+        """
         try:
             self._copy()
         finally:
-            self._left = []
-            self._done.set()
+            self._copied.set()
+        if self._event is not None:
+            self._event.synchronize()
+        self.check()
+        return dict(self._buffers)
+
+    def check(self, last: bool = False) -> None:
+        """Compare the tensors' versions with those of :meth:`begin`, up to :meth:`hold`. Called on the writing thread.
+
+        A kernel that runs while its tensor is copied raises the version only when it ends: so compare again when the files are written.
+
+        Args:
+            last: they are, and later changes do no harm.
+
+        Raises:
+            RuntimeError: a tensor has changed.
+        """
+        with self._lock:
+            self._compare()
+            if last:
+                self._watched, self._left = False, {}
+        if self._torn:
+            raise RuntimeError(
+                "a parameter was changed by something other than an optimizer while it was copied for a checkpoint; save with "
+                "asynchronous=False (ModelCheckpoint) or wait=True (save_state), or change it in on_train_batch_end"
+            )
 
     def hold(self) -> None:
-        """Wait until the tensors may change."""
+        """Wait until the tensors may change. Called on the training thread."""
+        self._copied.wait()
         if self._event is not None:
             accelerator.current_stream(self.device).wait_event(self._event)
-        else:
-            self._done.wait()
+        with self._lock:
+            self._compare()
+            self._watched = False
+
+    def close(self) -> None:
+        """Give the buffers back, when nothing reads them. Torch keeps freed pinned memory for itself unless it is told."""
+        pinned = any(buffer.is_pinned() for buffer in self._buffers.values())
+        self._buffers, self._left = {}, {}
+        if pinned:
+            accelerator.empty_host_cache(self.device)
+
+    def _compare(self) -> None:
+        if self._watched and [tensor._version for tensor in self._left.values()] != self._versions:
+            self._torn = True
 
     def _copy(self) -> None:
-        with torch.no_grad():
-            for (copy, tensor), version in zip(self._left, self._versions, strict=True):
-                if tensor.device.type == "cpu" and tensor.is_contiguous():
-                    # Not torch's copy: its thread pool fails in a thread of a forked process.
-                    numpy.copyto(_bytes(copy), _bytes(tensor))
-                else:
-                    copy.copy_(tensor, non_blocking=True)
-                if tensor._version != version:
-                    raise RuntimeError(
-                        "a parameter was changed by something other than an optimizer while it was copied for a checkpoint; save with "
-                        "asynchronous=False (ModelCheckpoint) or wait=True (save_state), or change it in on_train_batch_end"
-                    )
+        """What :meth:`begin` has left."""
+        self._allocate(self._left)
+        if self._stream is not None and self._event is None:
+            self._enqueue()
+        for name, tensor in self._left.items():
+            if tensor.device.type == "cpu" and tensor.is_contiguous():
+                # Not torch's copy: its thread pool fails in a thread of a forked process.
+                numpy.copyto(_bytes(self._buffers[name]), _bytes(tensor))
+            elif tensor.device.type == "cpu":
+                self._buffers[name].copy_(tensor.detach())
 
-    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
-        known = self._buffers.get(name)
-        if known is not None and known.shape == tensor.shape and known.dtype == tensor.dtype:
-            return known
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=accelerator.pins(tensor.device))
+    def _enqueue(self) -> None:
+        with torch.no_grad(), self._stream:
+            for name, tensor in self._left.items():
+                if tensor.device.type != "cpu":
+                    self._buffers[name].copy_(tensor, non_blocking=True)
+            self._event = self._stream.record_event()
+
+    def _allocate(self, tensors: Mapping[Hashable, Tensor]) -> None:
+        """Buffers for those of ``tensors`` that have none."""
+        missing = {name: tensor for name, tensor in tensors.items() if name not in self._buffers}
+        pin = accelerator.pins(self.device)
+        for names in chunks({name: -(-tensor.nbytes // ALIGNED) * ALIGNED for name, tensor in missing.items()}):
+            sizes = [-(-missing[name].nbytes // ALIGNED) * ALIGNED for name in names]
+            chunk = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pin)
+            for name, piece in zip(names, chunk.split(sizes), strict=True):
+                tensor = missing[name]
+                self._buffers[name] = piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+def chunks(sizes: Mapping[Any, int]) -> list[list[Any]]:
+    """The names of ``sizes`` (bytes) in groups of at most ``CHUNK`` bytes; a larger one goes into a group of the next power of two.
+
+    Torch rounds pinned allocations up to powers of two: small tensors fill what a large one leaves. First fit, the largest first.
+    """
+    groups: list[list[Any]] = []
+    room: list[int] = []
+    for name, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        index = next((i for i, left in enumerate(room) if left >= size), len(groups))
+        if index == len(groups):
+            groups.append([])
+            room.append(max(CHUNK, 1 << (size - 1).bit_length() if size else 0))
+        groups[index].append(name)
+        room[index] -= size
+    return groups
 
 
 def _bytes(tensor: Tensor) -> Any:

@@ -29,6 +29,7 @@ from engine.checkpoint.write_shares import Part
 from engine.distributed.all_or_none import together
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
+from engine.utils import accelerator
 from engine.utils.log import logger
 from engine.utils.parameters import parameters_of
 
@@ -152,17 +153,12 @@ class Saver:
         """Write beside the training. ``later``: tensors that are copied by :meth:`hold` at the latest."""
         if self._side is None:
             # Collectives of another thread need their own process group.
-            self._side = (
-                self.group.part([list(range(self.group.world_size))]) if self.group.world_size > 1 else self.group
-            )
+            ranks = self.group.world_size
+            self._side = self.group.part([list(range(ranks))]) if ranks > 1 else self.group
         if self._staging is None:
             self._staging = Staging(self.group.device)
-        copies = self._staging.begin({key: part.tensor for key, part in job.parts.items()}, later)
-        job.parts = {key: Part(copies[key], part.offsets) for key, part in job.parts.items()}
-        job.trees = {
-            stem: (value, {n: t.detach().cpu().clone() for n, t in tensors.items()})
-            for stem, (value, tensors) in job.trees.items()
-        }
+        loose = {(stem, n): tensor for stem, (_, tensors) in job.trees.items() for n, tensor in tensors.items()}
+        self._staging.begin({key: part.tensor for key, part in job.parts.items()} | loose, later)
         job.staging = self._staging
         job.future, self._job = Future(), job
         _open.add(self)
@@ -217,6 +213,9 @@ class Saver:
             if not failed:
                 raise
             logger.error("the checkpoint in progress was abandoned: %s: %s", type(error).__name__, error)
+            self._staging = None
+        if self._staging is not None:
+            self._staging.close()
         self._staging = self._rows = None
 
     def discard(self, names: Sequence[str]) -> None:
@@ -316,20 +315,14 @@ class Saver:
         every = gather_json(self.group, joined) if content.partial else [joined]
         if self.group.is_main:
             trees |= {stem: (_merged([row[stem] for row in every]), {}) for stem in joined}
-        return _Job(
-            name,
-            {key: part for key, part in parts.items() if key in self._mine},
-            trees,
-            content.facts,
-            list(remove),
-            None,
-        ), later
+        mine = {key: part for key, part in parts.items() if key in self._mine}
+        return _Job(name, mine, trees, content.facts, list(remove), None), later
 
     # -- on the writing thread ----------------------------------------------------------------------------------------------
 
     def _run(self, job: _Job, future: Future[None], group: Group) -> None:
         try:
-            self._write(job, group)
+            accelerator.on(group.device, partial(self._write, job, group))
         except BaseException as error:
             future.set_exception(error)
         else:
@@ -347,8 +340,10 @@ class Saver:
             self.remove(job.remove)
 
     def _begin(self, job: _Job, group: Group) -> None:
-        if job.staging is not None:
-            job.staging.finish()  # first: the training may be waiting for it
+        if job.staging is not None:  # first: the training may be waiting for it
+            copies = job.staging.finish()
+            job.parts = {key: Part(copies[key], part.offsets) for key, part in job.parts.items()}
+            job.trees = {s: (value, {n: copies[s, n] for n in found}) for s, (value, found) in job.trees.items()}
         if group.is_main:
             if not self._swept:
                 self._swept = True
@@ -368,7 +363,10 @@ class Saver:
                 name = f"{kind}/rank={rank:05d}{f'-{index}' if index else ''}.safetensors"
                 works.append(partial(_tensors, folder, name, some))
         works += [partial(write_tree, folder, stem, tree) for stem, tree in job.trees.items()]
-        files = {name: known for found in in_parallel(lambda work: work(), works) for name, known in found.items()}
+        write = partial(accelerator.on, group.device)  # a blocking save's tensors are on it
+        files = {name: known for found in in_parallel(write, works) for name, known in found.items()}
+        if job.staging is not None:
+            job.staging.check(last=True)
         self.location.send(job.name, files)
         return files
 

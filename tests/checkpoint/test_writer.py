@@ -108,6 +108,40 @@ def test_a_parameter_that_changes_while_it_is_copied_is_an_error(
     saver.close()
 
 
+@pytest.mark.parametrize("held", [True, False])
+def test_a_change_after_the_copy_and_before_the_hold_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: bool
+) -> None:
+    """A kernel that ran while its tensor was copied raises the version when it ends, perhaps after the copy was looked at."""
+    saver, weight = Saver(alone(), tmp_path), nn.Parameter(torch.ones(3))
+    gate = Gate(monkeypatch, "write")
+    saver.save("a", content(model={"w": weight}, stepped={id(weight)}), asynchronous=True)
+    assert gate.reached.wait(20)
+    with torch.no_grad():
+        weight.add_(1)
+    if held:
+        saver.hold()
+    gate.open.set()
+    with pytest.raises(RuntimeError, match="changed by something other than an optimizer"):
+        saver.wait()
+    assert not (tmp_path / "a").exists()
+    saver.close()
+
+
+def test_a_change_after_the_files_are_written_does_no_harm(tmp_path: Path) -> None:
+    saver, weight = Saver(alone(), tmp_path), nn.Parameter(torch.ones(3))
+    saver.save("a", content(model={"w": weight}, stepped={id(weight)}), asynchronous=True)
+    assert saver._job is not None
+    assert saver._job.future is not None
+    assert saver._job.future.result(20) is None
+    with torch.no_grad():
+        weight.zero_()
+    saver.hold()
+    saver.wait()
+    assert read(tmp_path / "a").model["w"].tolist() == [1, 1, 1]
+    saver.close()
+
+
 def test_buffers_are_used_again(tmp_path: Path) -> None:
     saver, weight = Saver(alone(), tmp_path), nn.Parameter(torch.ones(3))
     places = []
