@@ -6,9 +6,6 @@ import pytest
 from scenario import play, scenarios
 
 BROKEN = {
-    "asynchronous_saves_do_not_wait": (
-        "engine/checkpoint/writer.py, _write_beside: sums of logged values are copied to the host in the step of a save"
-    ),
     "asynchronous_saves_under_fp16_do_not_wait": (
         "engine/prepared/snapshot.py, shared: the loss scaler's state_dict reads its scale on the host in the step of a save"
     ),
