@@ -10,7 +10,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from engine.utils import accelerator
+from engine.utils import accelerator, device_copies
 
 CHUNK = 64 << 20
 """Bytes that are allocated at once for small tensors. Pinning keeps the driver busy: in pieces, the training's calls get in between."""
@@ -31,7 +31,7 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._buffers: dict[Hashable, Tensor] = {}
-        self._stream: Any = accelerator.side_stream(device, "checkpoint") if accelerator.has_streams(device) else None
+        self._stream: Any = device_copies.side_stream(device, "checkpoint") if accelerator.has_streams(device) else None
         self._at_once = device.type != "cpu" and self._stream is None
         self._event: Any = None
         self._left: dict[Hashable, Tensor] = {}
@@ -115,7 +115,7 @@ class Staging:
         pinned = any(buffer.is_pinned() for buffer in self._buffers.values())
         self._buffers, self._left = {}, {}
         if pinned:
-            accelerator.empty_host_cache(self.device)
+            device_copies.empty_host_cache(self.device)
 
     def _compare(self) -> None:
         if self._watched and [tensor._version for tensor in self._left.values()] != self._versions:

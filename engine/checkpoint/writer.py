@@ -29,7 +29,7 @@ from engine.checkpoint.write_shares import Part
 from engine.distributed.all_or_none import together
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
-from engine.utils import accelerator
+from engine.utils import device_copies
 from engine.utils.log import logger
 from engine.utils.parameters import parameters_of
 
@@ -322,7 +322,7 @@ class Saver:
 
     def _run(self, job: _Job, future: Future[None], group: Group) -> None:
         try:
-            accelerator.on(group.device, partial(self._write, job, group))
+            device_copies.on(group.device, partial(self._write, job, group))
         except BaseException as error:
             future.set_exception(error)
         else:
@@ -363,7 +363,7 @@ class Saver:
                 name = f"{kind}/rank={rank:05d}{f'-{index}' if index else ''}.safetensors"
                 works.append(partial(_tensors, folder, name, some))
         works += [partial(write_tree, folder, stem, tree) for stem, tree in job.trees.items()]
-        write = partial(accelerator.on, group.device)  # a blocking save's tensors are on it
+        write = partial(device_copies.on, group.device)  # a blocking save's tensors are on it
         files = {name: known for found in in_parallel(write, works) for name, known in found.items()}
         if job.staging is not None:
             job.staging.check(last=True)

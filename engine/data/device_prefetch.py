@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.data.indexed import Micro
-from engine.utils import accelerator
+from engine.utils import accelerator, device_copies
 from engine.utils.tree import map_tensors
 
 
@@ -34,7 +34,7 @@ class SideStream:
 
     def __init__(self, device: torch.device, move: Callable[[Any], Any]) -> None:
         self.device, self.move = device, move
-        self.stream = accelerator.side_stream(device, "batches")
+        self.stream = device_copies.side_stream(device, "batches")
         self.pins = accelerator.pins(device)
 
     def copy(self, batch: Any) -> Any:

@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,6 @@ def hide() -> None:
     """From now on this process sees only the CPU: a rank of ``launch.debug``."""
     global _hidden
     _hidden = True
-
-
-Result = TypeVar("Result")
 
 
 def present() -> str | None:
@@ -185,29 +182,6 @@ def name(device: torch.device) -> str:
 def current_stream(device: torch.device) -> torch.Stream:
     """The stream on which the device computes."""
     return torch.accelerator.current_stream(device)
-
-
-@functools.cache
-def side_stream(device: torch.device, use: str) -> torch.Stream:
-    """A stream beside the one that computes; one for each use in a process.
-
-    Torch never destroys a stream, and keeps freed memory for the stream that it was allocated on: new streams would reserve more each time.
-    """
-    return torch.Stream(device)
-
-
-def on(device: torch.device, work: Callable[[], Result]) -> Result:
-    """The result of ``work``, in a thread of its own: each starts with device 0 as its current one, and would open a context there."""
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device)
-    return work()
-
-
-def empty_host_cache(device: torch.device) -> None:
-    """Return freed pinned memory to the system, where torch keeps it."""
-    # Devices without torch's allocator of pinned memory crash in this call; the module of one that has it tells its statistics.
-    if hasattr(module(device), "host_memory_stats") and hasattr(torch.accelerator, "empty_host_cache"):
-        torch.accelerator.empty_host_cache()
 
 
 def empty_cache(device: torch.device) -> None:

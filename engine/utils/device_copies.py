@@ -1,0 +1,36 @@
+"""What copies beside the training need of a device: a stream, a thread that is on it, and pinned memory that goes back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from engine.utils import accelerator
+
+Result = TypeVar("Result")
+
+
+@functools.cache
+def side_stream(device: torch.device, use: str) -> torch.Stream:
+    """A stream beside the one that computes; one for each use in a process.
+
+    Torch never destroys a stream, and keeps freed memory for the stream that it was allocated on: new streams would reserve more each time.
+    """
+    return torch.Stream(device)
+
+
+def on(device: torch.device, work: Callable[[], Result]) -> Result:
+    """The result of ``work``, in a thread of its own: each starts with device 0 as its current one, and would open a context there."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+    return work()
+
+
+def empty_host_cache(device: torch.device) -> None:
+    """Return freed pinned memory to the system, where torch keeps it."""
+    # Devices without torch's allocator of pinned memory crash in this call; the module of one that has it tells its statistics.
+    if hasattr(accelerator.module(device), "host_memory_stats") and hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache()
