@@ -11,7 +11,7 @@ import simulated
 import torch
 
 from engine.checkpoint.host_copies import Staging
-from engine.utils import accelerator
+from engine.utils import device_copies
 
 DEVICE = torch.device("sim", 1)
 
@@ -24,7 +24,7 @@ def _finishing(staging: Staging) -> Iterator[dict[str, torch.Tensor]]:
 
     def write() -> None:
         try:
-            found.update(accelerator.on(DEVICE, staging.finish))
+            found.update(device_copies.on(DEVICE, staging.finish))
             assert torch.accelerator.current_device_index() == 1
             staging.check(last=True)
         except BaseException as error:
