@@ -135,6 +135,7 @@ class Run:
         self.schedulers: list[Schedule] = []
         self._step_schedules: list[Schedule] = []
         self.checkpoint_news: deque[tuple[str, str]] = deque()  # event and name, on the main process
+        self.before_save: Callable[[], None] = lambda: None
         self.checkpoint_scores: dict[str, float | None] = {}
         self.keep_in(settings.root_dir / "checkpoints")
         self.val_loaders: list[PreparedLoader] = []
@@ -143,8 +144,7 @@ class Run:
         self.num_eval_batches: list[int | None] = []
         self.max_steps: int | None = settings.max_steps
         self.max_epochs: int | None = settings.max_epochs
-        self.times = Times()
-        self.items = Tally()
+        self.times, self.items = Times(), Tally()
         intervals = settings.val_every, settings.log_every_n_steps or None, settings.gc_every_n_steps or None
         self.val_every, self._log_every, self.gc_every = map(Every, intervals)
         self.agreement = Agreement(engine.group)
@@ -459,6 +459,7 @@ class Run:
             OSError: it cannot be written (and neither ``asynchronous`` nor ``tolerant``).
         """
         self.home.announce()
+        self.before_save()
         self.engine.settle()
         state = self.state
         if state.batch_idx == state.whole_batches and self._logged_step >= 0 and not (self.over or self.exception):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from engine.config.duration import NEVER
 from engine.health.watchdog import collective_limit
-from engine.loop.checkpoint_events import announce
+from engine.loop.checkpoint_events import announce, finish
 from engine.loop.epoch_clock import EpochClock
 from engine.loop.evaluate import validate
 from engine.loop.rank_checks import checked
@@ -29,6 +30,7 @@ def train(run: Run) -> None:
     state = run.state
     locate(run)
     run.begin()
+    run.before_save = partial(finish, run)  # a save may remove what was not announced yet
     if state.epoch_done:
         next_epoch(run)
     elif state.position and run.val_loaders and run.val_every.due(state.step, None, run.elapsed_s, run.epochs):

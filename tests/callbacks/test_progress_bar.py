@@ -75,14 +75,14 @@ def test_a_pipe_gets_a_line_every_interval(make_fit, scripted, batches, pipe, cl
     assert (
         pipe.file.getvalue().splitlines()
         == [
-            "epoch 1/2: step 10/32, 1.0 step/s, ETA 0:30, train/weight=-9",  # 22 steps, and 2 validations of 4 batches of 1 s
+            "epoch 1/2: step 10/32, 1.0 step/s, ETA 0:30, train/weight=-8",  # 22 steps, and 2 validations of 4 batches of 1 s
             "validation: batch 4/4, 2.0 s/batch, ETA 0:00",
-            "validation: step 12, train/weight=-12",
-            "epoch 1/2: step 16, 1.0 step/s, train/weight=-16",
-            "epoch 2/2: step 22/32, 1.0 step/s, ETA 0:18, train/weight=-21",  # 10 steps, and one validation of 8 s
+            "validation: step 12, train/weight=-11",
+            "epoch 1/2: step 16, 1.0 step/s, train/weight=-15",
+            "epoch 2/2: step 22/32, 1.0 step/s, ETA 0:18, train/weight=-20",  # 10 steps, and one validation of 8 s
             "validation: batch 4/4, 2.0 s/batch, ETA 0:00",
-            "validation: step 24, train/weight=-24",
-            "epoch 2/2: step 32, 1.0 step/s, train/weight=-32",
+            "validation: step 24, train/weight=-23",
+            "epoch 2/2: step 32, 1.0 step/s, train/weight=-31",
         ]
     )
 
@@ -257,7 +257,7 @@ def test_a_run_without_a_bar_logs_its_progress(make_fit, scripted, batches, capl
     caplog.set_level(logging.INFO, "engine")
     make_fit(max_epochs=1, callbacks=[CSVLogger()]).run(scripted(), batches)
     said = [record.getMessage() for record in caplog.records if "writes into" not in record.getMessage()]
-    assert said == ["epoch 0 step 1: train/weight=-1", "epoch 0 step 4: train/weight=-4"]
+    assert said == ["epoch 0 step 1: train/weight=0", "epoch 0 step 4: train/weight=-3"]
     caplog.clear()
     make_fit(max_epochs=1, callbacks=[CSVLogger(), RichProgressBar(console=Console(file=io.StringIO()))]).run(
         scripted(), batches

@@ -356,8 +356,8 @@ def import_deepspeed(device: torch.device) -> None:
     """
     from lightning_utilities.core.imports import RequirementCache
 
-    if not RequirementCache(REQUIREMENT):
-        found = metadata.version("deepspeed") if importlib.util.find_spec("deepspeed") else "nothing"
+    if not (there := importlib.util.find_spec("deepspeed")) or not RequirementCache(REQUIREMENT):
+        found = metadata.version("deepspeed") if there else "nothing"
         raise ImportError(f'it needs {REQUIREMENT}, found {found}: pip install "fit-trainer[deepspeed]"')
     with variables(DS_ACCELERATOR=os.environ.get("DS_ACCELERATOR", device.type)):
         import deepspeed
