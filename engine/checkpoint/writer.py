@@ -179,7 +179,10 @@ class Saver:
         """
         job, self._job = self._job, None
         if job is not None and job.future is not None:
-            self._ended(job.name, job.future.exception(timeout))
+            error = job.future.exception(timeout)
+            if error is None and job.staging is not None:
+                job.staging.hold()  # memory that is freed from here on is used again after its copy, on the device too
+            self._ended(job.name, error)
         self.remove([])
 
     def _ended(self, name: str, error: BaseException | None) -> None:

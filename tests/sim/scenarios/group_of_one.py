@@ -6,7 +6,7 @@ import os
 import tempfile
 import warnings
 
-import simulated  # noqa: F401  # registers the device
+import simulated
 import torch
 import torch.distributed as dist
 
@@ -31,3 +31,4 @@ def collectives_ddp_and_fsdp() -> None:
     self_check_jobs.single("sim", ranks)
     assert self_check_jobs.one_rank("sim", ranks).startswith("weights differ by ")
     assert seen == ["cpu:gloo,sim:simccl, simccl"]
+    assert not simulated.races()
