@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
-from trainings import BOUNDARY, Net, Watch, adamw, batches, folder, same, sgd, trained
+from trainings import BOUNDARY, ManualNet, Net, Watch, adamw, batches, folder, same, sgd, trained
 
 from callbacks import (
     CSVLogger,
@@ -307,25 +307,9 @@ def resuming_continues_bit_for_bit() -> None:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(rest.weights, whole.weights, strict=True))
 
 
-class _Manual(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        loss = (self.net(batch[0]) - batch[1]).square().mean()
-        self.kept.append(loss.detach())
-        self.manual_backward(loss)
-        self.clip_gradients(optimizer, 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        self.log("loss", loss)
-
-
 def manual_optimization() -> None:
-    same(_Manual)
-    same(_Manual, precision="bf16-mixed")
+    same(ManualNet)
+    same(ManualNet, precision="bf16-mixed")
 
 
 def evaluation_and_prediction() -> None:

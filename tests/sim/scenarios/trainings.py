@@ -74,6 +74,24 @@ class Net(TrainModule):
         return [parameter.detach().cpu() for parameter in self.parameters()]
 
 
+class ManualNet(Net):
+    """It steps its optimizer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = (self.net(batch[0]) - batch[1]).square().mean()
+        self.kept.append(loss.detach())
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.log("loss", loss)
+
+
 def adamw(**how: bool) -> Any:
     return lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, **how)
 

@@ -9,7 +9,7 @@ import simulated as sim
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from trainings import BOUNDARY, Net, Watch, adamw, batches, folder, sgd, trained
+from trainings import BOUNDARY, ManualNet, Net, Watch, adamw, batches, folder, sgd, trained
 
 from callbacks import ModelCheckpoint
 from engine import Engine, Fit
@@ -93,23 +93,8 @@ def ddp_evaluates_and_predicts() -> None:
     assert sim.races() == []
 
 
-class _Manual(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        loss = (self.net(batch[0]) - batch[1]).square().mean()
-        self.kept.append(loss.detach())
-        self.manual_backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        self.log("loss", loss)
-
-
 def ddp_in_manual_optimization() -> None:
-    _same(_Manual)
+    _same(ManualNet)
 
 
 def fsdp_in_fp32_and_bf16() -> None:
