@@ -197,6 +197,23 @@ class Scaler(torch.amp.GradScaler):
         )
         self._found.clear()
 
+    def state_dict(self) -> dict[str, Any]:
+        """As ``GradScaler``'s, with copies of its two tensors: reading their numbers would wait for the device in the step of a save."""
+        if self._scale is None:
+            return super().state_dict()
+        scale, tracker = self._check_scale_growth_tracker("state_dict")
+        return {
+            "scale": scale.clone(),
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": tracker.clone(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        numbers = {"scale": float(state_dict["scale"]), "_growth_tracker": int(state_dict["_growth_tracker"])}
+        super().load_state_dict({**state_dict, **numbers})
+
     def _waits(self, optimizer: Optimizer) -> bool:
         """Whether it holds gradients that it has not stepped with (loops that call ``zero_grad`` first keep used ones)."""
         grad = _first_grad(optimizer)

@@ -244,9 +244,7 @@ def asynchronous_saves_do_not_wait() -> None:
 
 
 def asynchronous_saves_under_fp16_do_not_wait() -> None:
-    trained(
-        "sim", Net(), callbacks=[ModelCheckpoint(every="3 steps")], precision="16-mixed", allowed=("_write_beside",)
-    )
+    trained("sim", Net(), callbacks=[ModelCheckpoint(every="3 steps")], precision="16-mixed")
 
 
 def asynchronous_saves_give_pinned_memory_back() -> None:
