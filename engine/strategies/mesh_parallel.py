@@ -38,8 +38,9 @@ class MeshParallel(FSDP):
     different data. Gradients, norms, clipping and checkpoints are those of the whole model.
 
     The plan is ``plan``, else what the model's method ``parallelize(self, mesh)`` returns (it may also shard the model itself and return
-    ``None``), else a Hugging Face model's own. Every ``tp`` rank computes the same for modules that are not in the plan. A module must
-    read its number of heads or channels from its tensors (``view(..., -1, head_size)``): a rank has 1/tp of them.
+    ``None``), else a Hugging Face model's own. It is asked with more than one ``tp`` rank; ``mesh`` has the axes with more than one rank.
+    Every ``tp`` rank computes the same for modules that are not in the plan. A module must read its number of heads or channels from its
+    tensors (``view(..., -1, head_size)``): a rank has 1/tp of them.
 
     Along ``pp`` the model's depth is cut into stages: its method ``pipeline_stages(self)`` returns the modules that, called one after
     another, are its forward pass (``nn.Sequential`` needs none). On the ranks of the last stage ``training_step`` runs on each chunk of a
