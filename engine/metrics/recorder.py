@@ -72,8 +72,8 @@ class Recorder:
         if name not in self.slots or (slot := self.slots[name]).given != given:
             slot = self._slot(name, given, value)
         if type(value) is Tensor and value.shape == ():  # the usual case: called in every step
-            # A view keeps the whole of what it is a part of, and changes with it.
-            value = value.detach() if value._base is None else value.detach().clone()
+            # A view keeps the whole of what it is a part of, and changes with it; what no graph has made, such as a buffer, changes too.
+            value = value.detach() if value._base is None and value.grad_fn is not None else value.detach().clone()
         elif isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(

@@ -117,15 +117,16 @@ def test_a_logged_tensor_keeps_no_graph() -> None:
 def test_a_part_of_something_keeps_its_value_and_nothing_else() -> None:
     """An element of a large activation would keep all of it until the log boundary; a parameter would show its value after the step."""
     values, found = recorder(on_step=True), torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
-    single, scale = torch.nn.Parameter(torch.tensor(4.0)), torch.full((1,), 5.0)
-    for name, value in (("a", found[1]), ("b", found.detach()[2:]), ("c", single), ("d", scale), ("e", found.sum())):
+    single, scale, buffer = torch.nn.Parameter(torch.tensor(4.0)), torch.full((1,), 5.0), torch.tensor(7.0)
+    parts = {"a": found[1], "b": found.detach()[2:], "c": single, "d": scale, "e": found.sum(), "f": buffer}
+    for name, value in parts.items():
         values.record(name, value)
     kept = [slot.window_values[0][0] for slot in values.slots.values()]
-    assert [tensor.untyped_storage().nbytes() for tensor in kept] == [4] * 5
+    assert [tensor.untyped_storage().nbytes() for tensor in kept] == [4] * 6
     with torch.no_grad():
-        for tensor in (found, single, scale):
+        for tensor in (found, single, scale, buffer):
             tensor.zero_()
-    assert values.step_values() == {"a_step": 2.0, "b_step": 3.0, "c_step": 4.0, "d_step": 5.0, "e_step": 6.0}
+    assert values.step_values() == {f"{name}_step": number for name, number in zip("abcdef", range(2, 8), strict=True)}
 
 
 def test_numbers_in_disguise() -> None:
