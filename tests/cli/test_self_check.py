@@ -99,7 +99,10 @@ def test_checks_of_one_device_pass(folder: Path) -> None:
 def test_one_rank_reaches_every_collective(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DDP reduces, FSDP shards, saves happen beside the training: with one rank none of it would be reached."""
     self_check_jobs.single("cpu", RANKS)
-    for name in ("last_value", "last_exc"):  # pytest sets them when a test before this one failed; a job that fails leaves its group alone
+    for name in (
+        "last_value",
+        "last_exc",
+    ):  # pytest sets them when a test before this one failed; a job that fails leaves its group alone
         monkeypatch.delattr(sys, name, raising=False)
     seen: list[str] = []
     real = self_check_jobs.trained
