@@ -125,7 +125,7 @@ def test_a_lost_machine_shrinks_the_world(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_machine_that_joins_grows_the_world(tmp_path: Path) -> None:
     root = tmp_path / "job"
-    options = (*TWO, "--rdzv", f"127.0.0.1:{free_port()}", *arguments(tmp_path, root, SAME, {1: 1, 2: 2}, pause=0.05))
+    options = (*TWO, "--rdzv", f"127.0.0.1:{free_port()}", *arguments(tmp_path, root, SAME, {1: 1, 2: 2}, pause=0.2))
     with Launched(tmp_path, *options, name="first") as first:
         first.until(lambda: lines(root, "diary1.0") >= 3)
         with Launched(tmp_path, *options, name="second") as second:
