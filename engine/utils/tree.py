@@ -40,7 +40,7 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any, own: Own | None = None) 
     Other objects stay as they are.
 
     Args:
-        own: called with each object that is no tensor, no plain dict, list or tuple and no plain value. What it returns takes the
+        own: called with each object that is not a tensor, a plain dict, list or tuple, or a plain value. What it returns takes the
             object's place; ``NotImplemented``: look inside.
 
     Raises:

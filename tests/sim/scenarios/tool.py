@@ -183,7 +183,7 @@ def a_planted_device_mix_is_an_error() -> None:
     for other in (second, torch.ones(3)):
         with _error(f"at least two devices, sim:0 and {other.device}"):
             first + other
-    assert (first + torch.tensor(1.0)).tolist() == [2.0] * 3  # a number is no tensor of the CPU
+    assert (first + torch.tensor(1.0)).tolist() == [2.0] * 3  # a number is not a CPU tensor
     assert first.to("sim:1").add(second).tolist() == [2.0] * 3
     assert sim.races() == []
 
