@@ -22,6 +22,7 @@ from engine.loop.batch_transfer import transfer_of
 from engine.loop.closure_step import OF_THE_STEP, ByClosure, needs_closure, refuse
 from engine.loop.manual_optimization import ManualOptimizer
 from engine.loop.run import Run
+from engine.loop.step_arguments import fitted_step
 from engine.metrics.torchmetrics_values import joined
 from engine.module import TrainModule, overrides
 from engine.step.optimizers import configured
@@ -136,6 +137,7 @@ def training(run: Run, train_loader: Any, val_loaders: Any, datamodule: DataModu
     module, settings = run.module, run.settings
     if type(module).training_step is TrainModule.training_step:
         raise TypeError(f"{type(module).__name__} must define training_step(self, batch, batch_idx)")
+    run.training_step = fitted_step(module, "training_step", module.training_step, training=True)
     found = loaders_for(run, "train", train_loader, datamodule)
     if not found:
         raise ValueError(
@@ -153,6 +155,7 @@ def training(run: Run, train_loader: Any, val_loaders: Any, datamodule: DataModu
     windows(run)
     minimum(run)
     place(run)
+    run.call = fitted_step(module, "training_step", run.call, training=True)
     optimizers(run)
 
 
@@ -167,6 +170,7 @@ def validation_loaders(run: Run, given: Any, datamodule: DataModule | None) -> l
         return []
     for loader in found:
         limit(loader, "limit_val_batches", settings.limit_val_batches)
+    fitted_step(module, "validation_step", module.validation_step, len(found) > 1)  # wrong ones are errors now
     not_empty(run, "validation", found)
     run.num_eval_batches = [loader.length for loader in found]
     return found
