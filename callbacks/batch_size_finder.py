@@ -254,7 +254,7 @@ class _Probe(Callback):
                     raise _TooLarge("out of memory on a rank" if error is None else str(error))
                 return step(*args)
 
-            module.training_step = tried  # type: ignore[method-assign]
+            module.training_step = tried  # type: ignore[method-assign,assignment]
 
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
         """Nothing is shown."""
