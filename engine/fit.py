@@ -15,6 +15,7 @@ from engine.callback import Callback
 from engine.checkpoint.resume import Resume
 from engine.checkpoint.run_folder import Trained
 from engine.config.duration import Duration
+from engine.config.lightning_names import refuse_replaced
 from engine.config.masked import described
 from engine.config.other_trainers import knows_other_trainers
 from engine.config.resolve import UNSET, Resolved, resolve, shows_defaults
@@ -23,7 +24,6 @@ from engine.data.datamodule import DataModule
 from engine.distributed import failures
 from engine.distributed.environment import detect
 from engine.engine import Engine
-from engine.interop.lightning_names import refuse_replaced
 from engine.launch.local_ranks import crew
 from engine.loop import checkpoint_events, compatibility, setup, snapshot
 from engine.loop.callback_states import check_keys

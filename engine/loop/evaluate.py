@@ -14,6 +14,7 @@ import torch
 from engine.data.prepared_loader import PreparedLoader
 from engine.distributed.collectives import gather_object
 from engine.loop.run import Run
+from engine.metrics.recorder import Recorder
 from engine.metrics.torchmetrics_states import unchanged
 from engine.metrics.torchmetrics_values import put_back
 from engine.module import TrainModule, overrides
@@ -60,6 +61,10 @@ def evaluate(
     *recorders, common = every = [
         run.engine.recorder(on_step=False, on_epoch=True, suffix=suffix) for suffix in [*suffixes, ""]
     ]
+    if several:
+        taken: dict[str, Recorder] = {}
+        for recorder in every:
+            recorder.taken = taken
     with run.phases.of(name), evaluating(module, name):
         run.record_to(common)
         call_all(run, getattr(hooks, f"on_{name}_start"))

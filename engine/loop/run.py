@@ -18,6 +18,7 @@ from engine.checkpoint.run_folder import RunFolder
 from engine.checkpoint.storage import same, split
 from engine.checkpoint.writer import Content, Saver
 from engine.config.duration import Every
+from engine.config.hyperparameters import as_data, for_loggers
 from engine.config.masked import Config, plain, without_secrets
 from engine.config.other_trainers import knows_other_trainers
 from engine.config.settings import Settings
@@ -83,6 +84,8 @@ class Run:
     """How each micro-batch and each window is processed, an :class:`engine.loop.automatic_step.Automatic`; in trainings only."""
     backward: Callable[..., Any]
     """The backward pass: the engine's, or the module's overridden ``backward``."""
+    withheld: frozenset[str] = frozenset()
+    """Of the values that ``on_log`` gets now, those logged with ``logger=False``: loggers do not get them."""
     best_checkpoint: Path | str | None = None
     last_checkpoint: Path | str | None = None
     roll_back: Callable[[Path | str], None]
@@ -225,9 +228,10 @@ class Run:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """The module's and the data module's ``save_hyperparameters`` as JSON values, without secrets: for loggers."""
+        """The module's and the data module's ``save_hyperparameters`` as JSON values, without secrets and without those saved with
+        ``logger=False``: for loggers."""
         found: dict[str, Any] = without_secrets(
-            plain({**getattr(self.datamodule, "hparams", {}), **self.module.hparams})
+            plain(as_data({**for_loggers(self.datamodule), **for_loggers(self.module)}))
         )
         return found
 
@@ -372,6 +376,7 @@ class Run:
             {name.removesuffix("_epoch"): value for name, value in values.items() if name.endswith("_epoch")}
         )
         self.metrics.update(values)
+        self.withheld = recorder.withheld_names()
         if shown := recorder.progress_names():
             self.progress.update({name: value for name, value in values.items() if name in shown})
         for hook in self.hooks.on_log:
@@ -381,7 +386,7 @@ class Run:
                 "epoch %d step %d: %s",
                 self.epoch,
                 self.step,
-                ", ".join(f"{name}={value:.4g}" for name, value in values.items()),
+                ", ".join(f"{name}={value:.4g}" for name, value in values.items() if name not in self.withheld),
             )
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------

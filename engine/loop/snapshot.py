@@ -28,6 +28,7 @@ from engine.checkpoint.resume import (
     rebase,
 )
 from engine.checkpoint.writer import Content, stepped
+from engine.config.hyperparameters import as_data
 from engine.config.masked import without_secrets
 from engine.distributed.all_or_none import together
 from engine.loop.callback_states import load_states, states, weights
@@ -95,6 +96,8 @@ def _shared(run: Run) -> dict[str, Any]:
         "datamodule": None if run.datamodule is None else run.datamodule.state_dict(),
         "hparams": _storable(run.module.hparams),
         "hparams_name": run.module.hparams_name,
+        "datamodule_hparams": _storable(getattr(run.datamodule, "hparams", {})),
+        "datamodule_hparams_name": getattr(run.datamodule, "hparams_name", None),
         "postponed": list(run.saver.postponed),
         "user": {},
     }
@@ -330,8 +333,9 @@ def _storable(values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in values.items():
         with suppress(TypeError):
-            pack(value)
-            found[name] = value
+            data = as_data(value)
+            pack(data)
+            found[name] = data
     return found
 
 

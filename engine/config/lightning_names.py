@@ -1,6 +1,6 @@
 """Public names of Lightning's classes that ours do not have: what to use instead.
 
-``tests/interop/test_lightning_names.py`` compares with Lightning itself.
+``tests/config/test_lightning_names.py`` compares with Lightning itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ MODULE = {
     "device_mesh": "strategy='mesh' or a MeshParallel object has the mesh",
     "example_input_array": "define it yourself where you need it",
     "fabric": "your own loop uses engine.Engine",
-    "hparams_initial": "use self.hparams",
     "on_gpu": "use self.device.type != 'cpu'",
     "remove_ignored_hparams": "use save_hyperparameters(ignore=...)",
     "to_onnx": "use torch.onnx.export(module, (sample,), path)",
@@ -34,9 +33,6 @@ DATA = {
     "CHECKPOINT_HYPER_PARAMS_NAME": _KEYS,
     "CHECKPOINT_HYPER_PARAMS_TYPE": _KEYS,
     "allow_zero_length_dataloader_with_multiple_devices": "a rank without data runs repeated batches that do not count",
-    "from_datasets": "give DataLoader(dataset, ...) objects to Fit.run",
-    "hparams_initial": "use self.hparams",
-    "load_from_checkpoint": "run(..., resume=...) restores its state; hyperparameters are arguments of your class",
     "name": "define it yourself where you need it",
     "remove_ignored_hparams": "use save_hyperparameters(ignore=...)",
     "trainer": "a data module does not see its trainer: setup(stage) gets the stage; engine.Engine and torch.distributed know the ranks",
