@@ -84,7 +84,7 @@ class Trainer:
 
     def _adapted(self) -> list[Any]:
         return [
-            adapted(each) for each in [*self._translated.extra, *self.callbacks] if not getattr(each, "idle", False)
+            adapted(each) for each in [*self._translated.profilers, *self.callbacks] if not getattr(each, "idle", False)
         ]
 
     # -- runs ---------------------------------------------------------------------------------------------------------------------
@@ -171,10 +171,8 @@ class Trainer:
         for logger in self.loggers:
             if isinstance(logger, WrappedLogger):
                 logger.joins(run)
-        if self._translated.val_check_interval is not None:
-            run.val_every = InBatches(
-                run, self._translated.val_check_interval, self._translated.check_val_every_n_epoch
-            )
+        if self._translated.batches is not None:
+            run.val_every = InBatches(run, *self._translated.batches)
 
     # -- what a Lightning project reads -------------------------------------------------------------------------------------------
 
