@@ -1,18 +1,17 @@
-"""Lightning's callbacks: those of the package ``callbacks`` under its names and arguments."""
+"""Lightning's callbacks: this library's under its names and arguments. An argument without a counterpart is an error."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from datetime import timedelta
 from types import new_class
 from typing import Any
 
 import torch
 
-import callbacks as own
+import engine.callbacks as own
 from engine.config.duration import parse
-from engine.interop.lightning.callback import THEIRS, Callback, Wrapped
+from engine.interop.lightning.callback import EVENTS, Callback, listens
 from engine.interop.lightning.refused import ANY, refused_class, translated
 from engine.utils.log import logger
 
@@ -32,10 +31,9 @@ def _named(
     name: str,
     of: type[Any],
     order: str = "",
-    without: Mapping[str, Any] | None = None,
-    renamed: Mapping[str, str] | None = None,
+    without: Any = None,
+    renamed: Any = None,
     base: type = Callback,
-    methods: tuple[str, ...] = (),
     **fixed: Any,
 ) -> Any:
     """``of`` under Lightning's ``name``, with its positional arguments in Lightning's ``order``.
@@ -43,40 +41,44 @@ def _named(
     Args:
         without: as :func:`engine.interop.lightning.refused.translated`.
         renamed: our name of an argument, by Lightning's.
-        methods: those that a subclass may define.
         fixed: our arguments that Lightning does not have.
     """
 
-    def init(self: Wrapped, *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
         given = translated(name, order, args, kwargs, without or {})
-        self.idle = kwargs.get("refresh_rate", args[0] if args and base is ProgressBar else None) == 0
-        self.wrap(**{(renamed or {}).get(key, key): value for key, value in given.items()}, **fixed)
+        of.__init__(self, **{(renamed or {}).get(key, key): value for key, value in given.items()}, **fixed)
+        self.idle = base is ProgressBar and kwargs.get("refresh_rate", [*args, 1][0]) == 0
 
-    bases = (Wrapped,) if base is Callback else (base, Wrapped)
-    doc = f"Lightning's arguments of :class:`callbacks.{of.__name__}`."
-    content = {"__init__": init, "__doc__": doc, "__module__": __name__}
-    return new_class(name, bases, {"of": of, "methods": methods}, lambda space: space.update(content))
+    content = {
+        "__init__": init,
+        "__doc__": f"Lightning's arguments of :class:`callbacks.{name}`.",
+        "__module__": __name__,
+    }
+    return new_class(name, (base, of), {}, lambda space: space.update(content))
 
 
 _DEVICE = {"device": (None, "averages are on the device of the weights")}
-_EMA = "device use_buffers decay update_every_n_steps update_starting_at_step update_starting_at_epoch"
-_FINETUNING = ("freeze_before_training", "finetune_function")
 _LOTTERY = (False, "weights are not put back to their first values: give use_lottery_ticket_hypothesis=False")
+_THEME = (None, "give callbacks.RichProgressBar(console=...)")
+_BEFORE = "call callbacks.{} before the training, and set what it finds"
 LearningRateMonitor = _named(
     "LearningRateMonitor", own.LearningRateMonitor, "logging_interval log_momentum log_weight_decay"
 )
 DeviceStatsMonitor = _named("DeviceStatsMonitor", own.DeviceStatsMonitor, "cpu_stats")
-WeightAveraging = _named(
-    "WeightAveraging", own.WeightAveraging, "device use_buffers", _DEVICE, methods=("should_update",)
+WeightAveraging = _named("WeightAveraging", own.WeightAveraging, "device use_buffers", _DEVICE)
+EMAWeightAveraging = _named(
+    "EMAWeightAveraging",
+    own.EMA,
+    "device use_buffers decay update_every_n_steps update_starting_at_step update_starting_at_epoch",
+    _DEVICE,
 )
-EMAWeightAveraging = _named("EMAWeightAveraging", own.EMA, _EMA, _DEVICE, methods=("should_update",))
 StochasticWeightAveraging = _named(
     "StochasticWeightAveraging",
     own.SWA,
     "swa_lrs swa_epoch_start annealing_epochs annealing_strategy avg_fn device",
     {"device": _TALK},
 )
-BaseFinetuning = _named("BaseFinetuning", own.BaseFinetuning, methods=_FINETUNING)
+BaseFinetuning = _named("BaseFinetuning", own.BaseFinetuning)
 BackboneFinetuning = _named(
     "BackboneFinetuning",
     own.BackboneFinetuning,
@@ -90,7 +92,7 @@ ModelPruning = _named(
     {
         "use_lottery_ticket_hypothesis": _LOTTERY,
         "resample_parameters": _LOTTERY,
-        "prune_on_train_epoch_end": (True, "pruning is at an epoch's end"),
+        "prune_on_train_epoch_end": (True, "pruning is between two epochs"),
         "verbose": _TALK,
     },
     {"make_pruning_permanent": "make_permanent"},
@@ -100,23 +102,20 @@ RichProgressBar = _named(
     "RichProgressBar",
     own.RichProgressBar,
     "refresh_rate leave theme console_kwargs",
-    # drawn by time, whatever refresh_rate is; 0 switches it off
-    {
-        **dict.fromkeys(("refresh_rate", "leave"), _TALK),
-        **dict.fromkeys(("theme", "console_kwargs"), (None, "give callbacks.RichProgressBar(console=...)")),
-    },
+    {"refresh_rate": _TALK, "leave": _TALK, "theme": _THEME, "console_kwargs": _THEME},  # it is drawn by time
     base=ProgressBar,
 )
 TQDMProgressBar = _named(
     "TQDMProgressBar",
     own.TQDMProgressBar,
     "refresh_rate process_position leave",
-    dict.fromkeys(("refresh_rate", "process_position", "leave"), _TALK),
+    {"refresh_rate": _TALK, "process_position": _TALK, "leave": _TALK},
     base=ProgressBar,
 )
 SimpleProfiler = _named("SimpleProfiler", own.SimpleProfiler, "dirpath filename extended")
 PyTorchProfiler = _named("PyTorchProfiler", own.Profiler)
-_BEFORE = "call callbacks.{} before the training, and set what it finds"
+Profiler = Callback
+AdvancedProfiler = refused_class("AdvancedProfiler", "use SimpleProfiler, PyTorchProfiler, or python -m cProfile")
 BatchSizeFinder = refused_class("BatchSizeFinder", _BEFORE.format("find_batch_size(module, loader)"))
 LearningRateFinder = refused_class("LearningRateFinder", _BEFORE.format("find_lr(module, loader)"))
 OnExceptionCheckpoint = refused_class(
@@ -124,10 +123,9 @@ OnExceptionCheckpoint = refused_class(
 )
 SpikeDetection = refused_class("SpikeDetection", "use callbacks.SpikeGuard()")
 ThroughputMonitor = refused_class("ThroughputMonitor", "use callbacks.ThroughputMonitor()")
-AdvancedProfiler = refused_class("AdvancedProfiler", "use SimpleProfiler, PyTorchProfiler, or python -m cProfile")
 
 
-class ModelCheckpoint(Checkpoint, Wrapped, of=own.ModelCheckpoint):
+class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
     """Lightning's arguments of :class:`callbacks.ModelCheckpoint`. A checkpoint is complete, in a folder named as Lightning names its file."""
 
     FILE_EXTENSION = ".ckpt"
@@ -142,7 +140,7 @@ class ModelCheckpoint(Checkpoint, Wrapped, of=own.ModelCheckpoint):
         save_top_k: int = 1,
         save_on_exception: bool = False,
         save_weights_only: bool = False,
-        mode: str = "min",
+        mode: Any = "min",
         auto_insert_metric_name: bool = True,
         every_n_train_steps: int | None = None,
         train_time_interval: timedelta | None = None,
@@ -154,35 +152,33 @@ class ModelCheckpoint(Checkpoint, Wrapped, of=own.ModelCheckpoint):
             logger.warning(
                 "ModelCheckpoint(save_weights_only=True): checkpoints are complete; 'fit checkpoint export' writes weights only"
             )
-        every: Any = [
-            *([f"{every_n_train_steps} steps"] if every_n_train_steps else []),
-            *([train_time_interval] if train_time_interval is not None else []),
-            *([f"{every_n_epochs} epochs"] if every_n_epochs else []),
-        ]
+        default = every_n_train_steps is train_time_interval is every_n_epochs is None
+        when = [every_n_train_steps, train_time_interval, "1 epochs" if default else None]
+        every: list[Any] = [each for each in when if each] + ([f"{every_n_epochs} epochs"] if every_n_epochs else [])
         if len(every) > 1:
-            raise ValueError(f"ModelCheckpoint saves every {every[0]} or every {every[1]}: give one of them")
-        if every_n_train_steps is None and train_time_interval is None and every_n_epochs is None:
-            every = ["1 epochs"]
+            raise ValueError(f"ModelCheckpoint saves every {every[0]} and every {every[1]}: give one of them")
         name = "{epoch}-{step}" if filename is None else filename
         name = _FIELD.sub(r"\1={\1", name) if auto_insert_metric_name else name
         self.idle = not save_top_k and not save_last
-        self._on_train_end, self._names_last, self._run = save_on_train_epoch_end, save_last, None
-        self.wrap(
-            every[0] if every else None, monitor, mode, save_top_k, bool(save_last) or self.idle,
-            dirpath=dirpath, filename=f"{name}{self.FILE_EXTENSION}", asynchronous=False,
-        )  # fmt: skip
+        self._names_last, self._trains_last, self._run = save_last, save_on_train_epoch_end, None
+        own.ModelCheckpoint.__init__(
+            self,
+            *(next(iter(every), None), monitor, mode, save_top_k, bool(save_last) or self.idle, None, dirpath),
+            filename=name + self.FILE_EXTENSION,
+            asynchronous=False,  # the file that a name promises is there
+        )
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._run = trainer.run
-        self.ours.setup(trainer.run, pl_module, stage)
+        own.ModelCheckpoint.setup(self, trainer.run, pl_module, stage)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if self._on_train_end and self.monitor is not None and trainer.run.val_loaders:
+        if self._trains_last and self.monitor is not None and trainer.run.val_loaders:
             raise ValueError(
                 f"ModelCheckpoint(monitor={self.monitor!r}, save_on_train_epoch_end=True): with validation, a score is taken after it; leave "
                 "the second out"
             )
-        self.ours.on_train_start(trainer.run, pl_module)
+        own.ModelCheckpoint.on_train_start(self, trainer.run, pl_module)
 
     @property
     def best_k_models(self) -> dict[str, Any]:
@@ -194,11 +190,6 @@ class ModelCheckpoint(Checkpoint, Wrapped, of=own.ModelCheckpoint):
     def best_model_path(self) -> str:
         """The best checkpoint; without ``monitor`` the newest. Empty if there is none."""
         return next(iter(self.best_k_models), "")
-
-    @property
-    def kth_best_model_path(self) -> str:
-        """The worst of those that are kept."""
-        return next(reversed(self.best_k_models), "")
 
     @property
     def best_model_score(self) -> torch.Tensor | None:
@@ -214,31 +205,27 @@ class ModelCheckpoint(Checkpoint, Wrapped, of=own.ModelCheckpoint):
         return "" if self._run is None else str(self._run.checkpoint_path(self.names[step]))
 
 
-class EarlyStopping(Wrapped, of=own.EarlyStopping):
+class EarlyStopping(Callback, own.EarlyStopping):
     """Lightning's arguments of :class:`callbacks.EarlyStopping`."""
 
     def __init__(
         self, *args: Any, strict: bool = True, check_on_train_epoch_end: bool | None = None, **kwargs: Any
     ) -> None:
-        self.strict, self._on_train_end = strict, check_on_train_epoch_end
         order = "monitor min_delta patience verbose mode"
         given = translated("EarlyStopping", order, args, kwargs, {"verbose": _TALK, "log_rank_zero_only": _TALK})
-        self.wrap(**{**given, "min_delta": abs(given.get("min_delta", 0.0))})
+        own.EarlyStopping.__init__(self, **{**given, "min_delta": abs(given.get("min_delta", 0.0))})
+        self.strict, self._trains_last = strict, check_on_train_epoch_end
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if self._on_train_end and trainer.run.val_loaders:
+        if self._trains_last and trainer.run.val_loaders:
             raise ValueError(
                 "EarlyStopping(check_on_train_epoch_end=True): with validation it checks after it; leave it out"
             )
-        self.ours.on_train_start(trainer.run, pl_module)
+        own.EarlyStopping.on_train_start(self, trainer.run, pl_module)
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        if self.strict or self.monitor in trainer.run.metrics:
-            self.ours.on_validation_end(trainer.run, pl_module)
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if self.strict or self.monitor in trainer.run.metrics:
-            self.ours.on_train_epoch_end(trainer.run, pl_module)
+    def _check(self, run: Any) -> None:
+        if self.strict or self.monitor in run.metrics:
+            super()._check(run)
 
 
 class GradientAccumulationScheduler(Callback):
@@ -260,8 +247,7 @@ class Timer(Callback):
             raise ValueError(f"Timer(interval={interval!r}): it must be 'step' or 'epoch'")
         found = parse(timedelta(**duration) if isinstance(duration, dict) else duration)
         self._seconds, self._run = None if found is None else found.value, None
-        if interval == "step":
-            self.on_train_batch_end = self._check
+        listens(self, "on_train_batch_end" if interval == "step" else "on_train_epoch_end", self._check)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._run = trainer.run
@@ -274,11 +260,8 @@ class Timer(Callback):
         """Seconds left; ``None`` without a ``duration``."""
         return None if self._seconds is None else self._seconds - self.time_elapsed()
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._check(trainer)
-
     def _check(self, trainer: Any, *event: Any) -> None:
-        if self._seconds is not None and trainer.run.elapsed_s >= self._seconds:
+        if self._seconds is not None and self.time_elapsed() >= self._seconds:
             trainer.run.stop(f"Timer: {self._seconds:g} s are over")
 
 
@@ -287,10 +270,10 @@ class LambdaCallback(Callback):
 
     def __init__(self, **functions: Any) -> None:
         for event, function in functions.items():
-            if event not in THEIRS:
-                raise TypeError(f"LambdaCallback: {event!r} is not an event; events: {', '.join(THEIRS)}")
+            if event not in EVENTS:
+                raise TypeError(f"LambdaCallback: {event!r} is not an event; events: {', '.join(EVENTS)}")
             if function is not None:
-                setattr(self, event, function)
+                listens(self, event, function)
 
 
 class BasePredictionWriter(Callback):

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from engine.callback import Callback
 from engine.fit import Fit
 from engine.interop.lightning.arguments import InBatches, Translated, translate
-from engine.interop.lightning.callback import adapted
 from engine.interop.lightning.callbacks import Checkpoint, EarlyStopping, ProgressBar
 from engine.interop.lightning.ckpt import readable
-from engine.interop.lightning.loggers import AdaptedLogger, WrappedLogger
+from engine.interop.lightning.foreign import adapted
+from engine.interop.lightning.loggers import AdaptedLogger, Logger, WrappedLogger
 from engine.interop.lightning.module import LightningModule
 from engine.loop.run import Run
 
@@ -33,8 +34,8 @@ class Trainer:
         devices: Any = "auto",
         num_nodes: int = 1,
         precision: Any = None,
-        logger: Any = None,
-        callbacks: Any = None,
+        logger: Logger | list[Logger] | bool | None = None,
+        callbacks: list[Callback] | Callback | None = None,
         fast_dev_run: int | bool = False,
         max_epochs: int | None = None,
         min_epochs: int | None = None,
@@ -237,4 +238,6 @@ class Trainer:
 
 
 def _logger(logger: Any) -> Any:
-    return logger.ours if isinstance(logger, WrappedLogger) else AdaptedLogger(logger)
+    if isinstance(logger, WrappedLogger):
+        return logger.ours
+    return logger if isinstance(logger, Callback) else AdaptedLogger(logger)
