@@ -169,7 +169,8 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
         )
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._run = trainer.run
+        if stage == "fit":
+            self._run = trainer.run
         own.ModelCheckpoint.setup(self, trainer.run, pl_module, stage)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

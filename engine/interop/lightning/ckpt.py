@@ -19,3 +19,7 @@ def readable(path: Any) -> Iterator[Any]:
         return
     with tempfile.TemporaryDirectory() as folder:
         yield convert(path, Path(folder) / "step=00000000", trust_pickle=True).path
+
+
+def save(trainer, filepath, weights_only, pickle):
+    return trainer.run.save_checkpoint_at(filepath)

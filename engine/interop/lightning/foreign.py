@@ -8,9 +8,14 @@ from engine.callback import Callback
 from engine.interop.lightning.callback import Adapted
 
 
-def adapted(callback: Any) -> Callback:
+def callback_of(callback: Any) -> Callback:
+    """x"""
     return callback if isinstance(callback, Callback) else Adapted(callback)
 
 
-def adapt(module: Any) -> Any:
+def adapted(module: Any) -> Any:
+    """x"""
     return module
+
+
+adapt = adapted

@@ -8,7 +8,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -39,21 +39,13 @@ Accelerator = CPUAccelerator = CUDAAccelerator = refused_class(
 )
 
 
-class _Word(str, Enum):
-    def __str__(self) -> str:
-        return str(self.value)
-
-    def __hash__(self) -> int:
-        return hash(self.value)
-
-
-class TrainerFn(_Word):
+class TrainerFn(StrEnum):
     """What a trainer was called for."""
 
     FITTING, VALIDATING, TESTING, PREDICTING = "fit", "validate", "test", "predict"
 
 
-class RunningStage(_Word):
+class RunningStage(StrEnum):
     """What is under way."""
 
     TRAINING, SANITY_CHECKING, VALIDATING, TESTING, PREDICTING = "train", "sanity_check", "validate", "test", "predict"
@@ -64,13 +56,13 @@ class RunningStage(_Word):
         return self in (self.VALIDATING, self.TESTING, self.SANITY_CHECKING)
 
 
-class TrainerStatus(_Word):
+class TrainerStatus(StrEnum):
     """How far a trainer is."""
 
     INITIALIZING, RUNNING, FINISHED, INTERRUPTED = "initializing", "running", "finished", "interrupted"
 
 
-class GradClipAlgorithmType(_Word):
+class GradClipAlgorithmType(StrEnum):
     """``gradient_clip_algorithm``."""
 
     VALUE, NORM = "value", "norm"

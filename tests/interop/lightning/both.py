@@ -96,19 +96,16 @@ def _noting(event: str) -> Any:
 def watcher(L: Any) -> Any:  # noqa: N803
     """A callback that remembers its events, with the trainer's counters."""
 
-    class Watcher(L.Callback):
-        def __init__(self) -> None:
-            self.seen: list[Any] = []
-
     def noting(event: str) -> Any:
         def hook(self: Any, trainer: Any, pl_module: Any, *args: Any) -> None:
             self.seen.append((event, trainer.current_epoch, trainer.global_step))
 
         return hook
 
-    for event in EVENTS:
-        setattr(Watcher, event, noting(event))
-    return Watcher()
+    Watcher = type("Watcher", (L.Callback,), {event: noting(event) for event in EVENTS})  # noqa: N806
+    made = Watcher()
+    made.seen = []
+    return made
 
 
 def trainer(L: Any, folder: Path, **options: Any) -> Any:  # noqa: N803
