@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from engine.callback import Callback
@@ -54,6 +55,7 @@ class Trainer(TrainerView):
         active = [*found.profilers, *(each for each in found.callbacks if not getattr(each, "idle", False))]
         self._fit = Fit(**found.settings, callbacks=[*map(_logger, found.loggers), *map(callback_of, active)])
         self._module: Any = None
+        self._trained: Any = None
         self._datamodule: Any = None
         super().__init__(_Before(self._fit))
 
@@ -129,16 +131,29 @@ class Trainer(TrainerView):
     def joins(self, run: Any) -> None:
         """A ``run`` starts; called by the module."""
         self._run, run.trainer = run, self
+        if run.stage == "fit":
+            self._trained = run
         for logger in self._loggers:
             if isinstance(logger, WrappedLogger):
                 logger.joins(run)
         if self._batches is not None:
             run.val_every = InBatches(run, *self._batches)
 
-    def save_checkpoint(self, filepath: Any, weights_only: bool | None = None, *, pickle: bool = False) -> Any:
-        """Save as one file: a zip of a checkpoint's folder, which every method here reads; ``pickle=True``: Lightning's format, which
-        Lightning reads too. ``weights_only``: as Lightning, without what a run needs to continue."""
-        return ckpt.save(self, filepath, bool(weights_only), pickle)
+    def save_checkpoint(
+        self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None, *, pickle: bool = False
+    ) -> None:
+        """Save the latest training as one file, in it and after it; all ranks call this together.
+
+        Args:
+            filepath: of the file, by convention ``x.ckpt``: a zip of a checkpoint's folder, which every method with ``ckpt_path`` reads.
+            weights_only: leave out the optimizers.
+            pickle: Lightning's format instead, which Lightning reads: weights, hyperparameters and counters.
+        """
+        if self._trained is None:
+            raise RuntimeError("save_checkpoint() needs a model: this trainer has not trained one")
+        if storage_options is not None or "://" in str(filepath):
+            raise ValueError(f"save_checkpoint({filepath!r}): give a local path; ModelCheckpoint(dirpath=...) takes a URL")
+        ckpt.save(self._trained, Path(filepath), bool(weights_only), pickle)
 
     # -- attributes that differ from the view's -----------------------------------------------------------------------------------
 
