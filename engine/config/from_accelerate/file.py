@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import yaml_reader
-from engine.interop import accelerate_strategies as strategies
-from engine.interop.accelerate_keys import File, flag
+from engine.config.from_accelerate import strategies
+from engine.config.from_accelerate.keys import File, flag
 
 MACHINES = {
     "NO": "auto",
