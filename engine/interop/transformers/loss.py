@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,8 +28,8 @@ class CountedFunction:
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self.function, self._signature = function, inspect.signature(function)
-        self.counts: list[Tensor | None] = []
-        """Of each call since they were last taken; ``None``: a mean over samples."""
+        self.counts: deque[Tensor | None] = deque(maxlen=2)
+        """Of the latest calls that were not taken; ``None``: a mean over samples."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.function in _OF_SAMPLES:
@@ -93,20 +94,17 @@ class CountedLoss:
         if self._count is not None:
             count = None if isinstance(self._count, str) else self._count(batch)
             return loss if count is None else Loss(loss * count, count)
-        calls, counts = self._taken()
-        if calls > 1:
-            raise self._unknown(f"is composed of {calls} losses")
-        if not calls:
-            count = self._of_measured(loss, outputs, batch)
-        else:
-            count = counts[0]
+        counts = [] if self._function is None else list(self._function.counts)
+        self.begin()
+        if len(counts) > 1:
+            raise self._unknown("is the sum of several means, or an earlier forward pass's loss was not taken")
+        count = counts[0] if counts else self._of_measured(loss, outputs, batch)
         return loss if count is None else Loss(loss * count, count)
 
-    def _taken(self) -> tuple[int, list[Tensor | None]]:
-        if self._function is None:
-            return 0, []
-        counts, self._function.counts = self._function.counts, []
-        return len(counts), counts
+    def begin(self) -> None:
+        """A new forward pass starts: losses that were computed before it are not asked for any more."""
+        if self._function is not None:
+            self._function.counts.clear()
 
     def _of_measured(self, loss: Tensor, outputs: Any, batch: Mapping[str, Any]) -> Tensor | None:
         labels = batch.get("labels")

@@ -76,6 +76,8 @@ class HFModule(TrainModule):
         self.total_steps, self.monitor = total_steps, monitor
         self.tokenizer, self.generation, self.count, self.save_base = tokenizer, generation, count, save_base
         self.perplexity = _Perplexity()
+        self.complete_state = False
+        """Whether ``state_dict()`` has the frozen model under an adapter as well, in spite of ``save_base=False``; set by ``Fit.state_dict``."""
         self._pretrained = model if isinstance(model, Pretrained) else None
         if not isinstance(model, Pretrained):
             self._take(model)
@@ -127,6 +129,7 @@ class HFModule(TrainModule):
             self._pretrained.read(self.model, self.run.engine.seed)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._loss.begin()
         return self.model(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -226,7 +229,9 @@ def _is_sharded(parameter: Tensor) -> bool:
 
 
 def _keep(kept: set[str], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Leave the names of the model that are not ``kept`` out of a ``state_dict``."""
+    """Leave the names of the model that are not ``kept`` out of a ``state_dict``, unless the whole is asked for."""
+    if vars(module).get("complete_state"):
+        return
     for name in list(state):
         if name.startswith(f"{prefix}model.") and name.removeprefix(prefix) not in kept:
             del state[name]

@@ -38,13 +38,13 @@ def by_door(door: str, strategy: str, kind: str) -> list[float]:
     if door == "fit":
         module = module_of(kind)
         fit, losses = by_fit(strategy, module, folder)
-        with fit.gathered(module):
-            if fit.is_main_process:
-                torch.save(logits_of(module.model), folder / "logits.pt")
-        return losses
-    engine, model, losses = by_engine(strategy, model_of(kind), folder / "state")
-    state = engine.get_state_dict(model)
-    if engine.is_main_process:
+        state = {name.removeprefix("model."): value for name, value in fit.state_dict(module).items()}
+        keeps = fit.is_main_process
+    else:
+        engine, model, losses = by_engine(strategy, model_of(kind), folder / "state")
+        state = engine.get_state_dict(model)
+        keeps = engine.is_main_process
+    if keeps:
         again = model_of(kind)
         again.load_state_dict(state)
         torch.save(logits_of(again), folder / "logits.pt")
@@ -92,7 +92,7 @@ def _name(case: tuple[str, str, str]) -> str:
 
 
 for _case in CASES:
-    globals()[f"{'quick' if _case in QUICK else 'more'}_{_name(_case)}"] = partial(by_door, *_case)
+    globals()[f"{'quick' if _case in QUICK else _case[1]}_{_name(_case)}"] = partial(by_door, *_case)
 
 
 @pytest.fixture(scope="module")
@@ -124,4 +124,4 @@ def test_two_ranks(case: tuple[str, str, str], ran: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case not in QUICK], ids=_name)
 def test_two_ranks_in_every_way(case: tuple[str, str, str], ran: Any) -> None:
-    check_on_ranks(case, ran, "more_")
+    check_on_ranks(case, ran, f"{case[1]}_")
