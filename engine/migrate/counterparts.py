@@ -90,11 +90,18 @@ def counterpart(api: Api) -> Counterpart:
     translated, there = _translated(api)
     if plain is not None:
         return Counterpart(AS_IS, where, plain, translated)
+    if said := refused(translated):
+        return Counterpart(CHANGE, said)
     if translated is not None:
         return Counterpart(INTEROP, there, None, translated)
     part = api.path.split(".")[0]
     library = INTEROP_OF.get(api.library, "engine")
     return Counterpart(CHANGE, _ANSWERS.get(part, f"{library} has nothing of this name"))
+
+
+def refused(found: object) -> str:
+    """What to do instead of a class that can only be named, not made; empty for every other object."""
+    return str(getattr(found, "refused", "")) if inspect.isclass(found) else ""
 
 
 @functools.cache

@@ -38,8 +38,10 @@ def member(cls: type, name: str) -> Member | None:
             skipped = 0 if isinstance(found, staticmethod) else 1
             return Member(True, _without_first(signature(function), skipped))
         return Member(True)
-    known = any(name in inspect.get_annotations(each) or name in _set_by(each) for each in cls.__mro__)
-    return Member(True) if known else None
+    if any(name in inspect.get_annotations(each) or name in _set_by(each) for each in cls.__mro__):
+        return Member(True)
+    wrapped = getattr(cls, "of", None)  # what engine.interop.lightning's callbacks and loggers forward to
+    return member(wrapped, name) if inspect.isclass(wrapped) else None
 
 
 def signature(function: Callable[..., Any]) -> inspect.Signature | None:
@@ -73,7 +75,10 @@ def _set_by(cls: type) -> frozenset[str]:
     """The attributes that the methods of one of our classes assign to ``self``."""
     if not cls.__module__.startswith(OURS):
         return frozenset()
-    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    except OSError:  # made by a call of `type`
+        return frozenset()
     return frozenset(
         node.attr
         for node in ast.walk(tree)
@@ -88,4 +93,6 @@ def _returned(function: Callable[..., Any] | None) -> type | None:
         found = typing.get_type_hints(function).get("return")
     except (NameError, TypeError, AttributeError):  # imported for type checkers only
         return None
-    return found if isinstance(found, type) and found.__module__.startswith(OURS) else None
+    if not isinstance(found, type) or not found.__module__.startswith(OURS):
+        return None
+    return None if hasattr(found, "__getattr__") else found  # such as hyperparameters: the user's own names

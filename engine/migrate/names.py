@@ -68,15 +68,18 @@ class ClassInfo:
         return {name for each in statements(self.node.body) for name in _targets(each)}
 
     @cached_property
-    def set_on_self(self) -> set[str]:
-        """Attributes that its methods assign to their first argument."""
-        found = set()
+    def set_on_self(self) -> dict[str, ast.expr | None]:
+        """Attributes that its methods assign to their first argument, and what they are set to, where that is plain."""
+        found: dict[str, ast.expr | None] = {}
         for method in self.methods.values():
             first = first_argument(method)
             for node in ast.walk(method):
-                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                    if isinstance(node.value, ast.Name) and node.value.id == first:
-                        found.add(node.attr)
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_named(node.value, first):
+                    found.setdefault(node.attr, None)
+                elif isinstance(node, ast.Assign):
+                    for target in node.targets:
+                        if isinstance(target, ast.Attribute) and is_named(target.value, first):
+                            found[target.attr] = node.value
         return found
 
     @cached_property
@@ -100,6 +103,8 @@ class Names:
         self._tables: dict[str, dict[str, ast.expr | str | ClassInfo]] = {}
         self._stars: dict[str, list[str]] = {}
         self.classes: list[ClassInfo] = []
+        self._nested: dict[tuple[str, str], list[ClassInfo]] = {}
+        self._looked_up: dict[tuple[str, str], Meaning] = {}
         for source in sources:
             self._tables[source.module], self._stars[source.module] = self._table(source)
         for each in self.classes:
@@ -114,8 +119,8 @@ class Names:
             if isinstance(found, Api):
                 return _api(found, expression.attr)
             if isinstance(found, ClassInfo):
-                nested = f"{found.name}.{expression.attr}"
-                return next((c for c in self.classes if c.source is found.source and c.name == nested), None)
+                inner = self._nested.get((found.source.module, expression.attr), ())
+                return next((each for each in inner if each.name == f"{found.name}.{expression.attr}"), None)
             return None if found is None else self._dotted(f"{found}.{expression.attr}", depth + 1)
         if isinstance(expression, ast.Subscript):  # Base[T]
             return self.meaning(expression.value, source, depth + 1)
@@ -168,6 +173,7 @@ class Names:
             if isinstance(statement, ast.ClassDef):
                 found = ClassInfo(prefix + statement.name, source, statement)
                 self.classes.append(found)
+                self._nested.setdefault((source.module, statement.name), []).append(found)
                 # A class that stands in for one that cannot be imported does not hide the import.
                 if not isinstance(table.get(statement.name), str) or prefix:
                     table[statement.name if not prefix else found.name] = found
@@ -176,6 +182,12 @@ class Names:
                 self._add_classes(statement.body, source, f"{prefix}{statement.name}.", table)
 
     def _named(self, name: str, module: str, depth: int) -> Meaning:
+        key = module, name
+        if key not in self._looked_up:
+            self._looked_up[key] = self._look_up(name, module, depth)
+        return self._looked_up[key]
+
+    def _look_up(self, name: str, module: str, depth: int) -> Meaning:
         if depth > _DEPTH or module not in self._tables:
             return None
         found = self._tables[module].get(name)
@@ -199,7 +211,7 @@ class Names:
                     return meaning
             elif (library := _library(star)) is not None and name[0].isupper():
                 return _api(library, name)
-        nested = [c for c in self.classes if c.source.module == module and c.name.rpartition(".")[2] == name]
+        nested = self._nested.get((module, name), ())
         return nested[0] if len(nested) == 1 else None  # defined in a function, and used there
 
     @cached_property
@@ -230,6 +242,11 @@ def statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from statements(getattr(each, part, ()))
         for handler in getattr(each, "handlers", ()):
             yield from statements(handler.body)
+
+
+def is_named(node: ast.expr, name: str | None) -> bool:
+    """Whether the expression is this name."""
+    return isinstance(node, ast.Name) and node.id == name
 
 
 def first_argument(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:

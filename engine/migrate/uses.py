@@ -220,15 +220,11 @@ class Finder(ast.NodeVisitor):
     def _kept(self, cls: ClassInfo, name: str) -> Known | None:
         """What an attribute is that a class of the sources sets itself: ``self.accelerator = Accelerator()``."""
         for each in cls.family:
-            for method in each.methods.values():
-                first = first_argument(method)
-                for node in ast.walk(method):
-                    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-                        for target in node.targets:
-                            if _is_attribute(target, first, name):
-                                made = self.names.meaning(node.value.func, each.source)
-                                if isinstance(made, Api) and made.name in MADE:
-                                    return Known(things()[MADE[made.name]])
+            value = each.set_on_self.get(name)
+            if isinstance(value, ast.Call):
+                made = self.names.meaning(value.func, each.source)
+                if isinstance(made, Api) and made.name in MADE:
+                    return Known(things()[MADE[made.name]])
         return None
 
     # -- uses -------------------------------------------------------------------------------------------------------------------
@@ -428,12 +424,3 @@ def _alternatives(annotation: ast.expr) -> Iterator[ast.expr]:
         yield from inner.elts if isinstance(inner, ast.Tuple) else [inner]
     else:
         yield annotation
-
-
-def _is_attribute(node: ast.expr, owner: str | None, name: str) -> bool:
-    return (
-        isinstance(node, ast.Attribute)
-        and node.attr == name
-        and isinstance(node.value, ast.Name)
-        and node.value.id == owner
-    )
