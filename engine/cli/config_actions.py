@@ -11,9 +11,9 @@ from typing import Any
 from engine.cli.config_questions import ask
 from engine.cli.exits import FAILED, UsageError, complain
 from engine.config.commented_file import document
+from engine.config.from_accelerate import file as accelerate_file
 from engine.config.resolve import SECTIONS, Resolved, resolve
 from engine.config.yaml_writer import write_atomically
-from engine.interop import accelerate
 from engine.loop import compatibility
 
 
@@ -77,8 +77,8 @@ def _judge(path: Path) -> Resolved:
 
 
 def _from_accelerate(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    path = Path(arguments.from_accelerate) if arguments.from_accelerate else accelerate.default_path(os.environ)
-    file = accelerate.read(path)
+    path = Path(arguments.from_accelerate) if arguments.from_accelerate else accelerate_file.default_path(os.environ)
+    file = accelerate_file.read(path)
     if file.refused and not arguments.force:
         count = len(file.refused)
         raise ValueError(
