@@ -87,7 +87,9 @@ class Finder(MetaPathFinder, Loader):
         if found is None or found.origin is None:
             return None
         if tail(name).split(".")[0] == DEMOS:
-            return spec_from_file_location(name, found.origin, submodule_search_locations=found.submodule_search_locations)
+            return spec_from_file_location(
+                name, found.origin, submodule_search_locations=found.submodule_search_locations
+            )
         return ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> Stand:

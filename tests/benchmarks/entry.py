@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -65,16 +67,19 @@ def definitions(path: str) -> dict[str, Any]:
             "\n".join(line for line in cell.splitlines() if not line.lstrip().startswith(("!", "%"))) for cell in cells
         )
     tree = ast.parse(text)
-    keep = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
-    tree.body = [
-        node
-        for node in tree.body
-        if isinstance(node, keep) or (isinstance(node, ast.Assign) and not calls(node.value))
-    ]
-    names: dict[str, Any] = {"__name__": file.stem, "__file__": str(file)}
-    exec(compile(tree, str(file), "exec"), names)
-    return names
+    tree.body = [node for node in tree.body if defines(node)]
+    module = ModuleType(file.stem)
+    module.__file__ = str(file)
+    sys.modules[file.stem] = module
+    exec(compile(tree, str(file), "exec"), vars(module))
+    return vars(module)
 
 
-def calls(node: ast.AST) -> bool:
-    return any(isinstance(each, ast.Call) for each in ast.walk(node))
+def defines(node: ast.stmt) -> bool:
+    """Whether a statement imports something, or defines a function, a class or a constant."""
+    if isinstance(node, ast.If):
+        return all(isinstance(each, ast.Import | ast.ImportFrom) for each in node.body)
+    if isinstance(node, ast.Assign):
+        literal = (ast.Constant, ast.Tuple, ast.List, ast.Load, ast.UnaryOp, ast.USub)
+        return all(isinstance(each, literal) for each in ast.walk(node.value))
+    return isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef)

@@ -116,7 +116,9 @@ def manual_optimization_gan() -> nn.Module:
             self.log_dict({"loss": loss}, prog_bar=True)
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.Adam(self.generator.parameters(), 1e-2), torch.optim.SGD(self.discriminator.parameters(), 1e-2)
+            return torch.optim.Adam(self.generator.parameters(), 1e-2), torch.optim.SGD(
+                self.discriminator.parameters(), 1e-2
+            )
 
     return fit(Gan())
 
@@ -215,10 +217,11 @@ def custom_gradient_clipping() -> nn.Module:
         def configure_gradient_clipping(
             self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
         ) -> None:
-            value = gradient_clip_val * (2 if self.current_epoch > 0 else 1)
-            self.clip_gradients(optimizer, gradient_clip_val=value, gradient_clip_algorithm=gradient_clip_algorithm)
+            assert gradient_clip_val is None
+            value = 0.2 if self.current_epoch > 0 else 0.4
+            self.clip_gradients(optimizer, gradient_clip_val=value, gradient_clip_algorithm="norm")
 
-    return fit(Clipped(), gradient_clip_val=0.2)
+    return fit(Clipped())
 
 
 @recipe
@@ -239,7 +242,10 @@ def plateau_scheduler() -> nn.Module:
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), 0.05)
             scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5, factor=0.1)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss", "frequency": 1}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss", "frequency": 1},
+            }
 
     return fit(Plateau(), val=loader(8, seed=2), max_epochs=5)
 
@@ -450,7 +456,7 @@ def own_callbacks() -> nn.Module:
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> Any:
             if trainer.current_epoch == 1 and batch_idx == 4:
-                return -1  # the rest of the epoch is left out
+                return -1  # of a callback it means nothing
             return None
 
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -465,8 +471,22 @@ def own_callbacks() -> nn.Module:
 
 
 @recipe
+def rest_of_an_epoch_left_out() -> nn.Module:
+    class Leaves(base()):  # type: ignore[misc]
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+            return -1 if self.current_epoch == 1 and batch_idx == 4 else None
+
+    return fit(Leaves())
+
+
+@recipe
 def intervals_and_limits() -> nn.Module:
-    options = {"val_check_interval": 0.5, "limit_train_batches": 6, "limit_val_batches": 0.5, "check_val_every_n_epoch": 1}
+    options = {
+        "val_check_interval": 0.5,
+        "limit_train_batches": 6,
+        "limit_val_batches": 0.5,
+        "check_val_every_n_epoch": 1,
+    }
     return fit(base()(), val=loader(16, seed=2), gradient_clip_val=0.5, max_steps=11, max_epochs=None, **options)
 
 

@@ -22,16 +22,20 @@ import json
 import math
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 import traceback
 from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -71,7 +75,7 @@ class Steps:
     def __init__(self) -> None:
         self.count = 0
         self.fresh = True
-        torch.optim.optimizer.register_optimizer_step_post_hook(self.stepped)
+        register_optimizer_step_post_hook(self.stepped)
         torch.nn.modules.module.register_module_forward_pre_hook(self.forward)
 
     def stepped(self, *_: Any) -> None:
@@ -94,51 +98,73 @@ def read_in_order() -> None:
     torch.utils.data.dataloader.RandomSampler = sequential  # type: ignore[misc, assignment, attr-defined]
 
 
-def child(name: str, library: str, out: Path) -> None:
-    """Train one entry with one library; write the final weights to a file."""
-    finder = as_lightning.install() if library == "engine" else None
-    read_in_order()
-    torch.set_num_threads(1)
+def train(name: str, finder: as_lightning.Finder | None, out: Path) -> None:
+    """Train one entry; write the final weights to a file."""
     random.seed(0)
     torch.manual_seed(0)
     if find_spec("numpy") is not None:
-        import numpy
-
-        numpy.random.seed(0)
+        import_module("numpy").random.seed(0)
     steps = Steps()
     module = ENTRIES[name].train()
-    weights = {key: value.detach().clone() for key, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+    weights = {
+        key: value.detach().clone() for key, value in module.state_dict().items() if isinstance(value, torch.Tensor)
+    }
     borrowed = sorted(finder.borrowed) if finder is not None else []
     torch.save({"weights": weights, "steps": steps.count, "borrowed": borrowed}, out)
 
 
-def interpreter(entry: Entry, pythons: list[str]) -> str | None:
-    """The first interpreter that can import an entry's modules."""
+def worker(names: list[str], library: str, out: Path) -> None:
+    """Train each entry in a fork of this process, which has imported the library, in a folder of its own; write ``NAME.LIBRARY.pt`` and ``.log``."""
+    finder = as_lightning.install() if library == "engine" else None
+    import_module("lightning.pytorch")
+    read_in_order()
+    torch.set_num_threads(1)
+    for name in names:
+        process = os.fork()
+        if process == 0:
+            status = 1
+            with open(out / f"{name}.{library}.log", "w") as log, tempfile.TemporaryDirectory() as folder:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+                os.chdir(folder)
+                signal.alarm(LIMIT_S)
+                try:
+                    train(name, finder, out / f"{name}.{library}.pt")
+                    status = 0
+                except BaseException:
+                    traceback.print_exc()
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(status)
+        os.waitpid(process, 0)
+
+
+@cache
+def interpreter(modules: tuple[str, ...], pythons: tuple[str, ...]) -> str | None:
+    """The first interpreter that has these modules."""
     check = "import importlib.util, sys; sys.exit(any(importlib.util.find_spec(m) is None for m in sys.argv[1:]))"
     for python in pythons:
-        if subprocess.run([python, "-c", check, *entry.modules], capture_output=True, check=False).returncode == 0:
+        if subprocess.run([python, "-c", check, *modules], capture_output=True, check=False).returncode == 0:
             return python
     return None
 
 
-def trained(entry: Entry, library: str, python: str, sources: Path | None) -> dict[str, Any]:
-    """The result of a child, or ``{"error": its last lines}``."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.pt"
-        command = [python, __file__, "--child", entry.name, "--library", library, "--out", str(out)]
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        if sources is not None:
-            environment["PUBLISHED_SOURCES"] = str(sources)
-        try:
-            ran = subprocess.run(
-                command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S
-            )
-        except subprocess.TimeoutExpired:
-            return {"error": f"longer than {LIMIT_S} s"}
-        if ran.returncode == 0 and out.exists():
-            return dict(torch.load(out))
-        lines = [line for line in ran.stderr.splitlines() if line.strip()]
-        return {"error": "\n".join(lines[-12:]) or f"exit status {ran.returncode}"}
+def start(names: list[str], library: str, python: str, out: Path, sources: Path | None) -> subprocess.Popen[bytes]:
+    """A worker for these entries, under way."""
+    command = [python, __file__, *names, "--worker", str(out), "--library", library]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if sources is not None:
+        environment["PUBLISHED_SOURCES"] = str(sources)
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+
+
+def result(name: str, library: str, out: Path) -> dict[str, Any]:
+    """What a worker wrote, or ``{"error": the last lines of its log}``."""
+    file, log = out / f"{name}.{library}.pt", out / f"{name}.{library}.log"
+    if file.exists():
+        return dict(torch.load(file))
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.exists() else []
+    return {"error": "\n".join(lines[-14:]) or f"no result within {LIMIT_S} s"}
 
 
 def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float, str]:
@@ -151,28 +177,30 @@ def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[
             return math.inf, f"{key} has the shapes {tuple(value.shape)} and {tuple(b[key].shape)}"
         if value.numel() == 0:
             continue
-        same = torch.nan_to_num(value.double() - b[key].double(), nan=0.0 if value.isnan().equal(b[key].isnan()) else math.inf)
+        same = torch.nan_to_num(
+            value.double() - b[key].double(), nan=0.0 if value.isnan().equal(b[key].isnan()) else math.inf
+        )
         most = same.abs().max().item()
         if most > worst:
             worst, where = most, key
     return worst, where
 
 
-def compare(entry: Entry, python: str, sources: Path | None, show: bool) -> Outcome:
-    """Train an entry with both libraries."""
-    results = {library: trained(entry, library, python, sources) for library in LIBRARIES}
+def compare(entry: Entry, out: Path, show: bool) -> Outcome:
+    """Both trainings of an entry."""
+    results = {library: result(entry.name, library, out) for library in LIBRARIES}
     notes = [entry.note] if entry.note else []
-    for library, result in results.items():
-        if "error" in result:
-            notes.append(f"{library}: {result['error'].splitlines()[-1][:300]}")
+    for library, found in results.items():
+        if "error" in found:
+            notes.append(f"{library}: {found['error'].splitlines()[-1][:300]}")
             if show:
-                print(f"--- {entry.name} with {library}\n{result['error']}", file=sys.stderr)
-    steps = {library: result["steps"] for library, result in results.items() if "steps" in result}
+                print(f"--- {entry.name} with {library}\n{found['error']}", file=sys.stderr)
+    steps = {library: found["steps"] for library, found in results.items() if "steps" in found}
     worst = math.nan
     if len(steps) == len(LIBRARIES):
         worst, where = difference(results["lightning"]["weights"], results["engine"]["weights"])
         if worst > EQUAL:
-            notes.append(f"largest at {where}")
+            notes.append(f"largest at {where}" if math.isfinite(worst) else where)
         if len(set(steps.values())) > 1:
             notes.append("other numbers of steps")
         if results["engine"]["borrowed"]:
@@ -202,18 +230,19 @@ def summary(outcomes: list[Outcome]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="parts of the names of entries, packages or groups; all by default")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="parts of the names of entries, packages or groups; all by default"
+    )
     parser.add_argument("--python", action="append", default=[], help="an interpreter to look for packages in")
     parser.add_argument("--sources", type=Path, default=None, help="a folder with checkouts of repositories")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     parser.add_argument("--errors", action="store_true", help="print the last lines of failed trainings")
     parser.add_argument("--list", action="store_true", help="print the names of the entries")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--library", choices=LIBRARIES, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.child:
-        child(args.child, args.library, args.out)
+    if args.worker:
+        worker(args.names, args.library, args.worker)
         return 0
     wanted = [
         entry
@@ -224,15 +253,25 @@ def main() -> int:
         print("\n".join(f"{entry.group:9} {entry.package:28} {entry.name}" for entry in wanted))
         return 0
     sources = args.sources.resolve() if args.sources else None
-    outcomes = []
+    places: dict[str, list[Entry]] = {}
     for entry in wanted:
-        python = interpreter(entry, [*args.python, sys.executable])
+        python = interpreter(entry.modules, tuple([*args.python, sys.executable]))
         if python is None or (entry.source and not (sources and (sources / entry.source).exists())):
-            print(f"left out: {entry.name}: {entry.package if python is None else entry.source} is not there", file=sys.stderr)
-            continue
-        outcomes.append(compare(entry, python, sources, args.errors))
-        if not args.json:
-            print(line(outcomes[-1]), flush=True)
+            missing = entry.package if python is None else entry.source
+            print(f"left out: {entry.name}: {missing} is not there", file=sys.stderr)
+        else:
+            places.setdefault(python, []).append(entry)
+    outcomes = []
+    with tempfile.TemporaryDirectory() as folder:
+        for python, entries in places.items():
+            names = [entry.name for entry in entries]
+            workers = [start(names, library, python, Path(folder), sources) for library in LIBRARIES]
+            for each in workers:
+                each.wait()
+            for entry in entries:
+                outcomes.append(compare(entry, Path(folder), args.errors))
+                if not args.json:
+                    print(line(outcomes[-1]), flush=True)
     if args.json:
         print(json.dumps([asdict(outcome) for outcome in outcomes], indent=2))
     else:
