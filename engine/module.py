@@ -6,28 +6,19 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Never, Self
+from types import FrameType
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.directory import SHARED
-from engine.checkpoint.field_checks import SHARED_FORM, checked
-from engine.checkpoint.files import printable
-from engine.checkpoint.reader import Source, own_state
-from engine.checkpoint.user_paths import opened
-from engine.config.hyperparameters import (
-    HParams,
-    argument_name,
-    constructor_arguments,
-    init_arguments,
-    replaced_by_defaults,
-)
-from engine.config.other_trainers import knows_other_trainers, missing, refused
-from engine.interop.lightning_names import MODULE
+from engine.checkpoint.module_loading import load_module
+from engine.config.hyperparameters import HParams, initial, save, saved_by
+from engine.config.lightning_names import MODULE
+from engine.config.other_trainers import knows_other_trainers, missing
 from engine.step.gradients import Loss
 from engine.strategies.deferred_init import reset
-from engine.utils.log import logger, warn_once
+from engine.utils.log import warn_once
 from engine.utils.overrides import overridden
 from engine.utils.run_context import Context
 from engine.utils.tree import move
@@ -54,6 +45,8 @@ class TrainModule(nn.Module):
     """Set to False to load checkpoints that lack some parameters, or have more."""
     run: Any
     """The :class:`engine.Run` under way; outside of one an ``AttributeError``. A module's own attribute of this name takes precedence."""
+    trainer: Any
+    """The run under the names of Lightning's ``Trainer``, to read: :class:`engine.loop.trainer_view.TrainerView`; as :attr:`run`."""
     loggers: list[Any]
     """The loggers among the run's callbacks; as :attr:`run`."""
     logger: Any
@@ -65,7 +58,6 @@ class TrainModule(nn.Module):
         super().__init__()
         self._context: Context | None = None
         self._log: Any = None
-        self._hparams = HParams()
         self._toggled: list[Tensor] = []
         self.sharded_root: list[nn.Module] = []
         """The wrapper that a sharding strategy calls instead of the module; in a list, so that it is not a submodule."""
@@ -135,15 +127,11 @@ class TrainModule(nn.Module):
     # -- logging ----------------------------------------------------------------------------------------------------------------
 
     def log(
-        self,
-        name: str,
-        value: Any,
-        prog_bar: bool = False,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        reduce: str = "mean",
-        batch_size: Any = None,
-    ) -> None:
+        self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, on_step: bool | None = None,
+        on_epoch: bool | None = None, reduce_fx: str | Callable[..., Any] = "mean", enable_graph: bool = False,
+        sync_dist: bool = False, sync_dist_group: Any = None, add_dataloader_idx: bool = True, batch_size: Any = None,
+        metric_attribute: str | None = None, rank_zero_only: bool = False, *, reduce: str | Callable[..., Any] | None = None,
+    ) -> None:  # fmt: skip
         """Log one number. It stays on its device until a log boundary; it is always reduced over all ranks.
 
         Args:
@@ -151,25 +139,43 @@ class TrainModule(nn.Module):
             value: a number, a tensor with one element, or a torchmetrics ``Metric``: computed over all ranks and reset at the epoch's end,
                 separately for each validation loader. With ``on_step``, its value for the step's micro-batches is reported as well.
             prog_bar: show it in the progress bar.
+            logger: ``False``: loggers do not get it, only callbacks (``run.metrics``, monitors) and the progress bar.
             on_step: report the latest step's value every ``log_every_n_steps`` steps; default in training steps.
             on_epoch: report the epoch's value; default everywhere else. With both, the names end in ``_step`` and ``_epoch``.
-            reduce: ``"mean"`` (weighted by ``batch_size``), ``"sum"``, ``"min"``, ``"max"``.
+            reduce_fx: ``"mean"`` (weighted by ``batch_size``), ``"sum"``, ``"min"``, ``"max"``, or torch's function of this name.
+            enable_graph: values are detached; ``True`` is an error.
+            sync_dist, sync_dist_group: values are over all ranks with ``False`` too; a group of fewer ranks is an error.
+            add_dataloader_idx: ``False``: with several loaders the name does not end in the loader's number, and only one loader may log it.
             batch_size: the value's weight in a mean; by default the samples in the micro-batch.
+            metric_attribute: the name in this module of the torchmetrics object, which is found without it.
+            rank_zero_only: rank 0's values only, which every rank then sees; the other ranks may log them or not.
+            reduce: another name of ``reduce_fx``.
 
         Raises:
-            TypeError, ValueError: a value that is not one number, or other options than before; both name the key.
+            TypeError, ValueError: a value that is not one number, other options than before, or one that cannot be honoured; both name the key.
         """
         if self._log is None:
             warn_once(f"{type(self).__name__}.log() outside a Fit run records nothing")
             return
-        self._log(name, value, prog_bar, on_step, on_epoch, reduce, batch_size)
+        self._log(
+            name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
+            add_dataloader_idx, batch_size, metric_attribute, rank_zero_only, reduce,
+        )  # fmt: skip
 
-    def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
-        """:meth:`log` for each entry of ``values``, a dict or a torchmetrics ``MetricCollection``; the options apply to all."""
-        for name, value in values.items():
+    def log_dict(
+        self, dictionary: Mapping[str, Any], prog_bar: bool = False, logger: bool | None = None, on_step: bool | None = None,
+        on_epoch: bool | None = None, reduce_fx: str | Callable[..., Any] = "mean", enable_graph: bool = False,
+        sync_dist: bool = False, sync_dist_group: Any = None, add_dataloader_idx: bool = True, batch_size: Any = None,
+        rank_zero_only: bool = False, *, reduce: str | Callable[..., Any] | None = None,
+    ) -> None:  # fmt: skip
+        """:meth:`log` for each entry of ``dictionary``, a dict or a torchmetrics ``MetricCollection``; the options apply to all."""
+        for name, value in dictionary.items():
             if isinstance(value, Mapping):
                 raise TypeError(f"log_dict: the value of {name!r} is a dict; give one flat dict of numbers")
-            self.log(name, value, **options)
+            self.log(
+                name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
+                add_dataloader_idx, batch_size, rank_zero_only=rank_zero_only, reduce=reduce,
+            )  # fmt: skip
 
     def log_image(self, name: str, image: Any, *, caption: str | None = None) -> None:
         """Log under ``name`` an ``image``: a tensor [height, width], [channels, height, width] or [n, channels, height, width], uint8 or floats
@@ -215,37 +221,33 @@ class TrainModule(nn.Module):
 
     # -- hyperparameters --------------------------------------------------------------------------------------------------------
 
-    def save_hyperparameters(self, *names: Any, ignore: str | Iterable[str] = (), **unknown: Never) -> None:
-        """Keep the arguments of ``__init__`` in :attr:`hparams`, and in every checkpoint. Call it inside ``__init__``.
+    def save_hyperparameters(
+        self, *args: Any, ignore: str | Iterable[str] | None = None, frame: FrameType | None = None, logger: bool = True
+    ) -> None:
+        """Keep the arguments of ``__init__`` in :attr:`hparams`, and in every checkpoint. Call it inside ``__init__``, also before
+        ``super().__init__()``.
 
         Args:
-            names: keep only these; or one dict to keep unchanged.
+            args: keep only the arguments of these names; or one dict, ``argparse.Namespace`` or dataclass object, whose entries are kept.
             ignore: leave these out (modules given as arguments, for example).
+            frame: of a function that ``__init__`` calls, when this is called from elsewhere.
+            logger: ``False``: in checkpoints, but not for loggers.
+
+        Raises:
+            TypeError, ValueError: ``args`` is something else, or not an argument.
         """
-        if unknown:
-            raise refused("TrainModule.save_hyperparameters", unknown)
-        ignored = {ignore} if isinstance(ignore, str) else set(ignore)
-        frame = inspect.currentframe()
-        caller = frame.f_back if frame else None
-        if len(names) == 1 and isinstance(names[0], Mapping):
-            found = dict(names[0])
-            self.hparams_name = argument_name(self, caller, names[0])
-        else:
-            found = init_arguments(self, caller)
-            absent = [name for name in names if name not in found]
-            if absent:
-                has = ", ".join(found)
-                raise ValueError(
-                    f"save_hyperparameters({absent[0]!r}): {type(self).__name__}.__init__ has no such argument; it has {has}"
-                )
-            if names:
-                found = {name: found[name] for name in names}
-        self._hparams.update({name: value for name, value in found.items() if name not in ignored})
+        own = inspect.currentframe()
+        save(self, args, ignore, logger, frame or (own.f_back if own else None))
 
     @property
     def hparams(self) -> HParams:
         """What :meth:`save_hyperparameters` kept; entries are attributes too."""
-        return self._hparams
+        return saved_by(self)
+
+    @property
+    def hparams_initial(self) -> HParams:
+        """A copy of :attr:`hparams` as they were when they were saved last."""
+        return initial(self)
 
     @classmethod
     def load_from_checkpoint(
@@ -270,24 +272,7 @@ class TrainModule(nn.Module):
             TypeError: a constructor argument is missing, or an override is not one; the message names it.
             ValueError: the weights do not fit, and ``strict`` was asked for; or there are no ``weights`` of this name.
         """
-        with opened(path, ("model", "state", *([] if weights is None else ["weights"]))) as found:
-            shared = checked(f"{found.directory}: {SHARED}.json", found.tree(SHARED) or {}, SHARED_FORM)
-            saved = {str(name): value for name, value in shared.get("hparams", {}).items()}
-            positional, named = constructor_arguments(cls, saved, overrides, shared.get("hparams_name"))
-            texts = found.manifest.get("hparams")
-            if lost := replaced_by_defaults(cls, texts if isinstance(texts, dict) else {}, {*saved, *overrides}):
-                made = printable(", ".join(f"{name}={text}" for name, text in lost.items()))
-                logger.warning(
-                    "%s: the module was made with %s, which a checkpoint cannot hold: give them here", path, made
-                )
-            module = cls(*positional, **named)
-            module.configure_model()
-            module.built = True
-            module.on_load_checkpoint(shared.get("user") or {})
-            report = Source(found, weights).load_model(module, own_state(module), strict and module.strict_loading)
-            if report:
-                logger.warning("%s fits in part: %s", path, report)
-        return module if map_location is None else module.to(torch.device(map_location))
+        return load_module(cls, path, strict, map_location, weights, overrides)
 
     # -- manual optimization ----------------------------------------------------------------------------------------------------
 
@@ -585,6 +570,7 @@ class TrainModule(nn.Module):
 
 _OF_RUN: dict[str, Callable[[Any], Any]] = {
     "run": lambda run: run,
+    "trainer": lambda run: run.trainer,
     "loggers": lambda run: run.loggers,
     "logger": lambda run: next(iter(run.loggers), None),
 }

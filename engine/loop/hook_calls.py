@@ -21,6 +21,8 @@ class Hooked(Protocol):
     runs_last: bool
     critical: bool
     is_logger: bool
+    is_checkpoint: bool
+    is_early_stopping: bool
     validates_with: str | None
     takes: frozenset[str]
     shows_progress: bool
@@ -104,6 +106,8 @@ class Hooks:
         method: Hook | None = getattr(callback, event, None)
         if method is None or getattr(method, "__func__", None) is getattr(base, event):
             return None
+        if event == "on_log" and callback.is_logger:
+            method = _for_a_logger(method)
         return method if callback.critical or event == "setup" else self._surviving(callback, event, method)
 
     def _surviving(self, callback: Hooked, event: str, method: Hook) -> Hook:
@@ -128,6 +132,17 @@ class Hooks:
 
     def __getattr__(self, name: str) -> tuple[Hook, ...]:
         raise AttributeError(f"there is no event {name!r}")  # also tells type checkers that events are attributes
+
+
+def _for_a_logger(method: Hook) -> Hook:
+    """A logger's ``on_log``: without the values that were logged with ``logger=False``."""
+
+    def on_log(run: Any, module: nn.Module, metrics: dict[str, float], step: int) -> None:
+        given = {name: value for name, value in metrics.items() if name not in run.withheld}
+        if given:
+            method(run, module, given, step)
+
+    return on_log
 
 
 def _hold(run: Any, *args: Any) -> None:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from engine.metrics import float32_pairs
+from engine.metrics.log_options import Options
 from engine.metrics.torchmetrics_states import Entry
 from engine.metrics.torchmetrics_values import Logged
 from engine.utils import accelerator
 
-REDUCTIONS = ("mean", "sum", "min", "max")
 FOLD = 256
 """Values kept before they are reduced to one: bounds memory, and costs 1/256 of a reduction per value."""
 
@@ -46,13 +46,15 @@ class Slot:
     """All values of one name: those of the current step, and those of the epoch."""
 
     __slots__ = (
-        "given", "metric", "name", "on_epoch", "on_step", "options", "pending", "reduce", "total",
+        "given", "metric", "name", "on_epoch", "on_step", "options", "pending", "reduce", "silent", "total",
         "values", "weight", "window", "window_values",
     )  # fmt: skip
 
-    def __init__(self, name: str, options: tuple[bool, bool, bool, str]) -> None:
-        self.name, self.options, self.reduce = name, options, options[3]
-        self.on_step, self.on_epoch = options[:2]
+    def __init__(self, name: str, options: Options, silent: bool = False) -> None:
+        self.name, self.options, self.reduce = name, options, options.reduce_fx
+        self.on_step, self.on_epoch = options.on_step, options.on_epoch
+        self.silent = silent
+        """This rank's values do not count: those of rank 0 alone were asked for."""
         self.given: Any = None
         """The options of the latest call: the usual call needs only one comparison."""
         self.metric: Logged | None = None
@@ -69,10 +71,10 @@ class Slot:
         self.total: Any = None
         self.weight: Any = 0.0
 
-    def refuse(self, options: tuple[bool, bool, bool, str]) -> None:
+    def refuse(self, options: Options) -> None:
         """Raise: a call of ``log`` has other options than those before it."""
-        names = ("on_step", "on_epoch", "prog_bar", "reduce")
-        differ = [f"{n}={b!r} (before: {a!r})" for n, a, b in zip(names, self.options, options, strict=True) if a != b]
+        pairs = zip(options._fields, self.options, options, strict=True)
+        differ = [f"{name}={new!r} (before: {old!r})" for name, old, new in pairs if old != new]
         raise ValueError(
             f"log({self.name!r}) is called with other options than before: {', '.join(differ)}; give it one set, "
             "or another name"

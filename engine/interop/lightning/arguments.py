@@ -4,42 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from engine.config.duration import NEVER, Every, parse
+from engine.config.duration import NEVER, Every
 from engine.config.other_trainers import hint
 from engine.interop.lightning import callbacks as named
-from engine.interop.lightning import loggers as known_loggers
+from engine.interop.lightning.loggers import CSVLogger, TensorBoardLogger
 from engine.interop.lightning.strategies import strategy
 from engine.loop.run import Run
 
 SAME = (
-    *(
-        "num_nodes",
-        "fast_dev_run",
-        "min_epochs",
-        "min_steps",
-        "limit_train_batches",
-        "limit_val_batches",
-        "accelerator",
-    ),
-    *("limit_test_batches", "limit_predict_batches", "overfit_batches", "num_sanity_val_steps", "log_every_n_steps"),
-    *(
-        "accumulate_grad_batches",
-        "gradient_clip_val",
-        "gradient_clip_algorithm",
-        "precision",
-        "deterministic",
-        "benchmark",
-    ),
-    *("detect_anomaly", "sync_batchnorm"),
+    *("accelerator", "num_nodes", "precision", "fast_dev_run", "min_epochs", "min_steps", "limit_train_batches"),
+    *("limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches", "num_sanity_val_steps"),
+    *("log_every_n_steps", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "deterministic"),
+    *("benchmark", "detect_anomaly", "sync_batchnorm"),
 )
-"""Arguments that mean the same in ``Fit``."""
+"""Arguments that mean the same in ``Fit``; ``None`` is its default."""
 NEUTRAL = {
-    "plugins": (None, [], ()),
+    "plugins": (None, []),
     "reload_dataloaders_every_n_epochs": (0,),
     "enable_autolog_hparams": (True,),
     "model_registry": (None,),
@@ -54,14 +39,12 @@ class Translated:
     """Lightning's arguments as ``Fit`` needs them."""
 
     settings: dict[str, Any]
-    callbacks: list[Any]
-    """As the user knows them, in Lightning's order; ``ModelCheckpoint`` objects come last."""
     loggers: list[Any]
-    val_check_interval: int | float | None = None
-    """Validate after so many batches, or this fraction of an epoch's; ``None``: ``settings`` say when."""
-    check_val_every_n_epoch: int | None = 1
-    extra: list[Any] = field(default_factory=list)
-    """Callbacks that stand for arguments, such as profilers."""
+    callbacks: list[Any]
+    """Those given and Lightning's default ones; those that save checkpoints come last."""
+    profilers: list[Any]
+    batches: tuple[int | float, int | None] | None = None
+    """``val_check_interval`` and ``check_val_every_n_epoch`` where ``settings`` cannot say it."""
 
 
 def translate(given: Mapping[str, Any]) -> Translated:
@@ -71,165 +54,148 @@ def translate(given: Mapping[str, Any]) -> Translated:
         ValueError, TypeError: one that has no counterpart, or contradicts another; the message names what to use.
     """
     for name, neutral in NEUTRAL.items():
-        if not any(given[name] is value or given[name] == value for value in neutral):
+        if given[name] not in neutral:
             raise ValueError(f"Trainer({name}={given[name]!r}) has no counterpart{hint(name, ())}")
-    settings = {name: given[name] for name in SAME if given[name] is not None}
-    settings |= _limits(given)
+    settings = {name: given[name] for name in SAME if given[name] is not None} | _limits(given)
     if given["devices"] != "auto":
         settings["devices"] = "auto" if given["devices"] in (-1, "-1") else given["devices"]
     if given["strategy"] != "auto":
         settings["strategy"] = strategy(given["strategy"])
-    loggers = _loggers(given)
-    root = Path(given["default_root_dir"] or ".")
-    settings["root_dir"] = root / "lightning_logs" if loggers else root
-    found = Translated(settings, [], loggers)
-    _validation(given, found)
-    _callbacks(given, found)
     if given["barebones"]:
         settings |= {"log_every_n_steps": 0, "num_sanity_val_steps": 0}
+    loggers, profiler = _loggers(given), given["profiler"]
+    first = next((each.root_dir for each in loggers if getattr(each, "root_dir", None) is not None), None)
+    root = Path(given["default_root_dir"] or ".")
+    settings["root_dir"] = first or (root / "lightning_logs" if loggers else root)
+    if isinstance(profiler, str):
+        if profiler not in PROFILERS:
+            raise ValueError(
+                f"Trainer(profiler={profiler!r}): possible are {', '.join(PROFILERS)}, or one of these objects"
+            )
+        profiler = PROFILERS[profiler]()
+    found = Translated(settings, loggers, _callbacks(given, settings), [] if profiler is None else [profiler])
+    _validation(given, found)
     return found
 
 
 def _limits(given: Mapping[str, Any]) -> dict[str, Any]:
-    epochs, steps, seconds = given["max_epochs"], given["max_steps"], given["max_time"]
-    if epochs is None and steps == -1:
-        epochs = 1000 if seconds is None else -1
-    found: dict[str, Any] = {}
-    if seconds is not None:
-        found["max_time"] = timedelta(**seconds) if isinstance(seconds, Mapping) else seconds
-    if epochs not in (None, -1):
-        found["max_epochs"] = epochs
-    if steps != -1:
-        found["max_steps"] = steps
-    elif "max_epochs" not in found and "max_time" not in found:
-        found["max_steps"] = NEVER
-    return found
+    epochs, steps, time = given["max_epochs"], given["max_steps"], given["max_time"]
+    if epochs is None and steps == -1 and time is None:
+        epochs = 1000
+    found = {
+        "max_epochs": None if epochs == -1 else epochs,
+        "max_steps": None if steps == -1 else steps,
+        "max_time": timedelta(**time) if isinstance(time, Mapping) else time,
+    }
+    limits = {name: value for name, value in found.items() if value is not None}
+    return limits or {"max_steps": NEVER}
 
 
 def _loggers(given: Mapping[str, Any]) -> list[Any]:
     asked = given["logger"]
     if given["barebones"] or given["fast_dev_run"] or asked is False:
         return []
-    if asked in (None, True):
-        there = importlib.util.find_spec("tensorboard") or importlib.util.find_spec("tensorboardX")
-        kind = known_loggers.TensorBoardLogger if there else known_loggers.CSVLogger
-        return [kind(save_dir=None)]
+    if asked is None or asked is True:
+        there = any(map(importlib.util.find_spec, ("tensorboard", "tensorboardX")))
+        return [TensorBoardLogger(save_dir=None) if there else CSVLogger(save_dir=None)]
     return list(asked) if isinstance(asked, (list, tuple, set)) else [asked]
+
+
+def _callbacks(given: Mapping[str, Any], settings: dict[str, Any]) -> list[Any]:
+    asked = given["callbacks"]
+    mine = [] if asked is None else list(asked) if isinstance(asked, (list, tuple)) else [asked]
+    defaults = (
+        ("enable_progress_bar", named.ProgressBar, named.RichProgressBar),
+        ("enable_model_summary", named.ModelSummary, named.ModelSummary),
+        ("enable_checkpointing", named.Checkpoint, named.ModelCheckpoint),
+    )
+    for name, kind, default in defaults:
+        there, on = any(isinstance(each, kind) for each in mine), given[name]
+        if there and (on is False or given["barebones"]):
+            off = f"{name}=False" if on is False else "barebones=True"
+            raise ValueError(f"Trainer({off}) with a {kind.__name__} in callbacks: leave one of them out")
+        if on and given["barebones"]:
+            raise ValueError(f"Trainer(barebones=True, {name}=True): leave one of them out")
+        if not there and on is not False and not given["barebones"]:
+            mine.append(default())
+    for each in mine:
+        if isinstance(each, named.GradientAccumulationScheduler):
+            if given["accumulate_grad_batches"] != 1:
+                raise ValueError(
+                    "accumulate_grad_batches and a GradientAccumulationScheduler were given: leave one of them out"
+                )
+            settings["accumulate_grad_batches"] = each.scheduling
+    return sorted(mine, key=lambda each: isinstance(each, named.Checkpoint))
 
 
 def _validation(given: Mapping[str, Any], found: Translated) -> None:
     interval, epochs = given["val_check_interval"], given["check_val_every_n_epoch"]
-    if isinstance(interval, Mapping):
-        interval = timedelta(**interval)
+    interval = timedelta(**interval) if isinstance(interval, Mapping) else interval
+    asked = f"Trainer(val_check_interval={interval!r}, check_val_every_n_epoch={epochs})"
     if isinstance(interval, (str, timedelta)):
         if epochs not in (None, 1):
-            raise ValueError(
-                f"Trainer(val_check_interval={interval!r}, check_val_every_n_epoch={epochs}): a time has no epochs here; leave the second out"
-            )
-        found.settings["val_every"] = parse(interval)
-        return
-    if epochs is None and (isinstance(interval, float) or interval is None):
-        raise ValueError(
-            f"Trainer(check_val_every_n_epoch=None, val_check_interval={interval!r}): give val_check_interval as an int, a number of batches"
-        )
-    found.check_val_every_n_epoch = epochs
-    if interval is None or (interval == 1.0 and isinstance(interval, float)):
+            raise ValueError(f"{asked}: a time has no epochs here; leave the second out")
+        found.settings["val_every"] = interval
+    elif epochs is None and not isinstance(interval, int):
+        raise ValueError(f"{asked}: give val_check_interval as an int, a number of batches")
+    elif interval is None or (interval == 1 and isinstance(interval, float)):
         found.settings["val_every"] = f"{epochs} epochs"
-        return
-    if interval == 0:
-        raise ValueError("Trainer(val_check_interval=0): give limit_val_batches=0 to switch validation off")
-    found.val_check_interval = interval
-
-
-def _callbacks(given: Mapping[str, Any], found: Translated) -> None:
-    """Lightning's default callbacks beside those given: bar, summary, the given ones, checkpoints last."""
-    asked = given["callbacks"]
-    mine = [] if asked is None else list(asked) if isinstance(asked, (list, tuple)) else [asked]
-    bare = given["barebones"]
-
-    def wanted(name: str, kind: type) -> bool:
-        there, on = any(isinstance(each, kind) for each in mine), given[name]
-        if bare and (on or there):
-            raise ValueError(f"Trainer(barebones=True) with {name} or a {kind.__name__}: leave one of them out")
-        if on is False and there:
-            raise ValueError(f"Trainer({name}=False) with a {kind.__name__} in callbacks: leave one of them out")
-        return on is not False and not there and not bare
-
-    if wanted("enable_progress_bar", named.ProgressBar):
-        mine.insert(0, named.RichProgressBar())
-    if wanted("enable_model_summary", named.ModelSummary):
-        mine.append(named.ModelSummary())
-    if wanted("enable_checkpointing", named.Checkpoint):
-        mine.append(named.ModelCheckpoint())
-    for each in [each for each in mine if isinstance(each, named.GradientAccumulationScheduler)]:
-        if given["accumulate_grad_batches"] != 1:
-            raise ValueError("give accumulate_grad_batches or a GradientAccumulationScheduler, not both")
-        found.settings["accumulate_grad_batches"] = each.scheduling
-    for each in [each for each in mine if isinstance(each, named.Timer)]:
-        each.limit(found.settings)
-    profiler = given["profiler"]
-    if profiler is not None:
-        if isinstance(profiler, str) and profiler not in PROFILERS:
-            raise ValueError(
-                f"Trainer(profiler={profiler!r}): possible are {', '.join(PROFILERS)}, or a profiler object"
-            )
-        found.extra.append(PROFILERS[profiler]() if isinstance(profiler, str) else profiler)
-    last = [each for each in mine if isinstance(each, named.Checkpoint)]
-    found.callbacks = [each for each in mine if each not in last] + last
+    elif not interval:
+        raise ValueError(f"{asked}: give limit_val_batches=0 to switch validation off")
+    else:
+        found.batches = interval, epochs
 
 
 class InBatches(Every):
-    """``val_check_interval`` and ``check_val_every_n_epoch`` as Lightning has them: in micro-batches of an epoch, or of all epochs."""
+    """``val_check_interval`` and ``check_val_every_n_epoch`` as Lightning counts them: micro-batches of an epoch, or of all (``epochs``: ``None``).
+
+    Raises:
+        ValueError: more than an epoch has, or not a multiple of an optimizer step's.
+    """
 
     def __init__(self, run: Run, interval: int | float, epochs: int | None) -> None:
         super().__init__(None)
         self.run, self.interval, self.epochs = run, interval, epochs
 
-    def _batches(self) -> int | None:
-        """Micro-batches between two validations; ``None``: only at an epoch's end."""
+    def start(self, step: int, epochs: Any = None) -> None:
+        length, window, batches = self.run.num_train_batches, self.run.window_at(self.run.epoch), self.batches
+        if batches is None or batches == length:
+            return
+        if self.epochs is not None and length is not None and batches > length:
+            raise ValueError(
+                f"val_check_interval={self.interval} is more than the {length} batches of an epoch: give check_val_every_n_epoch=None to count "
+                "over epochs, or a smaller one"
+            )
+        if batches % window:
+            raise ValueError(
+                f"validation every {batches} batches with {window} batches in an optimizer step: it comes after a step; give a multiple of {window}"
+            )
+
+    @property
+    def batches(self) -> int | None:
+        """Between two validations; ``None``: the epoch's, whose number is not known."""
         length = self.run.num_train_batches
         if isinstance(self.interval, int):
-            if self.epochs is not None and length is not None and self.interval > length:
-                raise ValueError(
-                    f"val_check_interval={self.interval} is larger than the epoch's {length} batches: give check_val_every_n_epoch=None to "
-                    "count over epochs, or a smaller one"
-                )
             return self.interval
         return None if length is None else max(1, int(length * self.interval))
 
-    def _window(self, batches: int) -> int:
-        window = self.run.window_at(self.run.epoch)
-        length = self.run.num_train_batches
-        if batches % window and batches != length:
-            raise ValueError(
-                f"validation every {batches} batches, with {window} batches in an optimizer step: a validation comes after a step; give "
-                f"val_check_interval as a multiple of {window}"
-            )
-        return window
-
-    def start(self, step: int, epochs: Any = None) -> None:
-        batches = self._batches()
-        if batches is not None:
-            self._window(batches)
+    @property
+    def done(self) -> int:
+        """Micro-batches so far."""
+        return self.run.state.batches if self.epochs is None else self.run.state.batch_idx
 
     def due(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Any = None) -> bool:
-        state, batches = self.run.state, self._batches()
-        if self.epochs is not None and (state.epoch + 1) % self.epochs:
+        batches = self.batches
+        if self.epochs is not None and (self.run.state.epoch + 1) % self.epochs:
             return False
-        if epoch_end is not None and (batches is None or self.run.num_train_batches is None):
+        if epoch_end is not None and self.run.num_train_batches is None:
             return True
-        done = state.batch_idx if self.epochs is not None else state.batches
-        reached = batches is not None and done > 0 and done % batches == 0
-        if reached:
-            self._last_step = step
-        return reached
+        return batches is not None and self.done > 0 and self.done % batches == 0
 
     def next_step(self, step: int) -> int:
-        batches, state = self._batches(), self.run.state
+        batches = self.batches
         if batches is None:
             return NEVER
         if not self.run.module.automatic_optimization:
-            return step  # its steps are not the batches'
-        done = state.batch_idx if self.epochs is not None else state.batches
-        left = batches - done % batches
-        return step + max(1, left // self._window(batches))
+            return step  # the module's steps are not counted in batches
+        return step + max(1, (batches - self.done % batches) // self.run.window_at(self.run.state.epoch))

@@ -1,238 +1,146 @@
-"""Lightning's loggers: ours under their names and arguments, and any object with ``log_metrics`` as a logger of :class:`engine.Fit`."""
+"""Lightning's loggers: this library's under its names and arguments, and any object with ``log_metrics`` as a logger of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-import callbacks
+import engine.callbacks as own
 from engine.callback import Callback as OwnCallback
-from engine.interop.lightning.refused import leave_out, refused_class
-from engine.loop.run import Run
+from engine.interop.lightning.refused import ANY, refused_class, translated
 
 
-class Logger:
-    """Subclass it as Lightning's: define ``name``, ``version``, ``log_metrics`` and ``log_hyperparams``."""
+class Logger(OwnCallback):
+    """Subclass it as Lightning's: define ``log_metrics(metrics, step)`` and ``log_hyperparams(params)``. Steps are optimizer steps done."""
 
+    is_logger = True
     group_separator = "/"
+    root_dir: Any = None
+    save_dir: Any = None
+    name: Any = None
+    version: Any = None
+    log_dir: Any = None
+    experiment: Any = None
 
-    @property
-    def name(self) -> str | None:
-        """The experiment's name."""
-        return None
-
-    @property
-    def version(self) -> int | str | None:
-        """The experiment's version."""
-        return None
-
-    @property
-    def root_dir(self) -> str | None:
-        """The folder of all versions."""
-        return None
-
-    @property
-    def log_dir(self) -> str | None:
-        """The folder of this version."""
-        return None
-
-    @property
-    def save_dir(self) -> str | None:
-        """The folder that the user gave."""
-        return self.root_dir
-
-    @property
-    def experiment(self) -> Any:
-        """The tracker's own object."""
-        return None
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Record ``metrics`` of a ``step``."""
-        raise NotImplementedError(f"{type(self).__name__} must define log_metrics(self, metrics, step)")
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Record hyperparameters."""
-
-    def log_graph(self, model: nn.Module, input_array: Any = None) -> None: ...
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
+    def log_graph(self, model: Any, input_array: Any = None) -> None: ...
     def save(self) -> None: ...
     def finalize(self, status: str) -> None: ...
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None: ...
 
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        """Record ``metrics`` of a ``step``."""
+        raise NotImplementedError(f"{type(self).__name__} must define log_metrics(self, metrics, step)")
 
-class AdaptedLogger(OwnCallback):
-    """A ``logger`` of Lightning's kind, ours or a real one, as a callback of :class:`engine.Fit`. Steps are optimizer steps done."""
+    def setup(self, run: Any, module: Any, stage: str) -> None:
+        if run.is_main_process and run.hyperparameters and stage == "fit":
+            self.log_hyperparams(dict(run.hyperparameters))
 
-    is_logger = True
+    def on_log(self, run: Any, module: Any, metrics: dict[str, float], step: int) -> None:
+        if run.is_main_process:
+            self.log_metrics({**metrics, "epoch": run.epoch}, step)
+            self.save()
+
+    def teardown(self, run: Any, module: Any, stage: str) -> None:
+        if run.is_main_process:
+            self.finalize("success" if run.exception is None else "failed")
+
+
+class AdaptedLogger(Logger):
+    """A logger of the installed Lightning as one of :class:`engine.Fit`."""
 
     def __init__(self, logger: Any) -> None:
         self.logger = logger
+        for name in ("log_metrics", "log_hyperparams", "save", "finalize", "name", "version", "save_dir", "log_dir"):
+            if hasattr(logger, name):
+                setattr(self, name, getattr(logger, name))
 
     @property
-    def experiment(self) -> Any:
+    def experiment(self) -> Any:  # type: ignore[override]
         """The tracker's own object."""
         return self.logger.experiment
 
-    @property
-    def state_key(self) -> str:
-        return f"{type(self.logger).__qualname__}; {id(self.logger)}"
 
-    def setup(self, run: Run, module: nn.Module, stage: str) -> None:
-        if run.is_main_process and run.hyperparameters and stage == "fit":
-            self.logger.log_hyperparams(dict(run.hyperparameters))
-
-    def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
-        if run.is_main_process:
-            self.logger.log_metrics({**metrics, "epoch": run.epoch}, step)
-            self.logger.save()
-
-    def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
-        if run.is_main_process:
-            self.logger.finalize("success" if run.exception is None else "failed")
+_WITHOUT = {
+    "prefix": ("", "put it into the names that you log"),
+    "log_graph": (False, "the graph is not written"),
+    "sub_dir": (None, "put it into save_dir"),
+    "log_model": (False, "log checkpoints in on_checkpoint_saved with self.log_artifact(name, path)"),
+    "experiment": (None, "the logger makes the run: use logger.experiment"),
+    **dict.fromkeys(("id", "run_id"), (None, "a resumed run continues by itself")),
+    **dict.fromkeys(("default_hp_metric", "flush_logs_every_n_steps", "synchronous"), (ANY, "")),
+}
 
 
 class WrappedLogger(Logger):
-    """A logger of the package ``callbacks`` under Lightning's name. Its files are in the run's folder, which ``save_dir`` and ``name`` choose."""
+    """A logger of this library, ``ours``, under Lightning's name; ``Trainer`` gives ``ours`` to ``Fit``. Its files are in the run's folder, which is
+    ``root_dir`` (``save_dir/name``) or a numbered folder in it."""
 
-    ours: OwnCallback
-    folder: Path | None = None
-    """Where runs have their folders; ``None``: the trainer's ``default_root_dir``."""
-    _name: str | None = None
-    _run: Run | None = None
+    def __init__(self, ours: Any, save_dir: Any = None, name: str | None = None, version: Any = None) -> None:
+        self.ours, self.save_dir, self.name, self.version, self._run = ours, save_dir, name, version, None
+        number = "" if version is None else version if isinstance(version, str) else f"version_{version}"
+        self.root_dir = None if save_dir is None else str(Path(save_dir) / (name or "") / number)
 
-    def at(self, save_dir: Any, name: str | None, version: int | str | None) -> None:
-        """Choose the folder as Lightning does: ``save_dir/name/version_0``; here the first run has ``save_dir/name`` itself."""
-        self._save_dir, self._name, self._version = save_dir, name, version
-        if save_dir is not None:
-            self.folder = Path(save_dir) / (name or "")
-            if version is not None:
-                self.folder /= version if isinstance(version, str) else f"version_{version}"
-
-    def joins(self, run: Run) -> None:
+    def joins(self, run: Any) -> None:
         """A run starts."""
-        self._run = run
+        self._run, self.log_dir = run, str(run.home.path)
 
     @property
-    def name(self) -> str | None:
-        return self._name
+    def experiment(self) -> Any:  # type: ignore[override]
+        """The tracker's own object."""
+        return self.ours.experiment
 
-    @property
-    def version(self) -> int | str | None:
-        return self._version
-
-    @property
-    def save_dir(self) -> str | None:
-        return None if self._save_dir is None else str(self._save_dir)
-
-    @property
-    def root_dir(self) -> str | None:
-        return None if self.folder is None else str(self.folder)
-
-    @property
-    def log_dir(self) -> str | None:
-        return self.root_dir if self._run is None else str(self._run.home.path)
-
-    @property
-    def experiment(self) -> Any:
-        return getattr(self.ours, "experiment", None)
-
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         if self._run is None:
             raise RuntimeError(f"{type(self).__name__}.log_metrics() is only possible during a run")
-        self.ours.on_log(
-            self._run,
-            self._run.module,
-            {k: float(v) for k, v in metrics.items()},
-            self._run.step if step is None else step,
-        )
-
-
-_NO_PREFIX = {"prefix": ("", "put it into the names that you log")}
+        values = {name: float(value) for name, value in metrics.items()}
+        self.ours.on_log(self._run, self._run.module, values, self._run.step if step is None else step)
 
 
 class TensorBoardLogger(WrappedLogger):
-    """Lightning's arguments of ``callbacks.TensorBoardLogger``."""
+    """Lightning's arguments of :class:`callbacks.TensorBoardLogger`."""
 
     def __init__(
-        self,
-        save_dir: Any,
-        name: str | None = "lightning_logs",
-        version: int | str | None = None,
-        log_graph: bool = False,
-        default_hp_metric: bool = True,
-        **options: Any,
+        self, save_dir: Any, name: str | None = "lightning_logs", version: Any = None, *args: Any, **options: Any
     ) -> None:
-        leave_out(
-            "TensorBoardLogger", {"log_graph": log_graph, **options},
-            {"log_graph": (False, "the graph is not written"), "sub_dir": (None, "put it into save_dir"), **_NO_PREFIX},
-        )  # fmt: skip
-        self.ours = callbacks.TensorBoardLogger()
-        self.at(save_dir, name, version)
+        order = "log_graph default_hp_metric prefix sub_dir"
+        given = translated("TensorBoardLogger", order, args, options, _WITHOUT)
+        super().__init__(own.TensorBoardLogger(**given), save_dir, name, version)
 
 
 class CSVLogger(WrappedLogger):
-    """Lightning's arguments of ``callbacks.CSVLogger``; rows are written when values are logged, whatever ``flush_logs_every_n_steps`` is."""
+    """Lightning's arguments of :class:`callbacks.CSVLogger`."""
 
     def __init__(
-        self,
-        save_dir: Any,
-        name: str | None = "lightning_logs",
-        version: int | str | None = None,
-        prefix: str = "",
-        flush_logs_every_n_steps: int = 100,
+        self, save_dir: Any, name: str | None = "lightning_logs", version: Any = None, *args: Any, **options: Any
     ) -> None:
-        leave_out("CSVLogger", {"prefix": prefix}, _NO_PREFIX)
-        self.ours = callbacks.CSVLogger()
-        self.at(save_dir, name, version)
+        given = translated("CSVLogger", "prefix flush_logs_every_n_steps", args, options, _WITHOUT)
+        super().__init__(own.CSVLogger(**given), save_dir, name, version)
 
 
 class WandbLogger(WrappedLogger):
-    """Lightning's arguments of ``callbacks.WandbLogger``; others are ``wandb.init``'s."""
+    """Lightning's arguments of :class:`callbacks.WandbLogger`; others are ``wandb.init``'s."""
 
-    def __init__(
-        self,
-        name: str | None = None,
-        save_dir: Any = ".",
-        version: str | None = None,
-        offline: bool = False,
-        project: str | None = None,
-        **options: Any,
-    ) -> None:
-        own = {
-            "log_model": (False, "log checkpoints in on_checkpoint_saved with self.log_artifact(name, path)"),
-            "experiment": (None, "the logger makes the run; use logger.experiment"),
-            "id": (None, "a resumed run continues the run in W&B by itself"),
-            **_NO_PREFIX,
-        }
-        leave_out("WandbLogger", {**options, "id": options.get("id", version)}, own)
-        init = {key: value for key, value in options.items() if key not in own}
-        self.ours = callbacks.WandbLogger(project, name, mode="offline" if offline else None, **init)
-        self.at(None, project, version)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        given = translated(
+            "WandbLogger", "name save_dir version offline dir id anonymous project", args, options, _WITHOUT
+        )
+        folder, version, offline = (given.pop(name, None) for name in ("save_dir", "version", "offline"))
+        ours = own.WandbLogger(mode="offline" if offline else None, **given)
+        super().__init__(ours, folder, given.get("project"), version)
 
 
 class MLFlowLogger(WrappedLogger):
-    """Lightning's arguments of ``callbacks.MLflowLogger``."""
+    """Lightning's arguments of :class:`callbacks.MLflowLogger`."""
 
-    def __init__(
-        self,
-        experiment_name: str = "lightning_logs",
-        run_name: str | None = None,
-        tracking_uri: str | None = None,
-        tags: dict[str, Any] | None = None,
-        save_dir: str | None = "./mlruns",
-        artifact_location: str | None = None,
-        **options: Any,
-    ) -> None:
-        own = {
-            "log_model": (False, "log checkpoints in on_checkpoint_saved"),
-            "run_id": (None, "a resumed run continues by itself"),
-        }
-        leave_out("MLFlowLogger", options, {**own, **_NO_PREFIX})
-        self.ours = callbacks.MLflowLogger(experiment_name, run_name, tracking_uri or save_dir, tags, artifact_location)
-        self.at(None, experiment_name, None)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        order = (
+            "experiment_name run_name tracking_uri tags save_dir log_model prefix artifact_location run_id synchronous"
+        )
+        given = {"experiment_name": "lightning_logs"} | translated("MLFlowLogger", order, args, options, _WITHOUT)
+        folder = given.pop("save_dir", "./mlruns")
+        given["tracking_uri"] = given.get("tracking_uri") or folder
+        super().__init__(own.MLflowLogger(**given), None, given["experiment_name"])
 
 
-CometLogger = refused_class("CometLogger", "write a Logger with log_metrics, or give Lightning's own")
-NeptuneLogger = refused_class("NeptuneLogger", "write a Logger with log_metrics, or give Lightning's own")
+CometLogger = NeptuneLogger = refused_class("This logger", "give Lightning's own, or a Logger with log_metrics")

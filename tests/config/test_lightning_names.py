@@ -13,10 +13,10 @@ from processes import run_script
 from torch import nn
 
 from engine import Callback, DataModule, TrainModule
+from engine.config.lightning_names import DATA, MODULE, REPLACED
 from engine.config.other_trainers import hint
 from engine.config.other_trainers_names import ARGUMENTS, ATTRIBUTES
 from engine.config.settings import Settings
-from engine.interop.lightning_names import DATA, MODULE, REPLACED
 
 NAMES = """
 import inspect, json, os, warnings
