@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -210,7 +210,13 @@ class Fit:
             Exception: whatever the module or a callback raised, unchanged.
         """
         datamodule, train_loader = _datamodule(datamodule, train_loader)
-        with self._start(module, "fit") as run, housed(run, resume, self._trained), session(run, datamodule):
+        with (
+            self._start(
+                module, "fit", partial(setup.training_loader, given=train_loader, datamodule=datamodule)
+            ) as run,
+            housed(run, resume, self._trained),
+            session(run, datamodule),
+        ):
             self._trained = run.home.trained()
             compare_models(run)
             snapshot.check_best(run)
@@ -414,7 +420,9 @@ class Fit:
         run.stage = "fit"
 
     @contextmanager
-    def _start(self, module: TrainModule, stage: str) -> Iterator[Run]:
+    def _start(
+        self, module: TrainModule, stage: str, find_train_loader: Callable[[Run], None] = lambda run: None
+    ) -> Iterator[Run]:
         """Meet the other processes and make the run."""
         if not isinstance(module, TrainModule):
             if isinstance(getattr(module, "_orig_mod", getattr(module, "module", None)), TrainModule):
@@ -447,16 +455,10 @@ class Fit:
             config = compatibility.shown(settings, origins, engine.strategy, engine.precision) | described(
                 self.sections, origins
             )
-            yield Run(
-                settings,
-                engine,
-                module,
-                callbacks,
-                Hooks(callbacks, module, Callback, TrainModule),
-                stage,
-                config,
-                snapshot.content,
-            )
+            hooks = Hooks(callbacks, module, Callback, TrainModule)
+            run = Run(settings, engine, module, callbacks, hooks, stage, config, snapshot.content)
+            run.find_train_loader = partial(find_train_loader, run)
+            yield run
 
 
 def _check_callbacks(where: str, callbacks: Sequence[Any]) -> None:

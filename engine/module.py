@@ -45,6 +45,8 @@ class TrainModule(nn.Module):
     """Set to False to load checkpoints that lack some parameters, or have more."""
     run: Any
     """The :class:`engine.Run` under way; outside of one an ``AttributeError``. A module's own attribute of this name takes precedence."""
+    trainer: Any
+    """The run under the names of Lightning's ``Trainer``, to read: :class:`engine.loop.trainer_view.TrainerView`; as :attr:`run`."""
     loggers: list[Any]
     """The loggers among the run's callbacks; as :attr:`run`."""
     logger: Any
@@ -568,6 +570,7 @@ class TrainModule(nn.Module):
 
 _OF_RUN: dict[str, Callable[[Any], Any]] = {
     "run": lambda run: run,
+    "trainer": lambda run: run.trainer,
     "loggers": lambda run: run.loggers,
     "logger": lambda run: next(iter(run.loggers), None),
 }

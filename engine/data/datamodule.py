@@ -32,10 +32,27 @@ class DataModule:
     """The constructor's argument that was saved as the dict of all hyperparameters, if one was."""
 
     def __getattr__(self, name: str) -> Any:
+        if name == "trainer":
+            if (run := self.__dict__.get("_run")) is None:
+                raise AttributeError(
+                    f"{type(self).__name__}.trainer is there during a Fit run only", name=name, obj=self
+                )
+            return run.trainer
         raise missing(self, DATA, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy or a pickle, for a loader's worker processes too, belongs to no run.
+        return {name: value for name, value in self.__dict__.items() if name != "_run"}
+
+    trainer: Any
+    """The run under the names of Lightning's ``Trainer``, to read; outside of a run an ``AttributeError``."""
 
     prepare_data_per_node: bool = True
     """Whether :meth:`prepare_data` runs on one process of each machine, or on rank 0 alone."""
+
+    def attach(self, run: Any) -> None:
+        """Enter a ``run`` (leave it: ``None``); called by it."""
+        self._run = run
 
     def prepare_data(self) -> None:
         """Download or convert data on disk; must not set state, since only one process of a machine runs it."""

@@ -13,12 +13,13 @@ import torch
 
 from engine.data.prepared_loader import PreparedLoader
 from engine.distributed.collectives import gather_object
+from engine.loop.live_metrics import Pending
 from engine.loop.run import Run
 from engine.loop.step_arguments import fitted_step
 from engine.metrics.recorder import Recorder
 from engine.metrics.torchmetrics_states import unchanged
 from engine.metrics.torchmetrics_values import put_back
-from engine.module import TrainModule, overrides
+from engine.module import overrides
 from engine.utils.seed import isolated
 from engine.utils.tree import map_tensors, whole
 
@@ -67,7 +68,7 @@ def evaluate(
         taken: dict[str, Recorder] = {}
         for recorder in every:
             recorder.taken = taken
-    with run.phases.of(name), evaluating(module, name):
+    with run.phases.of(name), evaluating(run, name):
         run.record_to(common)
         call_all(run, getattr(hooks, f"on_{name}_start"))
         call_all(run, getattr(hooks, f"on_{name}_epoch_start"))
@@ -80,10 +81,13 @@ def evaluate(
                     recorder.set_aside()
             put_back(logged for recorder in recorders for logged in recorder.logged)
             run.record_to(common)
-            call_all(run, getattr(hooks, f"on_{name}_epoch_end"))
-            shared = common.epoch_values(clear=False)
             values = [recorder.epoch_values(clear=False) for recorder in recorders]
+            run.live.pending = Pending(values, recorders)
+            call_all(run, getattr(hooks, f"on_{name}_epoch_end"))
+            run.live.pending.check(f"on_{name}_epoch_end")
+            shared = common.epoch_values(clear=False)
         finally:
+            run.live.pending = None
             for (
                 recorder
             ) in every:  # not before all are computed: several recorders may have the same torchmetrics object
@@ -107,7 +111,7 @@ def predict(run: Run, loaders: Sequence[PreparedLoader], keep: bool = True) -> l
     """
     run.num_eval_batches = [loader.length for loader in loaders]
     results: list[list[Any]] = []
-    with run.phases.of("predict"), evaluating(run.module, "predict"):
+    with run.phases.of("predict"), evaluating(run, "predict"):
         call_all(run, run.hooks.on_predict_start)
         call_all(run, run.hooks.on_predict_epoch_start)
         run.engine.share_buffers(run.module)
@@ -176,8 +180,9 @@ def batches(
 
 
 @contextmanager
-def evaluating(module: TrainModule, name: str) -> Iterator[None]:
+def evaluating(run: Run, name: str) -> Iterator[None]:
     """Eval mode without gradients; afterwards restores each submodule's mode (unless the module overrides that) and all random numbers."""
+    module, run.evaluating = run.module, True
     flags = [(m, m.training) for m in module.modules()]
     getattr(module, f"on_{name}_model_eval")()
     try:
@@ -186,6 +191,7 @@ def evaluating(module: TrainModule, name: str) -> Iterator[None]:
     finally:
         for m, flag in flags:
             m.training = flag
+        run.evaluating = False
     if name != "predict" and overrides(module, f"on_{name}_model_train"):
         getattr(module, f"on_{name}_model_train")()
 

@@ -21,6 +21,8 @@ class Hooked(Protocol):
     runs_last: bool
     critical: bool
     is_logger: bool
+    is_checkpoint: bool
+    is_early_stopping: bool
     validates_with: str | None
     takes: frozenset[str]
     shows_progress: bool

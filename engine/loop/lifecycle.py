@@ -99,6 +99,7 @@ def _set_up(run: Run, datamodule: DataModule | None) -> None:
         seed_everything(seed)
     run.datamodule = datamodule
     if datamodule is not None:
+        datamodule.attach(run)
         _prepare_data(run, datamodule)
     if overrides(module, "prepare_data"):
         _prepare_data(run, module)
@@ -146,7 +147,7 @@ def _tear_down(run: Run, datamodule: DataModule | None) -> None:
     module, failed = run.module, run.exception is not None
     steps: list[Callable[[], Any]] = [partial(hook, run, module, run.stage) for hook in run.hooks.teardown]
     if datamodule is not None:
-        steps.append(partial(datamodule.teardown, run.stage))
+        steps += [partial(datamodule.teardown, run.stage), partial(datamodule.attach, None)]
     steps += [partial(module.attach, None), run.release]
     for step in steps:
         try:

@@ -130,6 +130,7 @@ def resume(run: Run, wanted: str | Path | Resume) -> None:
             run.saver.kept = {loaded.name, *loaded.passed}
             if how.weights_only:
                 _load_weights(run, loaded, how.strict, how.weights)
+                run.loaded_from = loaded.path
             else:
                 _go_on(run, loaded, how)
     except FileNotFoundError:
@@ -189,6 +190,7 @@ def load_weights(run: Run, wanted: str | Path | None, which: str | None = None) 
         folders = ("model",) if which is None else ("model", WEIGHTS)
         with opening(run.engine.group, *run.home.source(str(wanted)), folders, "checkpoint") as loaded:
             _load_weights(run, loaded, True, which)
+            run.loaded_from = loaded.path
             counters = loaded.manifest.get("counters")
             if isinstance(counters, dict):
                 for name in ("step", "epoch"):
@@ -220,7 +222,7 @@ def _go_on(run: Run, loaded: Loaded, how: Resume) -> None:
     if how.optimizer:
         _load_optimizers(run, loaded, shared["schedulers"], how)
     _load_own(run, loaded)
-    run.last_checkpoint = loaded.path
+    run.last_checkpoint = run.loaded_from = loaded.path
     if run.engine.is_main_process:
         logger.info("resumed from %s: epoch %d, step %d", loaded.path, run.state.epoch, run.state.step)
 

@@ -87,6 +87,7 @@ def train_epoch(run: Run) -> None:
                 break
         batch = outputs = recorder.batch = None  # before the next one is copied to the device
     window.accumulating = False
+    recorder.batch = None
     if not closes:
         optimization.cut()
     clock.stop()
