@@ -582,9 +582,9 @@ class Run:
         """
         module_calls.log_media(self, kind, name, value, **options)
 
-    def all_gather(self, data: Any) -> Any:
-        """Implements ``module.all_gather`` of ``data``."""
-        return module_calls.all_gather(self, data)
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Implements ``module.all_gather`` of ``data``, with its arguments ``group`` and ``sync_grads``."""
+        return module_calls.all_gather(self, data, group, sync_grads)
 
     def result(self) -> Result:
         """The result that ``Fit.run`` returns."""
