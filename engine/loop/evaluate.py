@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from engine.metrics.recorder import Recorder
 from engine.metrics.torchmetrics_states import unchanged
 from engine.metrics.torchmetrics_values import put_back
 from engine.module import overrides
+from engine.utils.log import warn_once
 from engine.utils.seed import isolated
 from engine.utils.tree import map_tensors, whole
 
@@ -115,6 +117,7 @@ def predict(run: Run, loaders: Sequence[PreparedLoader], keep: bool = True) -> l
         call_all(run, run.hooks.on_predict_start)
         call_all(run, run.hooks.on_predict_epoch_start)
         run.engine.share_buffers(run.module)
+        run.module.log_with(partial(unreported, "in a prediction", "return the value from predict_step"))
         step = fitted_step(run.module, "predict_step", run.method("predict_step"), len(loaders) > 1)
         for index, loader in enumerate(loaders):
             several = index if len(loaders) > 1 else None
@@ -130,6 +133,11 @@ def predict(run: Run, loaders: Sequence[PreparedLoader], keep: bool = True) -> l
         call_all(run, run.hooks.on_predict_epoch_end)
         call_all(run, run.hooks.on_predict_end)
     return results
+
+
+def unreported(when: str, instead: str, name: Any, *args: Any) -> None:
+    """What ``log`` does when nothing is reported any more."""
+    warn_once(f"log({name!r}) {when} is not reported: {instead}")
 
 
 _NOTHING = object()

@@ -14,6 +14,7 @@ from ranked import on_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+import engine.utils.log
 from callbacks import EarlyStopping, ModelCheckpoint
 from callbacks.loggers import CSVLogger
 from engine import Callback, Fit, TrainModule
@@ -154,6 +155,39 @@ def test_hyperparameters_that_loggers_do_not_get(tmp_path: Path) -> None:
     module.save_hyperparameters({"hidden": 3}, logger=False)
     fit(tmp_path, callbacks=Sees()).run(module, ones(1))
     assert seen == {"a": 1, "b": {"c": 2}}
+
+
+# -- outside of steps -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_logged_before_an_epochs_steps_belongs_to_the_epoch(tmp_path: Path) -> None:
+    class Starts(Weight):
+        def on_train_start(self) -> None:
+            self.log("once", 5.0)
+
+        def on_train_epoch_start(self) -> None:
+            self.log("epoch", float(self.current_epoch + 1))
+
+    result = fit(tmp_path, max_epochs=2).run(Starts(), ones(70))  # with steps between two log boundaries
+    assert (result.metrics["once"], result.metrics["epoch"]) == (5.0, 2.0)
+
+
+def test_a_log_that_nobody_sees_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Predicts(Weight):
+        def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+            self.log("x", 1.0)
+            return batch
+
+        def on_train_end(self) -> None:
+            self.log("y", 1.0)
+
+    monkeypatch.setattr(engine.utils.log, "_said", set())
+    with pytest.warns(UserWarning, match=r"log\('x'\) in a prediction is not reported: return the value"):
+        fit(tmp_path).predict(Predicts(), ones(2))
+    with pytest.warns(
+        UserWarning, match=r"log\('y'\) after the training is not reported: log it in on_train_epoch_end"
+    ):
+        assert "y" not in fit(tmp_path).run(Predicts(), ones(2)).metrics
 
 
 # -- several loaders ------------------------------------------------------------------------------------------------------------
