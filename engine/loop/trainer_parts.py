@@ -17,16 +17,21 @@ class TrainerState:
     """What is under way, in Lightning's words."""
 
     status: str
-    """``"running"``, or ``"interrupted"``."""
+    """``"running"``, or ``"interrupted"``; of a trainer object also ``"initializing"`` and ``"finished"``."""
     fn: str
     """``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
     stage: str
     """``"train"``, ``"sanity_check"``, ``"validate"``, ``"test"`` or ``"predict"``; a validation within a training is ``"validate"``."""
 
     @property
+    def finished(self) -> bool:
+        """Whether it has come to its end."""
+        return self.status == "finished"
+
+    @property
     def stopped(self) -> bool:
-        """Whether it was interrupted."""
-        return self.status == "interrupted"
+        """Whether it has finished, or was interrupted."""
+        return self.status in ("finished", "interrupted")
 
 
 class StrategyView:

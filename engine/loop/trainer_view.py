@@ -56,6 +56,8 @@ class TrainerView:
             raise AttributeError(f"trainer.{name} cannot be set, because nothing would read it: {ELSEWHERE[name]}")
         super().__setattr__(name, value)
 
+    run = property(lambda self: self._run, doc="The :class:`engine.Run`.")
+
     # -- counters and limits ----------------------------------------------------------------------------------------------------
 
     @property

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import yaml_reader
-from engine.interop import accelerate_strategies as strategies
-from engine.interop.accelerate_keys import File, flag
+from engine.config.from_accelerate import strategies
+from engine.config.from_accelerate.keys import File, flag
 
 MACHINES = {
     "NO": "auto",
@@ -56,7 +56,16 @@ def read(path: Path) -> File:
         raise ValueError(
             f"{origin}: has no 'distributed_type', which every file of Accelerate has; is it the right file?"
         )
-    file = File(values, origin, yaml_reader.origins_of_keys(node, origin, lines=True))
+    return convert(values, origin, yaml_reader.origins_of_keys(node, origin, lines=True))
+
+
+def convert(values: Mapping[str, Any], origin: str, origins: Mapping[str, str] | None = None) -> File:
+    """Values under the names of Accelerate's file, as settings, notes and refusals.
+
+    Args:
+        origin: where they come from; ``origins``: of single keys.
+    """
+    file = File(values, origin, origins or {})
     kind = str(file.take("distributed_type"))
     if file.take("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         file.refuse("compute_environment", "jobs of a cloud service are not started from here")

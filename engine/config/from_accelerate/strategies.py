@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine.config.from_accelerate.keys import File, Part, flag
 from engine.config.yaml_reader import read_file
-from engine.interop.accelerate_keys import File, Part, flag
 
 
 def convert(file: File, kind: str) -> None:

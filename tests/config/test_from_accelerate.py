@@ -11,8 +11,8 @@ import pytest
 
 from engine import strategies
 from engine.cli.main import main
+from engine.config.from_accelerate import file as accelerate_file
 from engine.config.resolve import Resolved, resolve
-from engine.interop import accelerate
 from engine.loop import compatibility
 from engine.step.precision import Precision
 from engine.strategies.base import Single
@@ -326,7 +326,7 @@ def test_force_writes_them_as_comments(tmp_path: Path, capsys: pytest.CaptureFix
 def test_every_key_of_accelerate_is_known(tmp_path: Path) -> None:
     """A key that a later version adds is refused, so this list is the test that we have looked at each."""
     given: dict[str, Any] = dict.fromkeys(config_args.ClusterConfig.__dataclass_fields__)
-    file = accelerate.read(_written(tmp_path, given | {"distributed_type": "NO"}))
+    file = accelerate_file.read(_written(tmp_path, given | {"distributed_type": "NO"}))
     assert [line for line in file.refused if "is not known" in line] == []
 
 
@@ -342,7 +342,7 @@ def test_accelerates_own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ({"XDG_CACHE_HOME": "/b"}, "/b/huggingface/accelerate"),
         ({}, str(Path("~/.cache/huggingface/accelerate").expanduser())),
     ):
-        assert str(accelerate.default_path(environ)) == f"{folder}/default_config.yaml"
+        assert str(accelerate_file.default_path(environ)) == f"{folder}/default_config.yaml"
     assert Path(config_args.default_config_file).name == "default_config.yaml"
 
 

@@ -1,0 +1,1 @@
+"""Accelerate's configuration file as one of this library."""
