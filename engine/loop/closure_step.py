@@ -22,7 +22,7 @@ from engine.step.share import Share
 from engine.step.wrappers import PreparedOptimizer
 from engine.utils import accelerator
 
-OF_THE_STEP = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
+OF_THE_STEP = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "clip_gradients")
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
@@ -62,7 +62,7 @@ class ByClosure(Automatic):
         self.keeps = any(each.needs_closure for each in self.optimizers)
         """Whether the window's micro-batches are kept, so that the whole window can be evaluated again."""
         self.zeroes_first = overrides(run.module, "optimizer_zero_grad")
-        self.clips = overrides(run.module, "configure_gradient_clipping")
+        self.clips = overrides(run.module, "configure_gradient_clipping") or overrides(run.module, "clip_gradients")
         self._own_backward = overrides(run.module, "backward")
         self._apart = self.clips or self.keeps or len(self.optimizers) > 1
         self._limits = {"max_norm": run.max_norm, "max_value": run.max_value}
@@ -266,7 +266,9 @@ class ByClosure(Automatic):
         if self.clips:
             for optimizer in self.optimizers:
                 run.module.configure_gradient_clipping(
-                    optimizer.optimizer, run.settings.gradient_clip_val, run.settings.gradient_clip_algorithm
+                    optimizer.optimizer,
+                    gradient_clip_val=run.settings.gradient_clip_val,
+                    gradient_clip_algorithm=run.settings.gradient_clip_algorithm,
                 )
         if self._apart:
             run.engine.finish_gradients(self.optimizers, inside=self.keeps, **({} if self.clips else self._limits))

@@ -10,7 +10,7 @@ import torch
 
 from engine.config.other_trainers import missing
 from engine.loop.given_loaders import shared_out
-from engine.loop.live_metrics import Values, live, live_shown
+from engine.loop.live_metrics import Values, live, live_shown, withheld
 from engine.loop.trainer_parts import StrategyView, TrainerState
 
 _RUN = "self.run is the run: run.settings, run.engine, run.stop(), ..."
@@ -196,10 +196,11 @@ class TrainerView:
 
     @property
     def logged_metrics(self) -> Values:
-        """:attr:`callback_metrics` without ``x`` where there is ``x_step`` or ``x_epoch``."""
+        """:attr:`callback_metrics` without ``x`` where there is ``x_step`` or ``x_epoch``, and without what loggers do not get."""
         found = self.callback_metrics
         forked = {name.removesuffix(end) for name in found for end in ("_step", "_epoch") if name.endswith(end)}
-        return Values({name: value for name, value in found.items() if name not in forked})
+        left = forked | withheld(self._run)
+        return Values({name: value for name, value in found.items() if name not in left})
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
