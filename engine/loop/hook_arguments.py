@@ -23,7 +23,7 @@ BESIDES_EVENTS = (
 )
 """Methods of a module, besides events, whose arguments a run gives."""
 _BY_NAME = ("configure_gradient_clipping", "clip_gradients")
-"""Methods whose arguments after the first are given by name."""
+"""Methods whose arguments after the first are given by name, if they have these names."""
 _INDEX = "dataloader_idx"
 
 
@@ -44,9 +44,10 @@ def fitted(method: Method, owner: object, event: str, base: type) -> Method:
         return method
     given = _given(base, event)
     short = given[:-1] if given[-1:] == [_INDEX] and vars(base)[event].__defaults__ else given
-    if event in _BY_NAME:
-        if _binds(takes, given[:1], given[1:]):
-            return method
+    if event in _BY_NAME and _binds(takes, given[:1], given[1:]):
+        return lambda first, *args: method(first, **dict(zip(given[1:], args, strict=True)))
+    if event == "clip_gradients":
+        pass  # which is called by name
     elif _binds(takes, given) and _binds(takes, short):
         return method
     elif _binds(takes, short):

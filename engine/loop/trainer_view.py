@@ -21,8 +21,6 @@ ELSEWHERE = {
     ),
     "accelerator": "use trainer.strategy.root_device, or self.device",
     "barebones": "there is nothing to switch off",
-    "check_val_every_n_epoch": "use self.run.settings.val_every",
-    "device_ids": "use trainer.strategy.root_device",
     "distributed_sampler_kwargs": "use trainer.world_size and trainer.global_rank",
     "enable_validation": "use trainer.val_dataloaders",
     **dict.fromkeys(("fit_loop", "validate_loop", "test_loop", "predict_loop"), _LOOPS),
@@ -31,7 +29,6 @@ ELSEWHERE = {
     **dict.fromkeys(("precision_plugin", "scaler"), "use trainer.precision, and self.run.engine"),
     "profiler": "use torch.profiler.record_function(name): callbacks=[Profiler()] shows it",
     "reload_dataloaders_every_n_epochs": "a dataset may read other files from set_epoch or in each pass",
-    "val_check_interval": "use self.run.settings.val_every",
 }
 """Names of Lightning's ``Trainer`` that a view does not have: what to use."""
 
@@ -169,6 +166,26 @@ class TrainerView:
     gradient_clip_algorithm = property(
         lambda self: self._run.settings.gradient_clip_algorithm, doc="``Fit``'s setting."
     )
+
+    @property
+    def check_val_every_n_epoch(self) -> int | None:
+        """Epochs from one validation to the next; 1 if there are several in an epoch, ``None`` if they do not follow epochs."""
+        every = self._run.settings.val_every
+        return max(1, int(every.value)) if every is not None and every.unit == "epochs" else None
+
+    @property
+    def val_check_interval(self) -> int | float:
+        """From one validation to the next, a fraction of an epoch, or a number of micro-batches.
+
+        Raises:
+            ValueError: validations come by the clock, or never.
+        """
+        every = self._run.settings.val_every
+        if every is None or every.unit == "seconds":
+            raise ValueError(f"val_check_interval: here it is val_every={every}, which no number of batches says")
+        if every.unit == "epochs":
+            return min(1.0, float(every.value))
+        return int(every.value) * self.accumulate_grad_batches
 
     @property
     def accumulate_grad_batches(self) -> int:
@@ -319,6 +336,9 @@ class TrainerView:
     local_rank = property(lambda self: self._run.local_rank, doc="This process's number on its machine.")
     world_size = property(lambda self: self._run.world_size, doc="Processes of the job.")
     node_rank = property(lambda self: self._run.rank // self.num_devices, doc="This machine's number in the job.")
+    device_ids = property(
+        lambda self: _device_ids(self._run), doc="Numbers of the devices that this machine's processes use."
+    )
     num_nodes = property(lambda self: self._run.engine.group.environment.num_nodes, doc="Machines of the job.")
     num_devices = property(
         lambda self: self._run.engine.group.environment.local_world_size, doc="Processes of this machine."
@@ -368,6 +388,11 @@ class TrainerView:
 
 def _length(number: int | None) -> int | float:
     return math.inf if number is None else number
+
+
+def _device_ids(run: Any) -> list[int]:
+    devices = run.settings.devices
+    return list(devices if isinstance(devices, tuple) else range(run.engine.group.environment.local_world_size))
 
 
 def _limit(view: TrainerView, name: str) -> int | float:

@@ -102,7 +102,8 @@ class ByName(Seen):
     [
         (
             OldStep,
-            r"OldStep.optimizer_step\(epoch, batch_idx, optimizer, optimizer_idx, closure\) cannot be called: a run gives it \(epoch, batch_idx, optimizer, optimizer_closure\)",
+            r"OldStep.optimizer_step\(epoch, batch_idx, optimizer, optimizer_idx, closure\) cannot be called: "
+            r"a run gives it \(epoch, batch_idx, optimizer, optimizer_closure\)",
         ),
         (OldEnd, r"OldEnd.on_train_batch_end\(.*a run gives it \(outputs, batch, batch_idx\)"),
         (NoDevice, r"NoDevice.transfer_batch_to_device\(.*a run gives it \(batch, device, dataloader_idx\)"),
