@@ -58,7 +58,10 @@ def before_others(group: Group, first: bool) -> Iterator[None]:
 
 
 def part(inputs: Any, rank: int, world_size: int, pad: bool) -> Any:
-    """One rank's contiguous slice of a list, tuple, tensor, ``datasets.Dataset``, or dict of them; ``pad``: repeat the last item so that all have the same length.
+    """One rank's contiguous slice of a list, tuple, tensor, ``datasets.Dataset``, or dict of them.
+
+    Args:
+        pad: repeat the last item so that all have the same length.
 
     Raises:
         TypeError: another kind of object.

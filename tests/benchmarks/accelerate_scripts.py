@@ -41,7 +41,8 @@ _MIXED = "join_can_override_for_mixed_type_dataloaders join_raises_warning_for_i
 _LOADERS = {
     "shuffle=False": "DataLoader(DummyDataset(), shuffle=False, batch_size=BATCH_SIZE, num_workers=NUM_WORKERS)",
     "shuffle=True": "DataLoader(DummyDataset(), shuffle=True, batch_size=BATCH_SIZE, num_workers=NUM_WORKERS)",
-    "batch_sampler": "DataLoader(DummyDataset(), batch_sampler=BatchSampler(RandomSampler(DummyDataset()), BATCH_SIZE, False), num_workers=NUM_WORKERS)",
+    "batch_sampler": "DataLoader(DummyDataset(), batch_sampler=BatchSampler(RandomSampler(DummyDataset()), BATCH_SIZE, False), "
+    "num_workers=NUM_WORKERS)",
     "sampler": "DataLoader(DummyDataset(), sampler=BatchSampler(RandomSampler(DummyDataset()), BATCH_SIZE, False), batch_size=None, "
     "collate_fn=default_collate, num_workers=NUM_WORKERS)",
 }
@@ -129,7 +130,11 @@ class _Scripts:
         import accelerate
         import transformers
 
-        for name in ("AutoTokenizer", "get_linear_schedule_with_warmup", "set_seed"):  # with the accelerate that it expects
+        for name in (
+            "AutoTokenizer",
+            "get_linear_schedule_with_warmup",
+            "set_seed",
+        ):  # with the accelerate that it expects
             getattr(transformers, name)
         self.tiny = _Tiny(transformers)
         self.tiny.model("tiny")
@@ -164,10 +169,16 @@ class _Scripts:
         deepspeed.DummyOptim, deepspeed.DummyScheduler = utils.DummyOptim, utils.DummyScheduler
         sys.modules.update(
             {
-                **{"accelerate": ours, "accelerate.accelerator": accelerator, "accelerate.data_loader": data_loader},
-                **{"accelerate.state": state, "accelerate.utils": utils, "accelerate.utils.dataclasses": settings},
-                **{"accelerate.utils.operations": operations, "accelerate.parallelism_config": settings},
-                **{"accelerate.utils.deepspeed": deepspeed, "accelerate.test_utils": helpers},
+                "accelerate": ours,
+                "accelerate.accelerator": accelerator,
+                "accelerate.data_loader": data_loader,
+                "accelerate.state": state,
+                "accelerate.utils": utils,
+                "accelerate.utils.dataclasses": settings,
+                "accelerate.utils.operations": operations,
+                "accelerate.parallelism_config": settings,
+                "accelerate.utils.deepspeed": deepspeed,
+                "accelerate.test_utils": helpers,
                 "accelerate.test_utils.testing": helpers,
             }
         )
