@@ -86,3 +86,9 @@ class Adapted(Callback):
     @property
     def state_key(self) -> str:
         return str(self.callback.state_key)
+
+
+@functools.cache
+def adapted_class(kind: type) -> type[Adapted]:
+    """The class of the callbacks that stand for objects of ``kind``: a module's replace a trainer's of the same class."""
+    return type(kind.__name__, (Adapted,), {})
