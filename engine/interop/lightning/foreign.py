@@ -1,5 +1,4 @@
-"""Objects of the installed Lightning as this library's: modules, data modules, callbacks. ``Fit`` finds :func:`adapt` by the entry-point group
-``engine.adapters``."""
+"""Objects of the installed Lightning as this library's. ``Fit`` finds :func:`adapt` by the entry-point group ``engine.adapters``."""
 
 from __future__ import annotations
 
@@ -14,12 +13,33 @@ from engine.module import TrainModule
 from engine.utils.log import logger
 
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-_ASKED = (
-    *("log", "log_dict", "optimizers", "lr_schedulers", "manual_backward", "clip_gradients", "all_gather", "print"),
-    *("toggle_optimizer", "untoggle_optimizer", "toggled_optimizer"),
-)
+_ASKED = ["log", "log_dict", "optimizers", "lr_schedulers", "manual_backward", "clip_gradients", "all_gather", "print", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer"]
 """What a module asks of its trainer: during a run, of the adapted module."""
-_OWN = (*_ASKED, "forward", "trainer", "configure_optimizers", "configure_callbacks", "attach", "log_with")
+_OWN = (*_ASKED, "forward", "trainer", "configure_optimizers", "configure_callbacks")
+
+
+def adapt(value: Any) -> Any:
+    """A module, data module or callback of Lightning's as this library's, which shares its weights and state; others are returned as they are.
+
+    Parts that are not honoured are named in the log.
+    """
+    if isinstance(value, (Callback, DataModule, TrainModule)):
+        return value
+    if _base(type(value), "LightningModule"):
+        if "_adapted" not in vars(value):
+            vars(value)["_adapted"] = _class_for(type(value))(value)
+        return vars(value)["_adapted"]
+    if _base(type(value), "LightningDataModule"):
+        made = LightningDataModule()
+        own = (
+            name
+            for name in dir(DataModule)
+            if not name.startswith("_") and name not in ("attach", "trainer", "hparams")
+        )
+        vars(made).update({name: getattr(value, name) for name in own if hasattr(value, name)})
+        made.hparams.update(value.hparams)
+        return made
+    return adapted_class(type(value))(value) if _base(type(value), "Callback") else value
 
 
 class Foreign(LightningModule):
@@ -50,20 +70,17 @@ class Foreign(LightningModule):
 
     def attach(self, context: Any) -> None:
         super().attach(context)
-        parts = [each for each in self.foreign.modules() if hasattr(each, "_trainer")]
-        for part in parts:
-            part._trainer = part._trainer if context is None else self.trainer
+        for part in (each for each in self.foreign.modules() if hasattr(each, "_trainer")):
+            if context is not None:
+                part._trainer, part._device = self.trainer, context.device
+                vars(part).update({name: getattr(self, name) for name in _ASKED})
+                continue
             for name in _ASKED:
-                if context is None:
-                    vars(part).pop(name, None)
-                else:
-                    vars(part)[name] = getattr(self, name)
-        if context is not None:
-            self.foreign._device = context.device
+                vars(part).pop(name, None)
 
 
 @functools.cache
-def _foreign_class(kind: type) -> type[Foreign]:
+def _class_for(kind: type) -> type[Foreign]:
     """The class for modules of a class of Lightning's: what that overrides is called, or named in the log."""
     base, space = _base(kind, "LightningModule"), {"__module__": kind.__module__}
     for name in dir(base):
@@ -84,32 +101,7 @@ def _forwarding(method: Any, name: str) -> Any:
     return functools.wraps(method)(lambda self, *args, **kwargs: getattr(self.foreign, name)(*args, **kwargs))
 
 
-def adapt(value: Any) -> Any:
-    """A module, data module or callback of Lightning's as this library's, which shares its weights and state; others are returned as they are.
-
-    Parts that are not honoured are named in the log.
-    """
-    if isinstance(value, (Callback, DataModule, TrainModule)):
-        return value
-    if _base(type(value), "LightningModule"):
-        known = vars(value).get("_adapted")
-        if known is None:
-            known = vars(value)["_adapted"] = _foreign_class(type(value))(value)
-        return known
-    if _base(type(value), "LightningDataModule"):
-        made = LightningDataModule()
-        own = [
-            name for name in dir(DataModule) if not name.startswith("_") and name != "attach" and hasattr(value, name)
-        ]
-        vars(made).update({name: getattr(value, name) for name in own if name not in ("trainer", "hparams")})
-        made.hparams.update(value.hparams)
-        return made
-    return adapted_class(type(value))(value) if _base(type(value), "Callback") else value
-
-
 def _base(cls: type, name: str) -> Any:
     """Lightning's class of this name among the bases of ``cls``."""
-    for each in cls.__mro__:
-        if each.__name__ == name and each.__module__.startswith(("lightning.pytorch.", "pytorch_lightning.")):
-            return each
-    return None
+    theirs = ("lightning.pytorch.", "pytorch_lightning.")
+    return next((each for each in cls.__mro__ if each.__name__ == name and each.__module__.startswith(theirs)), None)

@@ -79,16 +79,14 @@ class Trainer(TrainerView):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:  # fmt: skip
         """One dict of metrics per loader. Without a ``model`` it is the latest one, with the best checkpoint, if there is one."""
-        found: list[dict[str, float]] = self._evaluate("validate", model, dataloaders, ckpt_path, datamodule, verbose)
-        return found
+        return self._evaluate("validate", model, dataloaders, ckpt_path, datamodule, verbose)  # type: ignore[no-any-return]
 
     def test(
         self, model: Any = None, dataloaders: Any = None, ckpt_path: Any = None, verbose: bool = True, datamodule: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:  # fmt: skip
         """As :meth:`validate`, with ``test_step``."""
-        found: list[dict[str, float]] = self._evaluate("test", model, dataloaders, ckpt_path, datamodule, verbose)
-        return found
+        return self._evaluate("test", model, dataloaders, ckpt_path, datamodule, verbose)  # type: ignore[no-any-return]
 
     def predict(
         self, model: Any = None, dataloaders: Any = None, datamodule: Any = None, return_predictions: bool | None = None,
