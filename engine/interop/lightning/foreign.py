@@ -13,7 +13,19 @@ from engine.module import TrainModule
 from engine.utils.log import logger
 
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-_ASKED = ["log", "log_dict", "optimizers", "lr_schedulers", "manual_backward", "clip_gradients", "all_gather", "print", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer"]
+_ASKED = [
+    "log",
+    "log_dict",
+    "optimizers",
+    "lr_schedulers",
+    "manual_backward",
+    "clip_gradients",
+    "all_gather",
+    "print",
+    "toggle_optimizer",
+    "untoggle_optimizer",
+    "toggled_optimizer",
+]
 """What a module asks of its trainer: during a run, of the adapted module."""
 _OWN = (*_ASKED, "forward", "trainer", "configure_optimizers", "configure_callbacks")
 
@@ -55,8 +67,8 @@ class Foreign(LightningModule):
     training = property(
         lambda self: self.foreign.training, lambda self, value: setattr(self.foreign, "training", value)
     )
-    automatic_optimization = property(lambda self: self.foreign.automatic_optimization)  # type: ignore[assignment]
-    strict_loading = property(lambda self: self.foreign.strict_loading)  # type: ignore[assignment]
+    automatic_optimization = property(lambda self: self.foreign.automatic_optimization)
+    strict_loading = property(lambda self: self.foreign.strict_loading)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.foreign(*args, **kwargs)
@@ -80,7 +92,7 @@ class Foreign(LightningModule):
 
 
 @functools.cache
-def _class_for(kind: type) -> type[Foreign]:
+def _class_for(kind: Any) -> type[Foreign]:
     """The class for modules of a class of Lightning's: what that overrides is called, or named in the log."""
     base, space = _base(kind, "LightningModule"), {"__module__": kind.__module__}
     for name in dir(base):

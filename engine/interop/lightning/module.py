@@ -23,7 +23,7 @@ class LightningModule(TrainModule):
         return {**super().__getstate__(), "_trainer": None}
 
     @property
-    def trainer(self) -> Any:  # type: ignore[override]
+    def trainer(self) -> Any:
         """The trainer of the run under way or of the latest one.
 
         Raises:
