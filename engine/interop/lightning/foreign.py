@@ -41,14 +41,11 @@ def adapt(value: Any) -> Any:
         if "_adapted" not in vars(value):
             vars(value)["_adapted"] = _class_for(type(value))(value)
         return vars(value)["_adapted"]
-    if _base(type(value), "LightningDataModule"):
+    if base := _base(type(value), "LightningDataModule"):
         made = LightningDataModule()
-        own = (
-            name
-            for name in dir(DataModule)
-            if not name.startswith("_") and name not in ("attach", "trainer", "hparams")
-        )
-        vars(made).update({name: getattr(value, name) for name in own if hasattr(value, name)})
+        own = (name for name in dir(DataModule) if not name.startswith("_") and name not in ("attach", "trainer", "hparams"))
+        theirs = (name for name in own if getattr(type(value), name, None) is not getattr(base, name, None))
+        vars(made).update({name: getattr(value, name) for name in theirs})
         made.hparams.update(value.hparams)
         return made
     return adapted_class(type(value))(value) if _base(type(value), "Callback") else value

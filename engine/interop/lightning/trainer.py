@@ -168,11 +168,14 @@ class Trainer(TrainerView):
         return Values() if isinstance(self._run, _Before) else super().callback_metrics
 
     @property
+    def _stage(self) -> str:
+        return super()._stage if self._module is not None and self._module.attached else ""
+
+    @property
     def state(self) -> Any:
         """As the view's; ``"finished"`` after a run."""
         found = super().state
-        running = self._module is not None and self._module.attached
-        return found if running or found.stopped else replace(found, status="finished" if found.fn else "initializing")
+        return found if self._stage or found.stopped else replace(found, status="finished" if found.fn else "initializing")
 
 
 class _Before:

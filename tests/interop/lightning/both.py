@@ -69,7 +69,7 @@ def module(L: Any, automatic: bool = True) -> Any:
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val", self.loss(batch))
 
-        def test_step(self, batch: Any, batch_idx: int) -> None:
+        def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             self.log("test", self.loss(batch))
 
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
