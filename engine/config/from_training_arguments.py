@@ -13,7 +13,7 @@ from engine.config.from_accelerate.keys import File, flag
 
 _NONE = (None, False, 0, 0.0, "", "no", "none", "false", [], {})
 _OPTIMIZERS = {
-    **{name: "adamw" for name in ("adamw_torch", "adamw_hf", "adamw", "adamw_torch_xla", "adamw_torch_npu_fused")},
+    **dict.fromkeys(("adamw_torch", "adamw_hf", "adamw", "adamw_torch_xla", "adamw_torch_npu_fused"), "adamw"),
     **{name: name for name in ("adamw_torch_fused", "sgd", "adagrad", "rmsprop")},
     "default_optim": "adamw",
 }
@@ -99,7 +99,14 @@ _HARMLESS = {
     "jit_mode_eval": "evaluations are not traced",
 }
 _USUAL = (*_NONE, -1, "passive", "warning", "huggingface", "length")
-_ON = ("eval_do_concat_batches", "remove_unused_columns", "log_on_each_node", "logging_nan_inf_filter", "skip_memory_metrics", "save_safetensors")
+_ON = (
+    "eval_do_concat_batches",
+    "remove_unused_columns",
+    "log_on_each_node",
+    "logging_nan_inf_filter",
+    "skip_memory_metrics",
+    "save_safetensors",
+)
 """Harmless fields that are true by default."""
 _NAMED_AFTER = ("hub_", "trackio_", "push_to_hub_", "xla_")
 
@@ -144,9 +151,14 @@ def read(path: Path) -> Arguments:
     origin = f"file {path}"
     node = yaml_reader.compose(yaml_reader.read_file(path), origin, lines=True)
     values = None if node is None else yaml_reader.construct(node)
-    if not isinstance(values, dict) or not values.keys() & {"output_dir", "learning_rate", "num_train_epochs", "max_steps"}:
+    if not isinstance(values, dict) or not values.keys() & {
+        "output_dir",
+        "learning_rate",
+        "num_train_epochs",
+        "max_steps",
+    }:
         raise ValueError(
-            f"{origin}: has none of 'output_dir', 'learning_rate', 'num_train_epochs', 'max_steps': TrainingArguments.to_json_string() writes such a file"
+            f"{origin}: has none of 'output_dir', 'learning_rate', 'num_train_epochs', 'max_steps'; TrainingArguments.to_json_string() writes them"
         )
     file = Arguments(values, origin, yaml_reader.origins_of_keys(node, origin, lines=True))
     _length(file)
@@ -188,7 +200,7 @@ def _every(file: Arguments, kind: str, key: str, default: Any) -> str | None:
         return None
     if how == "epoch":
         return "1 epochs"
-    each = float(default if not each else each)
+    each = float(each if each else default)
     if each < 1:
         if "max_steps" not in file.settings:
             file.refuse(key, "is a fraction of the training, whose steps are not known here: give a number of steps")
@@ -221,7 +233,10 @@ def _intervals(file: Arguments) -> None:
     elif "monitor" in options:
         options["save_top_k"] = max(1, int(most) - 1)
     elif int(most) != 1:
-        file.refuse("save_total_limit", "is 1 or all without a metric: give callbacks.ModelCheckpoint(keep_every=...) for older ones")
+        file.refuse(
+            "save_total_limit",
+            "is 1 or all without a metric: give callbacks.ModelCheckpoint(keep_every=...) for older ones",
+        )
     if every is not None:
         file.callbacks.append(f"ModelCheckpoint({', '.join(f'{name}={value!r}' for name, value in options.items())})")
     told = file.take("report_to", "none")
@@ -243,7 +258,7 @@ def _numbers(file: Arguments) -> None:
         file.set("precision", {"bf16": "bf16-mixed", "fp16": "16-mixed"}[halves[0]])
     if (tf32 := file.take("tf32")) is not None:
         file.set("matmul_precision", "high" if flag(tf32) else "highest")
-    if any([flag(file.take(name, False)) for name in ("gradient_checkpointing", "activation_checkpointing")]):
+    if _any(file, "gradient_checkpointing", "activation_checkpointing"):
         file.set("activation_checkpointing", "full")
     for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
         given = file.take(name)
@@ -255,12 +270,20 @@ def _numbers(file: Arguments) -> None:
         file.set("compile", options or True)
     if flag(file.take("full_determinism", False)):
         file.set("deterministic", True)
-    if any([flag(file.take(name, False)) for name in ("use_cpu", "no_cuda")]):
+    if _any(file, "use_cpu", "no_cuda"):
         file.set("accelerator", "cpu")
     if not flag(file.take("average_tokens_across_devices", True)):
-        file.refuse("average_tokens_across_devices", "losses are always means over the tokens of all ranks: leave it out")
+        file.refuse(
+            "average_tokens_across_devices", "losses are always means over the tokens of all ranks: leave it out"
+        )
     if (wait := int(file.take("ddp_timeout", 1800))) != 1800:
         file.set("timeout", f"{wait} s")
+
+
+def _any(file: Arguments, *names: str) -> bool:
+    """Whether one of these is true; all of them count as handled."""
+    found = [flag(file.take(name, False)) for name in names]
+    return any(found)
 
 
 def _strategy(file: Arguments) -> None:
@@ -272,7 +295,12 @@ def _strategy(file: Arguments) -> None:
     elif words and words != ["False"]:
         given = config if isinstance(config, Mapping) else {}
         _fsdp(file, words, {str(key).removeprefix("fsdp_"): value for key, value in given.items()})
-    fields = {"find_unused_parameters": "bool", "bucket_cap_mb": "number", "broadcast_buffers": "bool", "static_graph": "bool"}
+    fields = {
+        "find_unused_parameters": "bool",
+        "bucket_cap_mb": "number",
+        "broadcast_buffers": "bool",
+        "static_graph": "bool",
+    }
     options = {name: value for name in fields if (value := file.take(f"ddp_{name}")) is not None}
     if options and "strategy" not in file.settings:
         file.set("strategy", {"name": "ddp", **options})
@@ -282,7 +310,16 @@ def _strategy(file: Arguments) -> None:
 
 def _fsdp(file: Arguments, words: list[str], config: dict[str, Any]) -> None:
     """Transformers' words and keys are Accelerate's, which are translated there."""
-    known = {"full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap", "True"}
+    known = {
+        "full_shard",
+        "shard_grad_op",
+        "no_shard",
+        "hybrid_shard",
+        "hybrid_shard_zero2",
+        "offload",
+        "auto_wrap",
+        "True",
+    }
     if strange := [word for word in words if word not in known]:
         file.refuse("fsdp", f"{strange[0]!r} is unknown; possible: {', '.join(sorted(known))}")
         return
@@ -345,7 +382,14 @@ def _loader(file: Arguments) -> None:
     if order not in ("random", "sequential"):
         file.refuse("train_sampling_strategy", _REFUSED["group_by_length"])
     file.loader = {"batch_size": int(file.take("per_device_train_batch_size", 8)), "shuffle": order == "random"}
-    names = {"drop_last": False, "num_workers": 0, "pin_memory": True, "persistent_workers": False, "prefetch_factor": None, "in_order": True}
+    names = {
+        "drop_last": False,
+        "num_workers": 0,
+        "pin_memory": True,
+        "persistent_workers": False,
+        "prefetch_factor": None,
+        "in_order": True,
+    }
     for name, usual in names.items():
         value = file.take(f"dataloader_{name}", usual)
         if value != usual or (name == "pin_memory" and value):
@@ -356,6 +400,11 @@ def _loader(file: Arguments) -> None:
     more = file.take("accelerator_config")
     if isinstance(more, Mapping):
         if flag(more.get("split_batches", False)):
-            file.refuse("accelerator_config", "split_batches: batch_size is that of one rank; Fit(global_batch_size=) fixes the whole")
+            file.refuse(
+                "accelerator_config",
+                "split_batches: batch_size is that of one rank; Fit(global_batch_size=) fixes the whole",
+            )
         if more.get("even_batches", True) is False or more.get("dispatch_batches"):
-            file.notes.append("accelerator_config: each sample is used once, by the rank whose turn it is; no batch is filled up")
+            file.notes.append(
+                "accelerator_config: each sample is used once, by the rank whose turn it is; no batch is filled up"
+            )

@@ -71,7 +71,12 @@ class HFModule(TrainModule):
         save_base: bool = False,
     ) -> None:
         super().__init__()
-        self.optimizer, self.lr, self.weight_decay, self.optimizer_args = optimizer, lr, weight_decay, optimizer_args or {}
+        self.optimizer, self.lr, self.weight_decay, self.optimizer_args = (
+            optimizer,
+            lr,
+            weight_decay,
+            optimizer_args or {},
+        )
         self.scheduler, self.warmup, self.scheduler_args = scheduler, warmup, scheduler_args or {}
         self.total_steps, self.monitor = total_steps, monitor
         self.tokenizer, self.generation, self.count, self.save_base = tokenizer, generation, count, save_base
@@ -85,7 +90,13 @@ class HFModule(TrainModule):
 
     @classmethod
     def from_pretrained(
-        cls, path: str, *, auto: Any = None, peft: Any = None, model_args: Mapping[str, Any] | None = None, **options: Any
+        cls,
+        path: str,
+        *,
+        auto: Any = None,
+        peft: Any = None,
+        model_args: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> Self:
         """The model of a folder, or of the Hub, built when the run starts. Under FSDP and ZeRO-3 each rank reads only its own shards from the
         safetensors files; other strategies call ``from_pretrained``.
@@ -111,7 +122,7 @@ class HFModule(TrainModule):
     def prepare_data(self) -> None:
         """Downloads a model of the Hub, once on each machine."""
         if self._pretrained is not None:
-            self._pretrained.download()
+            self._pretrained.folder(download=True)
 
     def configure_model(self) -> None:
         if self._pretrained is not None:

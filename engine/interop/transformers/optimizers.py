@@ -25,7 +25,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     decayed = set(get_parameter_names(model, [nn.LayerNorm], list(NO_DECAY)))
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups = [
-        {"params": [p for name, p in trained if (name in decayed) == decays], "weight_decay": weight_decay if decays else 0.0}
+        {
+            "params": [p for name, p in trained if (name in decayed) == decays],
+            "weight_decay": weight_decay if decays else 0.0,
+        }
         for decays in (True, False)
     ]
     return [group for group in groups if group["params"]]
@@ -67,13 +70,20 @@ def warmup_steps(warmup: int | float, total: int | None) -> int:
     """The steps of a warm-up that is given in steps, or as a fraction (a float below 1) of all steps."""
     if isinstance(warmup, float) and warmup < 1:
         if total is None:
-            raise ValueError(f"warmup={warmup} is a fraction of the training, whose length is not known: give a number of steps")
+            raise ValueError(
+                f"warmup={warmup} is a fraction of the training, whose length is not known: give a number of steps"
+            )
         return -int(-total * warmup // 1)
     return int(warmup)
 
 
 def make_schedule(
-    name: str, optimizer: Optimizer, warmup: int | float, total: Callable[[], int], options: Mapping[str, Any], monitor: str
+    name: str,
+    optimizer: Optimizer,
+    warmup: int | float,
+    total: Callable[[], int],
+    options: Mapping[str, Any],
+    monitor: str,
 ) -> dict[str, Any]:
     """The schedule of :func:`transformers.get_scheduler` of this ``name``, as ``configure_optimizers`` returns it.
 

@@ -48,7 +48,11 @@ def t5() -> T5ForConditionalGeneration:
 
 
 def bart(kind: Any = BartForConditionalGeneration, **changes: Any) -> Any:
-    layers = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 16))}
+    layers = {
+        f"{side}_{name}": size
+        for side in ("encoder", "decoder")
+        for name, size in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 16))
+    }
     return kind(BartConfig(vocab_size=30, d_model=16, max_position_embeddings=16, **layers, **changes))
 
 
@@ -113,7 +117,14 @@ def test_classes_count_labels_that_are_given() -> None:
     found = of(BertForSequenceClassification(bert(num_labels=3)), input_ids=ids(3, 6), labels=labels)
     assert isinstance(found, Loss)
     assert float(found.count) == 2
-    assert float(of(bart(BartForSequenceClassification, num_labels=3), input_ids=_with_end(), labels=torch.tensor([1, 0, 2])).count) == 3  # type: ignore[union-attr]
+    assert (
+        float(
+            of(
+                bart(BartForSequenceClassification, num_labels=3), input_ids=_with_end(), labels=torch.tensor([1, 0, 2])
+            ).count
+        )
+        == 3
+    )  # type: ignore[union-attr]
 
 
 def _with_end() -> Tensor:
@@ -163,7 +174,10 @@ def test_a_loss_that_is_another_mean_is_an_error_that_asks() -> None:
     assert float(found.count) == 4
     with pytest.raises(ValueError, match="possible: 'samples'"):
         CountedLoss(model, "tokens")
-    answering, spans = bart(BartForQuestionAnswering), {"start_positions": torch.tensor([0, 1]), "end_positions": torch.tensor([2, 2])}
+    answering, spans = (
+        bart(BartForQuestionAnswering),
+        {"start_positions": torch.tensor([0, 1]), "end_positions": torch.tensor([2, 2])},
+    )
     batch = {"input_ids": _with_end()[:2], **spans}
     with pytest.raises(ValueError, match="BartForQuestionAnswering"):
         CountedLoss(answering)(answering(**batch), batch)
