@@ -10,105 +10,7 @@ from typing import Any
 from engine.config import yaml_reader
 from engine.config.from_accelerate import strategies
 from engine.config.from_accelerate.keys import File, flag
-
-_NONE = (None, False, 0, 0.0, "", "no", "none", "false", [], {})
-_OPTIMIZERS = {
-    **dict.fromkeys(("adamw_torch", "adamw_hf", "adamw", "adamw_torch_xla", "adamw_torch_npu_fused"), "adamw"),
-    **{name: name for name in ("adamw_torch_fused", "sgd", "adagrad", "rmsprop")},
-    "default_optim": "adamw",
-}
-_LOGGERS = {
-    "tensorboard": "TensorBoardLogger",
-    "wandb": "WandbLogger",
-    "mlflow": "MLflowLogger",
-    "trackio": "TrackioLogger",
-    "aim": "AimLogger",
-}
-_RECIPE = "a recipe of a few lines does it: examples/causal_lm.py"
-_REFUSED = {
-    "label_smoothing_factor": f"override HFModule.loss; {_RECIPE}",
-    "neftune_noise_alpha": f"a hook of the embedding adds the noise; {_RECIPE}",
-    "group_by_length": f"it is a sampler; {_RECIPE}",
-    "auto_find_batch_size": "use callbacks.BatchSizeFinder or callbacks.find_batch_size",
-    "use_liger_kernel": "apply liger_kernel's function to the model, then give it to HFModule",
-    "optim_target_modules": "give the optimizer itself: HFModule(optimizer=...)",
-    "optim_args": "give them as HFModule(optimizer_args={...})",
-    "eval_delay": "start evaluating later with Fit(val_every=) in a second run, or leave it out",
-    "eval_on_start": "call fit.validate(module, loader) before fit.run",
-    "bf16_full_eval": "an evaluation has the training's precision: Fit(precision='bf16-true') converts the model",
-    "fp16_full_eval": "an evaluation has the training's precision: Fit(precision='16-true') converts the model",
-    "push_to_hub": "export with 'fit checkpoint export' and upload the folder",
-    "ignore_data_skip": "a resumed run continues in the data where it was; Resume(path, weights_only=True) starts anew",
-    "save_on_each_node": "checkpoints are one directory on a file system that all machines share",
-    "parallelism_config": "give Fit(strategy={'name': 'mesh', ...})",
-    "debug": "Fit(detect_anomaly=True) finds where a NaN comes from",
-    "past_index": "keep the state in the module",
-    "mp_parameters": "SageMaker's model parallelism has no counterpart",
-    "torchdynamo": "use torch_compile_backend",
-    "tpu_num_cores": "TPUs are not supported",
-    "liger_kernel_config": "apply liger_kernel's function to the model, then give it to HFModule",
-    "include_inputs_for_metrics": "compute metrics in validation_step, where the batch is",
-    "include_for_metrics": "compute metrics in validation_step, where the batch is",
-    "dataloader_multiprocessing_context": "give DataLoader(multiprocessing_context=)",
-}
-"""Fields that have an effect and no setting -> what to do; ``0``, ``false`` and the like are harmless."""
-_HARMLESS = {
-    "do_train": "call fit.run",
-    "do_eval": "call fit.validate",
-    "do_predict": "call fit.predict",
-    "resume_from_checkpoint": "give fit.run(..., resume=)",
-    "restore_callback_states_from_checkpoint": "callbacks' states are always restored",
-    "remove_unused_columns": "the collate function says which columns are in a batch",
-    "label_names": "labels are in the batch",
-    "length_column_name": "the sampler of the recipe takes the lengths",
-    "prediction_loss_only": "validation_step keeps no predictions",
-    "per_gpu_train_batch_size": "is per_device_train_batch_size",
-    "per_gpu_eval_batch_size": "is per_device_eval_batch_size",
-    "eval_accumulation_steps": "validation_step keeps no predictions",
-    "eval_do_concat_batches": "validation_step keeps no predictions",
-    "eval_use_gather_object": "validation_step keeps no predictions",
-    "batch_eval_metrics": "metrics are computed batch by batch",
-    "include_num_input_tokens_seen": "run.tokens has the number of trained tokens",
-    "include_tokens_per_second": "callbacks.ThroughputMonitor measures it",
-    "torch_empty_cache_steps": "memory is not returned within a training",
-    "save_safetensors": "checkpoints are always safetensors",
-    "save_only_model": "checkpoints have everything that resuming needs",
-    "enable_jit_checkpoint": "SIGTERM always saves",
-    "log_on_each_node": "rank 0 logs",
-    "logging_nan_inf_filter": "values are logged as they are",
-    "logging_first_step": "the first step is always logged",
-    "log_level": "use Python's logging",
-    "log_level_replica": "use Python's logging",
-    "disable_tqdm": "add callbacks.RichProgressBar for a progress bar",
-    "logging_dir": "the run's folder has the logs",
-    "overwrite_output_dir": "every run has a folder of its own",
-    "use_cache": "HFModule switches the cache off while it trains",
-    "skip_memory_metrics": "callbacks.DeviceStatsMonitor measures memory",
-    "ray_scope": "see callbacks for hyperparameter searches",
-    "run_name": "give it to the logger",
-    "project": "give it to the logger",
-    "local_rank": "is the launcher's",
-    "ddp_backend": "follows from the device",
-    "use_legacy_prediction_loop": "there is one loop",
-    "use_mps_device": "is accelerator='auto'",
-    "half_precision_backend": "is autocast",
-    "fp16_backend": "is autocast",
-    "fp16_opt_level": "is Apex's",
-    "tpu_metrics_debug": "is for TPUs",
-    "use_ipex": "is for Intel's extension",
-    "jit_mode_eval": "evaluations are not traced",
-}
-_USUAL = (*_NONE, -1, "passive", "warning", "huggingface", "length")
-_ON = (
-    "eval_do_concat_batches",
-    "remove_unused_columns",
-    "log_on_each_node",
-    "logging_nan_inf_filter",
-    "skip_memory_metrics",
-    "save_safetensors",
-)
-"""Harmless fields that are true by default."""
-_NAMED_AFTER = ("hub_", "trackio_", "push_to_hub_", "xla_")
+from engine.config.training_arguments_names import HARMLESS, LOGGERS, NAMED_AFTER, NONE, ON, OPTIMIZERS, REFUSED, USUAL
 
 
 class Arguments(File):
@@ -167,12 +69,12 @@ def read(path: Path) -> Arguments:
     _strategy(file)
     _module(file)
     _loader(file)
-    file.refuse_others(_REFUSED, _NONE)
+    file.refuse_others(REFUSED, NONE)
     for key in file.values:
-        usual = file.values[key] in _USUAL or (key in _ON and file.values[key] is True)
-        if key in _HARMLESS and not usual:
-            file.note(key, _HARMLESS[key])
-        elif key in _HARMLESS or key.startswith(_NAMED_AFTER):
+        usual = file.values[key] in USUAL or (key in ON and file.values[key] is True)
+        if key in HARMLESS and not usual:
+            file.note(key, HARMLESS[key])
+        elif key in HARMLESS or key.startswith(NAMED_AFTER):
             file.take(key)
     file.finish(())
     return file
@@ -241,10 +143,10 @@ def _intervals(file: Arguments) -> None:
         file.callbacks.append(f"ModelCheckpoint({', '.join(f'{name}={value!r}' for name, value in options.items())})")
     told = file.take("report_to", "none")
     for name in [told] if isinstance(told, str) else told:
-        if name in _LOGGERS:
-            file.callbacks.append(f"{_LOGGERS[name]}()")
+        if name in LOGGERS:
+            file.callbacks.append(f"{LOGGERS[name]}()")
         elif name != "none":
-            file.refuse("report_to", f"{name!r} has no counterpart; possible: {', '.join(_LOGGERS)}")
+            file.refuse("report_to", f"{name!r} has no counterpart; possible: {', '.join(LOGGERS)}")
 
 
 def _numbers(file: Arguments) -> None:
@@ -348,9 +250,9 @@ def _fsdp(file: Arguments, words: list[str], config: dict[str, Any]) -> None:
 def _module(file: Arguments) -> None:
     name = str(file.take("optim", "default_optim")).lower().removeprefix("optimizernames.")
     options: dict[str, Any] = {}
-    if name not in _OPTIMIZERS:
-        file.refuse("optim", f"give the optimizer's class, HFModule(optimizer=...); by name: {', '.join(_OPTIMIZERS)}")
-    chosen = _OPTIMIZERS.get(name, "adamw")
+    if name not in OPTIMIZERS:
+        file.refuse("optim", f"give the optimizer's class, HFModule(optimizer=...); by name: {', '.join(OPTIMIZERS)}")
+    chosen = OPTIMIZERS.get(name, "adamw")
     if chosen == "adamw_torch_fused":
         chosen, options["fused"] = "adamw", True
     betas = float(file.take("adam_beta1", 0.9)), float(file.take("adam_beta2", 0.999))
@@ -380,7 +282,7 @@ def _module(file: Arguments) -> None:
 def _loader(file: Arguments) -> None:
     order = str(file.take("train_sampling_strategy", "random")).lower()
     if order not in ("random", "sequential"):
-        file.refuse("train_sampling_strategy", _REFUSED["group_by_length"])
+        file.refuse("train_sampling_strategy", REFUSED["group_by_length"])
     file.loader = {"batch_size": int(file.take("per_device_train_batch_size", 8)), "shuffle": order == "random"}
     names = {
         "drop_last": False,

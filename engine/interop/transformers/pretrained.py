@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,12 @@ class Pretrained:
             return model
         from peft import get_peft_model
 
-        if self._unread:
-            _check(self.peft)
-        return get_peft_model(model, self.peft)
+        if not self._unread:
+            return get_peft_model(model, self.peft)
+        _check(self.peft)
+        with warnings.catch_warnings():  # parameters without memory are given values later
+            warnings.filterwarnings("ignore", "Initializing zero-element tensors is a no-op")
+            return get_peft_model(model, self.peft)
 
     def read(self, model: nn.Module, seed: int) -> None:
         """Fill this rank's part of each parameter, once; a new adapter starts as on one process with this ``seed``.
