@@ -27,7 +27,7 @@ from transformers import DataCollatorForLanguageModeling, LlamaConfig, LlamaForC
 from callbacks import ModelCheckpoint, RichProgressBar
 from engine import Fit, Loss
 from engine.checkpoint.export import export_checkpoint
-from engine.interop.transformers import HFModule
+from engine.huggingface import HFModule
 
 IGNORED = -100
 

@@ -94,7 +94,7 @@ def _from_training_arguments(arguments: argparse.Namespace) -> tuple[dict[str, A
     file = from_training_arguments.read(path)
     code = [f"    {' '.join(line.split())}" for line in file.code()]
     head = [
-        f"Converted from {path}, TrainingArguments of transformers. These are for the script, engine.interop.transformers and callbacks:",
+        f"Converted from {path}, TrainingArguments of transformers. These are for the script, engine.huggingface and callbacks:",
         *code,
     ]
     return _converted(path, file, arguments.force, head)

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, get_scheduler
 
 from callbacks import ModelCheckpoint
 from engine import Callback, Engine, Fit, Loss
-from engine.interop.transformers import CountedLoss, HFModule, Publication, parameter_groups
+from engine.huggingface import CountedLoss, HFModule, Publication, parameter_groups
 
 STEP, EPOCHS, LR, DECAY, WARMUP = 8, 2, 5e-3, 0.1, 2
 """Samples of a step; the last step of an epoch has 4."""

@@ -103,19 +103,3 @@ def make_schedule(
     whole = None if name in _ENDLESS and not (isinstance(warmup, float) and warmup < 1) else total()
     made = get_scheduler(name, optimizer, warmup_steps(warmup, whole), whole, dict(options) or None)
     return {"scheduler": made, "interval": "step"}
-
-
-def total_steps(run: Any) -> int:
-    """The optimizer steps of a whole training.
-
-    Raises:
-        ValueError: they are not known: the loader has no length, and there is no ``max_steps``.
-    """
-    limits = [] if run.max_steps is None else [run.max_steps]
-    if run.max_epochs is not None and run.num_train_batches is not None:
-        limits.append(sum(-(-run.num_train_batches // run.window_at(epoch)) for epoch in range(run.max_epochs)))
-    if not limits:
-        raise ValueError(
-            "the schedule needs the number of steps of the training, which is not known: give Fit(max_steps=), or HFModule(total_steps=)"
-        )
-    return min(limits)

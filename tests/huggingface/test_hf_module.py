@@ -41,7 +41,7 @@ from transformers import (
 from callbacks import EMA, ModelCheckpoint
 from engine import Fit, Loss
 from engine.checkpoint.export import export_checkpoint
-from engine.interop.transformers import HFModule, parameter_groups
+from engine.huggingface import HFModule, parameter_groups
 
 # peft reads an attribute that transformers is renaming.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.interop.transformers.loss import base_of
+from engine.huggingface.loss import base_of
 from engine.strategies.saved_weights import SavedWeights, builds_without_values, fill, shape_of
 
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")

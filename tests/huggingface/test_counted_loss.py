@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from engine import Loss
-from engine.interop.transformers import CountedLoss, HFModule
+from engine.huggingface import CountedLoss, HFModule
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 30}
 

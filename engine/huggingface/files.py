@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint.published import published
-from engine.interop.transformers.loss import base_of
+from engine.huggingface.loss import base_of
 
 
 class Publication:
