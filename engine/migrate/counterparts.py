@@ -13,8 +13,10 @@ from typing import Any
 from torch import nn
 
 import engine
-from engine.interop.lightning_names import DATA, MODULE, REPLACED
+from engine.config.lightning_names import DATA, MODULE, REPLACED
 from engine.config.other_trainers_names import ATTRIBUTES, OTHERWISE
+from engine.interop.lightning.refused import refused_class
+from engine.loop.trainer_view import ELSEWHERE, TrainerView
 from engine.migrate.members import Member, member
 from engine.migrate.names import Api
 from engine.utils.errors import nearest
@@ -92,6 +94,8 @@ def counterpart(api: Api) -> Counterpart:
         return Counterpart(AS_IS, where, plain, translated)
     if said := refused(translated):
         return Counterpart(CHANGE, said)
+    if api.name.startswith("_") and translated is None:
+        return Counterpart(CHANGE, f"{api.name} is private")
     if translated is not None:
         return Counterpart(INTEROP, there, None, translated)
     part = api.path.split(".")[0]
@@ -101,7 +105,9 @@ def counterpart(api: Api) -> Counterpart:
 
 def refused(found: object) -> str:
     """What to do instead of a class that can only be named, not made; empty for every other object."""
-    return str(getattr(found, "refused", "")) if inspect.isclass(found) else ""
+    made = getattr(found, "__init__", None) if inspect.isclass(found) else None
+    is_refused = getattr(made, "__qualname__", "").startswith(refused_class.__qualname__)
+    return (found.__doc__ or "").removeprefix("Cannot be made: ").rstrip(".") if is_refused else ""
 
 
 @functools.cache
@@ -174,7 +180,7 @@ def things() -> Mapping[str, Thing]:
         "callback": Thing(
             "Callback", engine.Callback, _interop_class("lightning", "Callback"), REPLACED_TEXTS, False
         ),
-        "trainer of a module": Thing("trainer", _view(), trainer, ATTRIBUTES["Run"]),
+        "trainer of a module": Thing("trainer", TrainerView, trainer, {**ATTRIBUTES["Run"], **ELSEWHERE}),
         "trainer of a callback": Thing("trainer", engine.Run, trainer, ATTRIBUTES["Run"]),
         "trainer": Thing("Trainer", engine.Fit, trainer, ATTRIBUTES["Fit"]),
         "accelerator": Thing(
@@ -190,9 +196,3 @@ REPLACED_TEXTS = {name: f"it is never called: define {instead}" for name, instea
 def of_nn_module(name: str) -> bool:
     """Whether every ``nn.Module`` has the attribute."""
     return member(nn.Module, name) is not None
-
-
-def _view() -> type | None:
-    """The class of a module's ``trainer``."""
-    found = member(engine.TrainModule, "trainer")
-    return None if found is None else found.type

@@ -43,6 +43,11 @@ class Report:
     unread: list[Unread]
     files: int
 
+    @property
+    def works(self) -> bool:
+        """Whether nothing needs a change, and everything was read."""
+        return not self.unread and all(each.verdict != CHANGE for each in self.uses)
+
     def counts(self, kind: str, package: str | None = None) -> dict[str, int]:
         """The classes of a kind (of one package) by verdict."""
         found = Counter(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, Signature
 
-from engine.interop.lightning_names import REPLACED
+from engine.config.lightning_names import REPLACED
 from engine.config.other_trainers_names import ARGUMENTS, NAMES, OTHERWISE
 from engine.migrate.counterparts import (
     AS_IS,
@@ -299,7 +299,7 @@ class Finder(ast.NodeVisitor):
             return
         members = thing.has(name)
         if isinstance(getattr(node, "ctx", None), ast.Store):
-            if thing.closed or any(members):
+            if any(members) or name in thing.answers:
                 verdict = _first(bool(each and each.settable) for each in members)
                 what = "" if verdict != CHANGE else f"it cannot be set: {thing.instead(name)}"
                 self._add(node, library, f"{thing.label}.{name} =", verdict, what)
