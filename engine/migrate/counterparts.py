@@ -177,9 +177,7 @@ def things() -> Mapping[str, Thing]:
         "data": Thing(
             "LightningDataModule", engine.DataModule, _interop_class("lightning", "LightningDataModule"), DATA, False
         ),
-        "callback": Thing(
-            "Callback", engine.Callback, _interop_class("lightning", "Callback"), REPLACED_TEXTS, False
-        ),
+        "callback": Thing("Callback", engine.Callback, _interop_class("lightning", "Callback"), REPLACED_TEXTS, False),
         "trainer of a module": Thing("trainer", TrainerView, trainer, {**ATTRIBUTES["Run"], **ELSEWHERE}),
         "trainer of a callback": Thing("trainer", engine.Run, trainer, ATTRIBUTES["Run"]),
         "trainer": Thing("Trainer", engine.Fit, trainer, ATTRIBUTES["Fit"]),

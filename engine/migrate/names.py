@@ -85,9 +85,7 @@ class ClassInfo:
     @cached_property
     def own(self) -> set[str]:
         """Every name that this class or one of its bases in the sources defines."""
-        return {
-            name for each in self.family for name in (*each.methods, *each.class_attributes, *each.set_on_self)
-        }
+        return {name for each in self.family for name in (*each.methods, *each.class_attributes, *each.set_on_self)}
 
 
 Meaning: TypeAlias = "Api | ClassInfo | str | None"

@@ -129,7 +129,9 @@ def rows(names: Sequence[str], cache: Path) -> Iterator[Row]:
 
 def table(found: Sequence[Row], reasons: int) -> Table:
     """One line a package, and one vote a package."""
-    made = Table("package", "LightningModules", "as is", "interop", "change", "data modules", "callbacks", "what stops most")
+    made = Table(
+        "package", "LightningModules", "as is", "interop", "change", "data modules", "callbacks", "what stops most"
+    )
     for row in found:
         modules = row.report.counts("module")
         others = [
@@ -143,7 +145,9 @@ def table(found: Sequence[Row], reasons: int) -> Table:
     made.add_section()
     made.add_row("all classes", *map(str, (sum(total), *total)), "", "", "")
     as_is, works = vote(votes)
-    made.add_row("one vote a package", str(len(votes)), f"{as_is:.1%}", f"{works - as_is:.1%}", f"{1 - works:.1%}", "", "", "")
+    made.add_row(
+        "one vote a package", str(len(votes)), f"{as_is:.1%}", f"{works - as_is:.1%}", f"{1 - works:.1%}", "", "", ""
+    )
     return made
 
 
