@@ -105,9 +105,11 @@ def fetched(name: str, version: str, cache: Path) -> Path:
         (archive,) = Path(place).iterdir()
         unpacked = Path(place) / "sources"
         if archive.suffix == ".whl":
-            zipfile.ZipFile(archive).extractall(unpacked)
+            with zipfile.ZipFile(archive) as file:
+                file.extractall(unpacked)
         else:
-            tarfile.open(archive).extractall(unpacked, filter="data")
+            with tarfile.open(archive) as tar:
+                tar.extractall(unpacked, filter="data")
         os.rename(unpacked, folder)
     return folder
 
@@ -135,7 +137,7 @@ def table(found: Sequence[Row], reasons: int) -> Table:
     for row in found:
         modules = row.report.counts("module")
         others = [
-            "{}/{}".format(counts[AS_IS] + counts[INTEROP], sum(counts.values()))
+            f"{counts[AS_IS] + counts[INTEROP]}/{sum(counts.values())}"
             for counts in (row.report.counts("data"), row.report.counts("callback"))
         ]
         worst = "; ".join(f"{name} ({count})" for name, count in row.reasons().most_common(reasons))
