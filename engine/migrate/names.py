@@ -73,7 +73,12 @@ class ClassInfo:
         found: dict[str, ast.expr | None] = {}
         for method in self.methods.values():
             first = first_argument(method)
+            declared = {
+                id(each.target) for each in ast.walk(method) if isinstance(each, ast.AnnAssign) and not each.value
+            }
             for node in ast.walk(method):
+                if id(node) in declared:
+                    continue
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_named(node.value, first):
                     found.setdefault(node.attr, None)
                 elif isinstance(node, ast.Assign):

@@ -12,6 +12,8 @@ MADE = {"Trainer": "trainer", "Accelerator": "accelerator", "Fabric": "fabric"}
 KINDS = {"LightningModule": "module", "LightningDataModule": "data", "Callback": "callback"}
 PASSED = {"trainer": "trainer of a callback", "pl_module": "module"}
 """What the names of arguments stand for in classes of Lightning."""
+PLAIN = Thing("object", None, None, closed=False)
+"""An object of a class without a base of the libraries: only what it keeps is of interest."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from engine.migrate.calls import Side, decided, takes, trainer_arguments
 from engine.migrate.counterparts import AS_IS, CHANGE, INTEROP, Thing, counterpart, is_package, of_nn_module, things
 from engine.migrate.members import member, signature
 from engine.migrate.names import Api, ClassInfo, Names, first_argument
-from engine.migrate.objects import KINDS, MADE, PASSED, Known, kind_of, thing_of
+from engine.migrate.objects import KINDS, MADE, PASSED, PLAIN, Known, kind_of, thing_of
 from engine.migrate.sources import Source
 
 
@@ -44,7 +44,9 @@ class Finder(ast.NodeVisitor):
         self._class: ClassInfo | None = None
         self._self: Known | None = None
         self._known: ChainMap[str, Known] = ChainMap()
-        self._seen: set[int] = set()
+        self._bases: set[int] = set()  # the ids of the expressions that name base classes
+        trainers = [each for each in names.classes if any(base.name == "Trainer" for base in each.foreign)]
+        self._own_of_trainers = {name for each in trainers for name in each.own}
         self._classes = {id(each.node): each for each in names.classes if each.source is source}
 
     # -- scopes -----------------------------------------------------------------------------------------------------------------
@@ -57,6 +59,7 @@ class Finder(ast.NodeVisitor):
             user = next(iter(self.users.get(self._class, ())), None)
             thing = None if user is None else thing_of(user)
         self._self = None if thing is None else Known(thing, self._class)
+        self._bases.update(map(id, node.bases))
         self.generic_visit(node)
         self._class, self._self = outer
 
@@ -84,14 +87,13 @@ class Finder(ast.NodeVisitor):
             elif self._self is not None and each.arg in PASSED:
                 found[each.arg] = Known(things()[PASSED[each.arg]])
         method = self._class is not None and self._class.methods.get(node.name) is node
-        if method and self._self is not None:
-            if self._self.thing.label != "LightningModule" and member(things()["callback"].plain, node.name):
-                hook = [each.arg for each in node.args.args[1:3]]
-                roles = ("trainer of a callback", "module")
-                if kind_of(self._class) == "callback":  # type: ignore[arg-type]
-                    found.update({name: Known(things()[role]) for name, role in zip(hook, roles, strict=False)})
-            if (first := first_argument(node)) is not None:
-                found[first] = self._self
+        is_callback = self._class is not None and kind_of(self._class) == "callback"
+        if method and is_callback and member(things()["callback"].plain, node.name):
+            hook = [each.arg for each in node.args.args[1:3]]
+            roles = ("trainer of a callback", "module")
+            found.update({name: Known(things()[role]) for name, role in zip(hook, roles, strict=False)})
+        if method and self._class is not None and (first := first_argument(node)) is not None:
+            found[first] = self._self or Known(PLAIN, self._class)
         return found
 
     def _of_annotation(self, annotation: ast.expr) -> Known | None:
@@ -115,8 +117,10 @@ class Finder(ast.NodeVisitor):
             self._assign(target, node.value)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        self.generic_visit(node)
-        if node.value is not None:
+        self.visit(node.annotation)
+        if node.value is not None:  # without a value nothing is set
+            self.visit(node.target)
+            self.visit(node.value)
             self._assign(node.target, node.value)
 
     def visit_With(self, node: ast.With | ast.AsyncWith) -> None:
@@ -218,11 +222,13 @@ class Finder(ast.NodeVisitor):
         head, _, name = api.path.rpartition(".")
         owner = counterpart(Api(api.library, head)) if head else None
         if owner is not None and (isinstance(owner.plain, type) or isinstance(owner.translated, type)):
-            classes = [each if isinstance(each, type) else None for each in (owner.plain, owner.translated)]
-            owner_name = head.rpartition(".")[2]
-            self._member_of(node, Thing(owner_name, *classes), name, call, api.library)
+            plain, translated = (each if isinstance(each, type) else None for each in (owner.plain, owner.translated))
+            self._member_of(node, Thing(head.rpartition(".")[2], plain, translated), name, call, api.library)
             return True
         found = counterpart(api)
+        if found.refused and (call is not None or id(node) in self._bases):
+            self._add(node, api.library, api.name, CHANGE, found.refused)
+            return True
         if call is None or found.verdict == CHANGE:
             self._add(node, api.library, api.name, found.verdict, found.where)
             return True
@@ -255,12 +261,14 @@ class Finder(ast.NodeVisitor):
             return
         members = thing.has(name)
         if isinstance(getattr(node, "ctx", None), ast.Store):
-            if any(members) or name in thing.answers:
+            if any(members) or (thing.closed and name in thing.answers):
                 verdict = _first(bool(each and each.settable) for each in members)
                 what = "" if verdict != CHANGE else f"it cannot be set: {thing.instead(name)}"
                 self._add(node, library, f"{thing.label}.{name} =", verdict, what)
             return
         if not any(members):
+            if thing.label.lower() == "trainer" and name in self._own_of_trainers:
+                return
             if thing.closed or name in thing.answers:
                 self._add(node, library, f"{thing.label}.{name}", CHANGE, thing.instead(name))
             return

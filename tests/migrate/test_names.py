@@ -23,9 +23,15 @@ BODY = "    def training_step(self, batch, batch_idx): ...\n"
         ("from lightning import pytorch as pl", "pl.LightningModule"),
         ("from lightning.pytorch import *", "LightningModule"),
         ("import lightning as L\nBase = L.LightningModule", "Base"),
-        ("try:\n    import lightning.pytorch as pl\nexcept ImportError:\n    import pytorch_lightning as pl", "pl.LightningModule"),
+        (
+            "try:\n    import lightning.pytorch as pl\nexcept ImportError:\n    import pytorch_lightning as pl",
+            "pl.LightningModule",
+        ),
         ("import lightning as L\nhas = True", "(L.LightningModule if has else object)"),
-        ("from typing import Generic, TypeVar\nimport lightning as L\nT = TypeVar('T')", "L.LightningModule, Generic[T]"),
+        (
+            "from typing import Generic, TypeVar\nimport lightning as L\nT = TypeVar('T')",
+            "L.LightningModule, Generic[T]",
+        ),
     ],
 )
 def test_aliases_of_a_base(tmp_path: Path, head: str, base: str) -> None:
@@ -69,9 +75,17 @@ def test_a_stand_in_for_a_missing_import_does_not_hide_it(tmp_path: Path) -> Non
 
 
 def test_circles_end(tmp_path: Path) -> None:
-    report = report_of(tmp_path, a="from b import X\nclass Y(X): ...\n", b="from a import X\nZ = Z\nclass W(Z, W): ...\n")
+    report = report_of(
+        tmp_path, a="from b import X\nclass Y(X): ...\n", b="from a import X\nZ = Z\nclass W(Z, W): ...\n"
+    )
     assert report.classes == []
 
 
 def test_a_name_of_another_library_is_no_use(tmp_path: Path) -> None:
-    assert uses_of(tmp_path, "from torch import nn\nimport lightning_bolts\nclass Net(nn.Module):\n    def log(self): self.log()\n") == []
+    assert (
+        uses_of(
+            tmp_path,
+            "from torch import nn\nimport lightning_bolts\nclass Net(nn.Module):\n    def log(self): self.log()\n",
+        )
+        == []
+    )

@@ -9,7 +9,12 @@ from engine.migrate.sources import read
 
 
 def test_names_are_those_of_imports(tmp_path: Path) -> None:
-    for name in ("repo/src/pkg/__init__.py", "repo/src/pkg/sub/mod.py", "repo/src/pkg/sub/__init__.py", "repo/scripts/train.py"):
+    for name in (
+        "repo/src/pkg/__init__.py",
+        "repo/src/pkg/sub/mod.py",
+        "repo/src/pkg/sub/__init__.py",
+        "repo/scripts/train.py",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     sources, unread = read([tmp_path / "repo"])
@@ -26,7 +31,16 @@ def test_names_are_those_of_imports(tmp_path: Path) -> None:
 
 
 def test_what_is_left_out(tmp_path: Path) -> None:
-    for name in (".git/a.py", "__pycache__/b.py", "venv/pyvenv.cfg", "venv/c.py", "tests/d.py", "e_test.py", "f.py", "g.txt"):
+    for name in (
+        ".git/a.py",
+        "__pycache__/b.py",
+        "venv/pyvenv.cfg",
+        "venv/c.py",
+        "tests/d.py",
+        "e_test.py",
+        "f.py",
+        "g.txt",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
     assert [each.path.name for each in read([tmp_path], ["tests", "*_test.py"])[0]] == ["f.py"]
@@ -53,8 +67,11 @@ def test_a_notebook(tmp_path: Path) -> None:
         {"cell_type": "markdown", "source": ["# Title"]},
         {"cell_type": "code", "source": ["%matplotlib inline\n", "!pip install lightning\n", "import lightning as L"]},
         {"cell_type": "code", "source": ["%%bash\n", "ls"]},
-        {"cell_type": "code", "source": ["this is not python"]},
-        {"cell_type": "code", "source": "files = !ls\nif files:\n    %time x = 1\nL.Trainer?\nawait f()\ntrainer = L.Trainer()"},
+        {"cell_type": "code", "source": ["class:"]},
+        {
+            "cell_type": "code",
+            "source": "files = !ls\nif files:\n    %time x = 1\nL.Trainer?\nawait f()\ntrainer = L.Trainer()",
+        },
     ]
     (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells, "nbformat": 4}))
     (source,), unread = read([tmp_path / "a.ipynb"])
