@@ -165,9 +165,7 @@ def torchgeo_byol() -> nn.Module:
     from torchgeo.trainers import BYOLTask
 
     return fit(
-        BYOLTask(
-            model="resnet18", weights=None, in_channels=3, augmentation1=nn.Identity(), augmentation2=nn.Identity()
-        ),
+        BYOLTask(model="resnet18", weights=None, in_channels=3, augment_fn=nn.Identity()),
         pictures("label"),
     )
 
