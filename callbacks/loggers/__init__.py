@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .csv import CSVLogger as CSVLogger
     from .jsonl import JSONLLogger as JSONLLogger
     from .mlflow import MLflowLogger as MLflowLogger
+    from .own_loop import LoggedLoop as LoggedLoop
     from .tensorboard import TensorBoardLogger as TensorBoardLogger
     from .trackio import TrackioLogger as TrackioLogger
     from .wandb import WandbLogger as WandbLogger
@@ -21,6 +22,7 @@ _PLACES = {
     "AimLogger": ".aim",
     "CSVLogger": ".csv",
     "JSONLLogger": ".jsonl",
+    "LoggedLoop": ".own_loop",
     "MLflowLogger": ".mlflow",
     "TensorBoardLogger": ".tensorboard",
     "TrackioLogger": ".trackio",
@@ -31,6 +33,7 @@ __all__ = [
     "AimLogger",
     "CSVLogger",
     "JSONLLogger",
+    "LoggedLoop",
     "Logger",
     "MLflowLogger",
     "Moment",

@@ -130,7 +130,7 @@ def _of_steps(run: Any, recorder: Recorder) -> Iterator[tuple[Slot, Any]]:
             if (seen := slot.metric.step(slot.window)) is not None:
                 yield slot, slot.metric.value(slot.name, seen)
         elif slot.window_values:
-            yield slot, _value(slot.reduce, *unzipped(slot.window_values))
+            yield slot, _value(slot.reduce, *unzipped(slot.window_values, slot.name))
 
 
 def _epoch(slot: Slot) -> Any:

@@ -244,8 +244,16 @@ def place(run: Run) -> None:
             )
         engine.place_model(module)
         engine.strategy.transform(module)
-        return
-    distribute(run)
+    else:
+        distribute(run)
+    read_weights(run)
+
+
+def read_weights(run: Run) -> None:
+    """Let a module with a method ``read_weights()`` read values for what it has built without them: each rank has its shards now."""
+    read = getattr(run.module, "read_weights", None)
+    if read is not None:
+        read()
 
 
 def distribute(run: Run) -> None:
@@ -336,4 +344,5 @@ def evaluation(run: Run, kind: str, given: Any, datamodule: DataModule | None, s
         distribute(run)
     else:
         run.engine.place_model(module)
+    read_weights(run)
     return found

@@ -71,8 +71,9 @@ class Recorder:
         if name not in self.slots or (slot := self.slots[name]).given != given:
             slot = self._slot(name, given, value)
         if type(value) is Tensor and value.shape == ():  # the usual case: called in every step
-            # A view keeps the whole of what it is a part of, and changes with it; what no graph has made, such as a buffer, changes too.
-            value = value.detach() if value._base is None and value.grad_fn is not None else value.detach().clone()
+            # A view keeps the whole of what it is a part of and changes with it; so may a buffer, and what has changed before (see unzipped).
+            lasts = value._base is None and value.grad_fn is not None and not value._version
+            value = value.detach() if lasts else value.detach().clone()
         elif isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(
@@ -202,7 +203,7 @@ class Recorder:
             if slot.on_step and slot.window == window:
                 name = _step_name(slot)
                 if slot.metric is None:
-                    columns[name] = (slot.reduce, *unzipped(slot.window_values))
+                    columns[name] = (slot.reduce, *unzipped(slot.window_values, slot.name))
                 elif (seen := slot.metric.step(window)) is not None:
                     objects[name] = (slot, seen)
         return self._over_ranks(columns, objects, adopt=False)
@@ -314,8 +315,7 @@ class Recorder:
 
     def restore_metric(self, name: str, metric: Any, options: Options) -> None:
         """Add a torchmetrics object with the name and the options that it was logged with before."""
-        window = self.window
-        self.window = -2  # what it has seen so far belongs to no later step
+        window, self.window = self.window, -2  # what it has seen so far belongs to no later step
         self._other(self.slots.get(name) or self._new(name, options), metric)
         self.window = window
 

@@ -101,9 +101,9 @@ class Slot:
             if self.total is not None:  # of a checkpoint
                 before = [(self.total, 1.0), (0.0, self.weight - 1.0)] if self.reduce == "mean" else [(self.total, 1.0)]
                 self.values, self.total, self.weight = [*before, *self.values], None, 0.0
-            self.values = float32_pairs.folded(*unzipped(self.values), self.reduce, narrow)
+            self.values = float32_pairs.folded(*unzipped(self.values, self.name), self.reduce, narrow)
         elif self.values:
-            total, weight = reduced(*unzipped(self.values), self.reduce)
+            total, weight = reduced(*unzipped(self.values, self.name), self.reduce)
             if self.total is not None:
                 totals, weights = [total, self.total], [self.weight, weight]  # a checkpoint's total is on the CPU
                 if self.reduce == "mean":  # totals are weighted sums already
@@ -117,17 +117,17 @@ class Slot:
         """As :meth:`fold`, to one pair in any case; a device without float64 is waited for."""
         self.fold()
         if self.values:
-            values, weights = (on_host(items) for items in unzipped(self.values))
+            values, weights = (on_host(items) for items in unzipped(self.values, self.name))
             self.total, self.weight = reduced(values, weights, self.reduce)
             self.values = []
 
     def column(self) -> Column:
         """The epoch so far, still to be reduced."""
         if self.total is None:
-            return self.reduce, *unzipped(self.values)
+            return self.reduce, *unzipped(self.values, self.name)
         self.fold()
         if self.total is None:
-            return self.reduce, *unzipped(self.values)
+            return self.reduce, *unzipped(self.values, self.name)
         if self.reduce != "mean":
             return self.reduce, [self.total], [self.weight]
         return (
@@ -137,8 +137,19 @@ class Slot:
         )
 
 
-def unzipped(pairs: list[Weighted]) -> tuple[list[Any], list[Any]]:
-    """The values, and their weights."""
+def unzipped(pairs: list[Weighted], name: str) -> tuple[list[Any], list[Any]]:
+    """The values that were logged under ``name``, and their weights.
+
+    Raises:
+        ValueError: a tensor was changed in place after it was logged; what it was is lost.
+    """
+    for value, _ in pairs:
+        # What is kept was never changed before it was logged (Recorder.record), so its version is 0.
+        if isinstance(value, Tensor) and not value.is_inference() and value._version:
+            raise ValueError(
+                f"log({name!r}) got a tensor that was changed in place afterwards (as by `loss += penalty`): "
+                "write `loss = loss + penalty`, or log a clone()"
+            )
     return [value for value, _ in pairs], [weight for _, weight in pairs]
 
 

@@ -35,8 +35,10 @@ class Snapshot:
                 )
         self._registered += objects
 
-    def save(self, output_dir: str | Path, wait: bool, facts: dict[str, Any]) -> Path | str:
-        """As :meth:`engine.Engine.save_state`."""
+    def save(
+        self, output_dir: str | Path, wait: bool, facts: dict[str, Any], left_out: Sequence[nn.Module] = ()
+    ) -> Path | str:
+        """As :meth:`engine.Engine.save_state`; ``left_out``: prepared models whose weights somebody else saves."""
         prepared = self._prepared
         prepared.stepper.settle()
         location, name = split(output_dir)
@@ -45,7 +47,7 @@ class Snapshot:
         elif self._saver.location.root != location.root:
             self.wait()
             self._saver.location = location
-        path = self._saver.save(name, self._content(facts), asynchronous=not wait)
+        path = self._saver.save(name, self._content(facts, left_out), asynchronous=not wait)
         if not wait:
             prepared.stepper.first = self._saver.hold
         return path
@@ -59,14 +61,14 @@ class Snapshot:
         if self._saver is not None:
             self._saver.wait()
 
-    def load(self, input_dir: str | Path, strict: bool) -> dict[str, Any]:
-        """As :meth:`engine.Engine.load_state`."""
+    def load(self, input_dir: str | Path, strict: bool, left_out: Sequence[nn.Module] = ()) -> dict[str, Any]:
+        """As :meth:`engine.Engine.load_state`; ``left_out``: prepared models whose weights somebody else loads."""
         self.wait()
         prepared, strategy = self._prepared, self._prepared.strategy
         location, _ = split(input_dir)
         with opening(prepared.group, location, str(input_dir)) as loaded:
             source, module, shared = loaded.source, self._whole_module(), loaded.shared
-            if report := strategy.load_model(module, source, strict):
+            if report := strategy.load_model(self._without(left_out), source, strict):
                 logger.warning("%s fits in part: %s", input_dir, report)
             together(prepared.group, partial(self._check, loaded, strict))
             for index, optimizer in enumerate(prepared.optimizers):
@@ -130,13 +132,13 @@ class Snapshot:
 
     # -- parts of the above ---------------------------------------------------------------------------------------------------------------
 
-    def _content(self, facts: dict[str, Any]) -> Content:
+    def _content(self, facts: dict[str, Any], left_out: Sequence[nn.Module]) -> Content:
         prepared, strategy = self._prepared, self._prepared.strategy
         module = self._whole_module()
         loaders = [{**loader.state_dict(), "samples": loader.samples} for loader in prepared.loaders]
         positions = [{name: value for name, value in state.items() if name != "stream"} for state in loaders]
         return Content(
-            model=strategy.model_parts(module),
+            model=strategy.model_parts(self._without(left_out)),
             optim={str(i): strategy.optimizer_parts(o, module) for i, o in enumerate(prepared.optimizers)},
             shared=self.shared(prepared.optimizers, prepared.schedulers, positions),
             own=self.own([state["stream"] for state in loaders]),
@@ -189,10 +191,21 @@ class Snapshot:
         models = [prepared.unwrap(model) for model in prepared.models]
         if len(models) == 1:
             return models[0]
-        if not models:
-            raise ValueError("no model was prepared: there is nothing to save or to load into")
-        if prepared.strategy.fused:
+        if prepared.strategy.fused and models:
             raise ValueError(
                 f"save_state of {len(models)} models under {type(prepared.strategy).__name__}: it takes one model"
             )
         return nn.ModuleList(models)
+
+    def _without(self, left_out: Sequence[nn.Module]) -> nn.Module:
+        """:meth:`_whole_module` without some models; the others keep their names."""
+        module = self._whole_module()
+        if not left_out:
+            return module
+        own = [self._prepared.unwrap(model) for model in left_out]
+        kept = nn.Module()
+        if not any(module is each for each in own):
+            for name, child in module.named_children():
+                if not any(child is each for each in own):
+                    kept.add_module(name, child)
+        return kept

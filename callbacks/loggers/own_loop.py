@@ -1,0 +1,86 @@
+"""Loggers in a loop of your own, without ``Fit``."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .base import Logger
+
+
+class _Record:
+    """What a logger asks a run for."""
+
+    interrupted = False
+    exception: BaseException | None = None
+    epoch = step = samples = 0
+
+    def __init__(self, folder: Path, hyperparameters: Mapping[str, Any], is_main_process: bool) -> None:
+        self.folder, self.hyperparameters, self.is_main_process = folder, dict(hyperparameters), is_main_process
+        self.id = uuid.uuid4().hex
+        self.config: dict[str, Any] = {}
+        self.status = "completed"
+
+    def result(self) -> _Record:
+        return self
+
+
+class LoggedLoop:
+    """Sends the values of a loop of your own to loggers, on the main process::
+
+        with LoggedLoop([CSVLogger()], "runs/one", {"lr": 0.1}, is_main_process=engine.is_main_process) as log:
+            for step, batch in enumerate(loader, 1):
+                ...
+                log({"loss": loss}, step=step)
+
+    Args:
+        folder: of this loop; loggers without a folder of their own write into it.
+        hyperparameters: what the trackers show beside the values.
+    """
+
+    def __init__(
+        self,
+        loggers: Sequence[Logger],
+        folder: str | Path,
+        hyperparameters: Mapping[str, Any] | None = None,
+        *,
+        is_main_process: bool = True,
+    ) -> None:
+        self.loggers = list(loggers)
+        self._run: Any = _Record(Path(folder), hyperparameters or {}, is_main_process)
+        self._module: Any = None
+        for logger in self.loggers:
+            logger.setup(self._run, self._module, "fit")
+            logger.on_train_start(self._run, self._module)
+
+    def __call__(self, values: Mapping[str, Any], step: int | None = None, *, epoch: int = 0, samples: int = 0) -> None:
+        """Log numbers and texts.
+
+        Args:
+            step: optimizer steps done; ``None``: one more than before.
+            epoch, samples: as the loggers record them.
+        """
+        run = self._run
+        run.step, run.epoch, run.samples = run.step + 1 if step is None else step, epoch, samples
+        texts = {name: value for name, value in values.items() if isinstance(value, str)}
+        numbers = {name: float(value) for name, value in values.items() if name not in texts}
+        for logger in self.loggers if run.is_main_process else ():
+            if numbers:
+                logger.on_log(run, self._module, numbers, run.step)
+            for name, value in texts.items():
+                logger.on_media(run, self._module, "text", name, value, {})
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Send what waits, and close the loggers. Later calls do nothing."""
+        self._run.exception = error
+        loggers, self.loggers = self.loggers, []
+        for logger in loggers:
+            logger.teardown(self._run, self._module, "fit")
+
+    def __enter__(self) -> LoggedLoop:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.close(error)

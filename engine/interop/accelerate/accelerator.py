@@ -1,0 +1,468 @@
+"""``Accelerator``: an :class:`engine.Engine` with Accelerate's arguments, attributes and, on demand, its rules."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+from engine.distributed.collectives import broadcast_object
+from engine.distributed.per_process import only
+from engine.engine import Engine
+from engine.interop.accelerate import data_loader as loaders
+from engine.interop.accelerate import settings, translation
+from engine.interop.accelerate.checkpointing import Checkpoints
+from engine.interop.accelerate.optimizer import AcceleratedOptimizer
+from engine.interop.accelerate.scheduler import AcceleratedScheduler
+from engine.interop.accelerate.state import AcceleratorState, GradientState, PartialState
+from engine.interop.accelerate.tracking import trackers_for
+from engine.step.share import Share
+from engine.step.wrappers import PreparedScheduler
+from engine.utils.tree import leaves, map_tensors
+
+
+class Accelerator(Engine):
+    """Accelerate's interface to :class:`engine.Engine`: a script runs with its import changed.
+
+    With ``rules="exact"`` what the engine promises holds: each sample counts once (no padding), the last window of an epoch is divided by what it
+    holds, micro-batches and ranks are weighted by their samples, a scheduler steps once a step, and the order of data is a function of
+    seed and epoch. With ``rules="accelerate"`` all of these are as in Accelerate, to compare two trainings step by step.
+
+    Args:
+        dataloader_config, ...: Accelerate's own; one that has no counterpart is an error that says what to use.
+        rules: ``"exact"`` or ``"accelerate"``.
+
+    Raises:
+        ValueError: an argument cannot be honoured.
+    """
+
+    state: AcceleratorState = None  # type: ignore[assignment]
+    gradient_state: GradientState = None  # type: ignore[assignment]
+    project_configuration: Any = None
+    trackers: list[Any] = []
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: Any = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: list[Any] | None = None,
+        log_with: Any = None,
+        project_dir: Any = None,
+        project_config: Any = None,
+        gradient_accumulation_plugin: Any = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: list[Any] | None = None,
+        dynamo_backend: Any = None,
+        dynamo_plugin: Any = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
+        *,
+        rules: str = "exact",
+    ) -> None:
+        if rules not in ("exact", "accelerate"):
+            raise ValueError(f"rules={rules!r} is unknown; possible: 'exact', 'accelerate'")
+        self._given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        handlers = _handlers(kwargs_handlers or [])
+        init = vars(handlers["InitProcessGroupKwargs"]) if "InitProcessGroupKwargs" in handlers else {}
+        partial_state = PartialState(cpu, **init)
+        found, facts = translation.engine_settings(self._given, handlers.get("DistributedDataParallelKwargs"))
+        super().__init__(group=partial_state.group, **found)
+        self.rules, self.handlers = rules, handlers
+        self._tune_scaler()
+        kind = facts.pop("kind")
+        if kind != "NO" and (self.num_processes > 1 or kind == "DEEPSPEED"):
+            facts["distributed_type"] = settings.DistributedType[kind]
+        self.state = AcceleratorState(cpu=cpu, **facts)
+        self.dataloader_config = dataloader_config or settings.DataLoaderConfiguration()
+        if split_batches is not None:
+            self.dataloader_config.split_batches = split_batches
+        self._plan_windows(gradient_accumulation_plugin)
+        self.project_configuration = project_config or settings.ProjectConfiguration()
+        if project_dir is not None and self.project_dir is None:
+            self.project_configuration.set_directories(str(project_dir))
+        self.device_placement, self.step_scheduler_with_optimizer = device_placement, step_scheduler_with_optimizer
+        self.rng_types = ["generator"] if rng_types is None else rng_types
+        self.log_with = trackers_for(log_with, self.logging_dir)
+        self.trackers = []
+        self.checkpoints = Checkpoints(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, ({name: value for name, value in self._given.items() if name != "log_with"},)
+
+    def __deepcopy__(self, memo: Any) -> Accelerator:
+        return self
+
+    def _tune_scaler(self) -> None:
+        handler = self.handlers.get("GradScalerKwargs")
+        if handler is None or self.scaler is None:
+            return
+        if not handler.enabled or not isinstance(self.scaler, torch.amp.GradScaler):
+            raise ValueError(
+                "GradScalerKwargs: the strategy owns the loss scaler, or enabled=False, which fp16 cannot do without"
+            )
+        self.scaler._init_scale = handler.init_scale
+        self.scaler.set_growth_factor(handler.growth_factor)
+        self.scaler.set_backoff_factor(handler.backoff_factor)
+        self.scaler.set_growth_interval(handler.growth_interval)
+
+    def _plan_windows(self, plugin: Any) -> None:
+        if plugin is None:
+            plugin = settings.GradientAccumulationPlugin(num_steps=self.accumulate_grad_batches)
+        elif self._given["gradient_accumulation_steps"] != 1:
+            raise ValueError("gradient_accumulation_steps and gradient_accumulation_plugin: give one of them")
+        if self.rules == "exact" and not plugin.sync_with_dataloader:
+            raise ValueError(
+                "sync_with_dataloader=False: windows end with an epoch, unless Accelerator(rules='accelerate') is given"
+            )
+        self.gradient_state, self._plugin, self._micro = GradientState(plugin), plugin, 0
+        self.gradient_accumulation_steps = int(plugin.num_steps)
+
+    # -- what Accelerate shows --------------------------------------------------------------------------------------------------
+
+    @property
+    def distributed_type(self) -> Any:
+        """The kind of distribution."""
+        return self.state.distributed_type
+
+    @property
+    def mixed_precision(self) -> str:
+        """``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``."""
+        return str(self.state.mixed_precision)
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self.num_processes > 1
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches in a full window."""
+        return self.accumulate_grad_batches
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self.accumulate_grad_batches = self._plugin.num_steps = value
+        if self.rules == "accelerate":  # every loss is divided by the full window, whether or not there is one
+            self.window.share = Share(-1, float(value), float(value), last=True)
+
+    @property
+    def project_dir(self) -> Any:
+        """The folder of this project."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> Any:
+        """The trackers' folder."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next checkpoint under ``automatic_checkpoint_naming``."""
+        return int(self.project_configuration.iteration)
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether the last global batch is filled up (under Accelerate's rule; otherwise nothing is)."""
+        return bool(self.dataloader_config.even_batches)
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.dataloader_config.even_batches = value
+
+    # -- objects made ready -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
+        """As :meth:`engine.Engine.prepare`.
+
+        Args:
+            device_placement: for each object: ``False`` leaves batches where they are.
+        """
+        places = device_placement or [None] * len(args)
+        if len(places) != len(args):
+            raise ValueError(f"device_placement has {len(places)} entries for {len(args)} objects")
+        done = tuple(self._prepare_one(item, place) for item, place in zip(args, places, strict=True))
+        return done[0] if len(done) == 1 else done
+
+    def _prepare_one(self, item: Any, place: bool | None) -> Any:
+        if isinstance(item, (loaders.Loader, AcceleratedScheduler)):
+            return item
+        if isinstance(item, torch.utils.data.DataLoader):
+            return self.prepare_data_loader(item, place)
+        if isinstance(item, nn.Module):
+            return self.prepare_model(item, place)
+        if isinstance(item, torch.optim.Optimizer):
+            return self.prepare_optimizer(item)
+        done = super().prepare(item)
+        return self.prepare_scheduler(done) if isinstance(done, PreparedScheduler) else done
+
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:  # type: ignore[override]
+        """As :meth:`engine.Engine.prepare_model`; with ``evaluation_mode`` as :meth:`engine.Engine.place_model`."""
+        place = self.device_placement if device_placement is None else device_placement
+        if not place and any(p.device != self.device for p in model.parameters()):
+            raise ValueError(
+                f"device_placement=False: {type(model).__name__} is not on {self.device}; move it there, or leave it out"
+            )
+        autocast = self.handlers.get("AutocastKwargs")
+        if evaluation_mode:
+            return self.place_model(model)
+        return super().prepare_model(model, autocast=autocast is None or autocast.enabled)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        """As :meth:`engine.Engine.prepare_optimizer`."""
+        if isinstance(optimizer, AcceleratedOptimizer):
+            return optimizer
+        prepared = super().prepare_optimizer(optimizer)
+        prepared.__class__ = AcceleratedOptimizer
+        prepared.follows = self.rules == "accelerate"  # type: ignore[attr-defined]
+        return prepared  # type: ignore[return-value]
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:  # type: ignore[override]
+        """A scheduler that steps once when the optimizer did; under Accelerate's rule once for each process, unless batches are split."""
+        follows = self.rules == "accelerate"
+        times = self.num_processes if follows and not self.dataloader_config.split_batches else 1
+        prepared = scheduler if isinstance(scheduler, PreparedScheduler) else super().prepare_scheduler(scheduler)
+        return AcceleratedScheduler(prepared, self, times * self.step_scheduler_with_optimizer, follows)
+
+    def prepare_data_loader(  # type: ignore[override]
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> loaders.Loader:
+        """As :meth:`engine.Engine.prepare_data_loader`, or under Accelerate's rule."""
+        if isinstance(data_loader, loaders.Loader):
+            return data_loader
+        config, place = self.dataloader_config, self.device_placement if device_placement is None else device_placement
+        if self.rules == "accelerate":
+            return self.checkpoints.following(
+                loaders.prepare_data_loader(
+                    *(data_loader, self.device, self.num_processes, self.process_index, config.split_batches, place),
+                    *(self.rng_types, config.dispatch_batches, config.even_batches, slice_fn_for_dispatch),
+                    *(config.use_seedable_sampler, config.data_seed),
+                )
+            )
+        if config.dispatch_batches or slice_fn_for_dispatch is not None:
+            raise ValueError(
+                "dispatch_batches: every process reads its own samples, unless Accelerator(rules='accelerate') is given"
+            )
+        if not self._prepared.loaders:  # the seed may have been set after the Accelerator was made
+            self.seed = broadcast_object(
+                self.group, torch.initial_seed() if config.data_seed is None else config.data_seed
+            )
+        if config.split_batches:
+            data_loader = loaders.split_over(data_loader, self.num_processes)
+        others = [kind for kind in self.rng_types if str(kind) != "generator"]
+        return loaders.Loader(super().prepare_data_loader(data_loader, place=place), others)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:  # type: ignore[override]
+        """The rest of an epoch of a prepared loader, from this batch on."""
+        return loaders.skip_first_batches(dataloader, num_batches)
+
+    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """As :meth:`engine.Engine.unwrap_model`: the module that was given to ``prepare``."""
+        return super().unwrap_model(model)
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """As :meth:`engine.Engine.free_memory`."""
+        self._micro = 0
+        self.checkpoints.forget()
+        return super().free_memory(*objects)
+
+    clear = free_memory
+
+    # -- a step -----------------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def accumulate(self, *models: Any) -> Iterator[None]:
+        """As :meth:`engine.Engine.accumulate`; under Accelerate's rule each loss is divided by the full window."""
+        state, steps = self.gradient_state, self.gradient_accumulation_steps
+        if self.rules == "accelerate":
+            ends = self._plugin.sync_with_dataloader and state.end_of_dataloader
+            self._micro = 0 if ends else self._micro + 1
+            self.window.share = Share(-1, float(steps), float(steps), last=self._micro % steps == 0)
+        self.enter_window(models)
+        state.sync_gradients = self.sync_gradients
+        if self._plugin.sync_each_batch:
+            self.strategy.sync(models or self.models, True)
+        try:
+            yield
+        finally:
+            self.window.exit(models)
+
+    @contextlib.contextmanager
+    def trigger_sync_in_backward(self, model: Any) -> Iterator[None]:
+        """The backward pass in this block reduces the gradients, also those of earlier passes under :meth:`no_sync`."""
+        if not isinstance(model, DistributedDataParallel):
+            yield
+            return
+        before = model.require_backward_grad_sync, model.require_forward_param_sync
+        model.require_backward_grad_sync = model.require_forward_param_sync = True
+        model.reducer.prepare_for_backward([])
+        try:
+            yield
+        finally:
+            model.require_backward_grad_sync, model.require_forward_param_sync = before
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Under Accelerate's rule: ranks may run out of batches at different times. Under exact rules they never do."""
+        if self.use_distributed and not str(self.distributed_type).startswith("MULTI_"):
+            warnings.warn(
+                "join_uneven_inputs is only supported for multi-GPU training with DDP, and has no effect", stacklevel=3
+            )
+        if self.rules == "exact" or not str(self.distributed_type).startswith("MULTI_"):
+            yield
+            return
+        with (
+            self.checkpoints.evened(even_batches) as even,
+            Join(joinables, enable=not even, throw_on_early_termination=False),
+        ):
+            yield
+
+    def autocast(self, autocast_handler: Any = None) -> Any:
+        """As :meth:`engine.Engine.autocast`; ``autocast_handler``: an :class:`AutocastKwargs`."""
+        handler = autocast_handler or self.handlers.get("AutocastKwargs")
+        dtype = self.precision.autocast
+        if handler is None or dtype is None:
+            return super().autocast()
+        return torch.autocast(self.device.type, dtype, enabled=handler.enabled, cache_enabled=handler.cache_enabled)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As :meth:`engine.Engine.gather_for_metrics`; under Accelerate's rule without the samples that fill up the last global batch."""
+        found, state = super().gather_for_metrics(input_data, use_gather_object), self.gradient_state
+        if self.rules == "exact" or not state.end_of_dataloader or state.remainder <= 0:
+            return found
+        if isinstance(found, list) and not leaves(found):
+            return found[: state.remainder]
+        return map_tensors(lambda tensor: tensor[: state.remainder], found)
+
+    @contextlib.contextmanager
+    def profile(self, profile_handler: Any = None) -> Iterator[Any]:
+        """``torch.profiler.profile`` with the arguments of :class:`ProfileKwargs`."""
+        given = (profile_handler or self.handlers.get("ProfileKwargs") or settings.ProfileKwargs()).to_kwargs()
+        folder, plan = given.pop("output_trace_dir", None), given.pop("schedule_option", None)
+        kinds = [getattr(torch.profiler.ProfilerActivity, kind.upper()) for kind in given.pop("activities", None) or ()]
+        schedule = None if plan is None else torch.profiler.schedule(**plan)
+        with torch.profiler.profile(activities=kinds or None, schedule=schedule, **given) as profiler:
+            yield profiler
+        if folder is not None:
+            os.makedirs(folder, exist_ok=True)
+            profiler.export_chrome_trace(os.path.join(folder, f"profile_{self.process_index}.json"))
+
+    def on_local_process(self, function: Any = None, local_process_index: int = 0) -> Any:
+        """Decorator: the function runs on this process of each machine only."""
+        return only(function, lambda: self.local_process_index == local_process_index)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------------------
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        """Call ``hook(models, weights, output_dir)`` before a save; models whose weights it removes from the list are not saved."""
+        return self.checkpoints.hook(self.checkpoints.before_save, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        """Call ``hook(models, input_dir)`` before a load; models that it removes from the list are not loaded."""
+        return self.checkpoints.hook(self.checkpoints.before_load, hook)
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **options: Any) -> Any:  # type: ignore[override]
+        """As :meth:`engine.Engine.save_state`; without a folder the next one under ``automatic_checkpoint_naming``."""
+        if not safe_serialization:
+            raise ValueError("safe_serialization=False: checkpoints are always safetensors and JSON; leave it out")
+        return self.checkpoints.save(output_dir, **options)
+
+    def load_state(self, input_dir: Any = None, load_kwargs: None = None, *, strict: bool = True) -> dict[str, Any]:  # type: ignore[override]
+        """As :meth:`engine.Engine.load_state`. Loaders start their epoch again, unless ``use_stateful_dataloader`` is set."""
+        if load_kwargs:
+            raise ValueError("load_kwargs: nothing is unpickled, and tensors go where they belong; leave it out")
+        return self.checkpoints.load(input_dir, strict)
+
+    def save_model(  # type: ignore[override]
+        self, model: Any, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
+    ) -> list[Path]:
+        """As :meth:`engine.Engine.save_model`."""
+        if not safe_serialization:
+            raise ValueError("safe_serialization=False: weights are always safetensors; leave it out")
+        return super().save_model(model, save_directory, max_shard_size)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
+        """As :meth:`engine.Engine.get_state_dict`."""
+        return super().get_state_dict(model)
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """``torch.save`` on the main process, or on one of each machine under ``save_on_each_node``; or safetensors."""
+        each = self.project_configuration.save_on_each_node
+        if self.is_local_main_process if each else self.is_main_process:
+            (save_file if safe_serialization else torch.save)(obj, f)
+
+    # -- trackers ---------------------------------------------------------------------------------------------------------------
+
+    def init_trackers(self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: Any = None) -> None:
+        """Open the trackers of ``log_with``; ``init_kwargs``: arguments of their loggers by name."""
+        self.trackers = [
+            each.begun(project_name, self, config or {}, (init_kwargs or {}).get(each.name, {}))
+            for each in self.log_with
+        ]
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker of this name, or with ``unwrap`` its own object."""
+        for tracker in self.trackers:
+            if tracker.name == name:
+                return tracker.tracker if unwrap else tracker
+        raise ValueError(
+            f"{name!r} is not a tracker of this Accelerator; there are: {[each.name for each in self.trackers]}"
+        )
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
+        """Log values with every tracker, on the main process."""
+        for tracker in self.trackers:
+            tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
+
+    def end_training(self) -> None:
+        """Close the trackers, and wait for a checkpoint on its way."""
+        self.wait_for_checkpoint()
+        for tracker in self.trackers:
+            tracker.finish()
+
+
+for _name in ("split_batches", "dispatch_batches", "use_seedable_sampler", "non_blocking", "use_stateful_dataloader"):
+    setattr(Accelerator, _name, property(lambda self, name=_name: getattr(self.dataloader_config, name)))
+
+
+def _handlers(given: list[Any]) -> dict[str, Any]:
+    known = {
+        "DistributedDataParallelKwargs",
+        "GradScalerKwargs",
+        "InitProcessGroupKwargs",
+        "AutocastKwargs",
+        "ProfileKwargs",
+    }
+    found: dict[str, Any] = {}
+    for handler in given:
+        name = type(handler).__name__
+        if name not in known or name in found:
+            raise ValueError(
+                f"kwargs_handlers: {name} is given twice, or has no counterpart; there are {', '.join(sorted(known))}"
+            )
+        found[name] = handler
+    return found
+
+
+def _again(given: dict[str, Any]) -> Accelerator:
+    """An Accelerator from a pickle. In a process that is not a rank of the job there is none."""
+    if os.environ.get("WORLD_SIZE", "1") != "1" and not dist.is_initialized():
+        raise RuntimeError("an Accelerator of several processes was unpickled in a process that is not one of them")
+    return Accelerator(**given)

@@ -1,0 +1,42 @@
+"""Functions run as the ranks of a job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from engine.launch import functions
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], mixed_precision: str) -> Any:
+    os.environ["ACCELERATE_MIXED_PRECISION"] = mixed_precision
+    return function(*args)
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: Any = None,
+    **others: Any,
+) -> list[Any]:
+    """:func:`engine.launch.notebook`: a free port is found.
+
+    Raises:
+        ValueError: several machines, restarts, or another argument; the message says what to use.
+    """
+    if wanted := {
+        name: value for name, value in others.items() if value not in (None, 0, 1, "", "static", "127.0.0.1")
+    }:
+        raise ValueError(
+            f"notebook_launcher({wanted}) has no counterpart; use fit launch for several machines and restarts"
+        )
+    return functions.notebook(partial(_call, function, tuple(args), mixed_precision), num_processes=num_processes)
+
+
+def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> list[Any]:
+    """:func:`engine.launch.debug`."""
+    return functions.debug(function, *args, num_processes=num_processes)

@@ -1,0 +1,58 @@
+"""Batch sizes that fit into memory."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_FULL = ("out of memory", "CUDNN_STATUS_NOT_SUPPORTED", "can't allocate memory")
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Any:
+    """Decorator: call ``function(batch_size, ...)`` with ever smaller batches until it fits into memory.
+
+    Args:
+        reduce_batch_size_fn: the next size; by default nine tenths.
+
+    Raises:
+        RuntimeError: no batch of 1 fits.
+    """
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        size = starting_batch_size
+        while size > 0:
+            release_memory()
+            try:
+                return function(size, *args, **kwargs)
+            except (RuntimeError, MemoryError) as error:
+                if not isinstance(error, MemoryError) and not any(text in str(error) for text in _FULL):
+                    raise
+                size = size * 9 // 10 if reduce_batch_size_fn is None else reduce_batch_size_fn()
+        raise RuntimeError(
+            f"no batch size fits into memory: {getattr(function, '__name__', function)} was tried from {starting_batch_size} down to 1"
+        )
+
+    return run
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Collect garbage and return cached device memory; ``None`` for each object, to assign to their names."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+    return [None] * len(objects)

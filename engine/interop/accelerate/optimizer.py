@@ -1,0 +1,32 @@
+"""Optimizers of an :class:`Accelerator`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.step.wrappers import PreparedOptimizer
+
+
+class AcceleratedOptimizer(PreparedOptimizer):
+    """A prepared optimizer; under Accelerate's rule ``zero_grad`` in a window's last micro-batch clears the whole window's gradients."""
+
+    follows = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not self.follows:
+            super().zero_grad(set_to_none)
+        elif not self._window.waits(self._window.of(self.optimizer)):
+            self.optimizer.zero_grad(set_to_none)
+            self._stepper.forget([self.optimizer])
+
+    def train(self) -> None:
+        """Of optimizers that have it (schedule-free ones)."""
+        getattr(self.optimizer, "train", _nothing)()
+
+    def eval(self) -> None:
+        """Of optimizers that have it."""
+        getattr(self.optimizer, "eval", _nothing)()
+
+
+def _nothing() -> Any:
+    return None

@@ -1,0 +1,39 @@
+"""Random numbers under Accelerate's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from engine.distributed.collectives import broadcast
+from engine.interop.accelerate.state import PartialState
+from engine.utils.accelerator import module
+from engine.utils.seed import seed_everything
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed python, numpy and torch; the order of data prepared from now on depends on it too.
+
+    Args:
+        device_specific: add the rank.
+        deterministic: torch's deterministic algorithms.
+    """
+    seed_everything(seed + PartialState().process_index if device_specific else seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
+    """Give each of these generators (``"torch"``, ``"cuda"``, ..., ``"generator"``) the main process's state."""
+    group = PartialState().group
+    for kind in map(str, rng_types):
+        if kind == "generator":
+            if generator is not None:
+                generator.set_state(broadcast(group, generator.get_state()))
+        elif kind == "torch":
+            torch.set_rng_state(broadcast(group, torch.get_rng_state()))
+        else:
+            numbers = module(kind)
+            numbers.set_rng_state(broadcast(group, numbers.get_rng_state()))

@@ -1,0 +1,205 @@
+"""Accelerate's settings objects. Those about strategies and compilation have the keys of its configuration file, which are translated."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import asdict, field, make_dataclass
+from typing import Any, ClassVar
+
+
+class _Text(enum.StrEnum):
+    """A name that equals its text."""
+
+
+def _names(name: str, values: str) -> Any:
+    return _Text(name, {value.upper(): value for value in values.split()}, module=__name__)  # type: ignore[call-overload]
+
+
+DistributedType = _names(
+    "DistributedType",
+    "NO MULTI_CPU MULTI_GPU MULTI_NPU MULTI_MLU MULTI_SDAA MULTI_MUSA MULTI_XPU MULTI_HPU MULTI_NEURON DEEPSPEED FSDP XLA MEGATRON_LM TP",
+)
+DDPCommunicationHookType = _names("DDPCommunicationHookType", "NO FP16 BF16 POWER_SGD BATCHED_POWER_SGD")
+PrecisionType = _names("PrecisionType", "no fp8 fp16 bf16")
+LoggerType = _names("LoggerType", "all aim tensorboard trackio wandb mlflow")
+RNGType = _names("RNGType", "torch cuda npu xpu generator")
+
+
+class KwargsHandler:
+    """The base of objects for ``kwargs_handlers``."""
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields that differ from their defaults."""
+        usual = vars(type(self)())
+        return {name: value for name, value in vars(self).items() if value != usual[name]}
+
+
+class Plugin:
+    """A section of Accelerate's configuration file: each field is a key, or is renamed to it."""
+
+    kind: ClassVar[str] = ""
+    section: ClassVar[str] = ""
+    prefix: ClassVar[str] = ""
+    renamed: ClassVar[Mapping[str, str]] = {}
+
+    def to_section(self) -> dict[str, Any]:
+        """The given fields as in the file."""
+        given = {name: _plain(value) for name, value in asdict(self).items() if value is not None}  # type: ignore[call-overload]
+        return {self.prefix + self.renamed.get(name, name): value for name, value in given.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A value as in the file: names of enums and classes, and what torch's own policies say."""
+    if type(value).__name__ in ("CPUOffload", "CPUOffloadPolicy"):
+        return getattr(value, "offload_params", True)
+    classes = getattr(value, "keywords", {}).get("transformer_layer_cls")  # a partial of torch's transformer policy
+    if classes is not None:
+        raise ValueError(
+            "auto_wrap_policy is a function: give auto_wrap_policy='transformer_based_wrap' and "
+            f"transformer_cls_names_to_wrap={sorted(each.__name__ for each in classes)}"
+        )
+    if isinstance(value, (set, tuple, list)):
+        return [getattr(item, "__name__", item) for item in value]
+    return value.name if isinstance(value, enum.Enum) else value
+
+
+def _settings(name: str, base: type = KwargsHandler, said: Mapping[str, Any] | None = None, **fields: Any) -> Any:
+    made = [(key, Any, field(default_factory=dict) if value == {} else value) for key, value in fields.items()]
+    return make_dataclass(name, made, bases=(base,), namespace={"__module__": __name__, **(said or {})})
+
+
+def _plugin(name: str, kind: str, section: str, prefix: str, fields: str, **renamed: str) -> Any:
+    said = {"kind": kind, "section": section, "prefix": prefix, "renamed": renamed}
+    return _settings(name, Plugin, said, **dict.fromkeys(fields.split()))
+
+
+GradientAccumulationPlugin = _settings(
+    "GradientAccumulationPlugin", num_steps=1, adjust_scheduler=True, sync_with_dataloader=True, sync_each_batch=False
+)
+DataLoaderConfiguration = _settings(
+    *("DataLoaderConfiguration", object),
+    split_batches=False,
+    dispatch_batches=None,
+    even_batches=True,
+    use_seedable_sampler=False,
+    data_seed=None,
+    non_blocking=False,
+    use_stateful_dataloader=False,
+)
+InitProcessGroupKwargs = _settings("InitProcessGroupKwargs", backend=None, init_method=None, timeout=None)
+GradScalerKwargs = _settings(
+    *("GradScalerKwargs", KwargsHandler, None),
+    init_scale=65536.0,
+    growth_factor=2.0,
+    backoff_factor=0.5,
+    growth_interval=2000,
+    enabled=True,
+)
+AutocastKwargs = _settings("AutocastKwargs", enabled=True, cache_enabled=None)
+ProfileKwargs = _settings(
+    *("ProfileKwargs", KwargsHandler, None),
+    activities=None,
+    schedule_option=None,
+    on_trace_ready=None,
+    record_shapes=False,
+    profile_memory=False,
+    with_stack=False,
+    with_flops=False,
+    with_modules=False,
+    output_trace_dir=None,
+)
+_Project = _settings(
+    *("_Project", object, None),
+    project_dir=None,
+    logging_dir=None,
+    automatic_checkpoint_naming=False,
+    total_limit=None,
+    iteration=0,
+    save_on_each_node=False,
+)
+_DDP = _settings(
+    *("_DDP", KwargsHandler, None),
+    dim=0,
+    broadcast_buffers=True,
+    bucket_cap_mb=25,
+    find_unused_parameters=False,
+    check_reduction=False,
+    gradient_as_bucket_view=False,
+    static_graph=False,
+    comm_hook="NO",
+    comm_wrapper="NO",
+    comm_state_option={},
+)
+
+
+class ProjectConfiguration(_Project):  # type: ignore[misc]
+    """Folders, and how checkpoints are named and kept."""
+
+    def __post_init__(self) -> None:
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: Any = None) -> None:
+        """Set the folder, and the trackers' if it was not given."""
+        self.project_dir, self.logging_dir = project_dir, self.logging_dir or project_dir
+
+
+class DistributedDataParallelKwargs(_DDP):  # type: ignore[misc]
+    """Arguments of DDP."""
+
+    HOOKS: ClassVar = {"NO": None, "FP16": "fp16", "BF16": "bf16", "POWER_SGD": "powersgd"}
+    STATE: ClassVar = {"matrix_approximation_rank": "powersgd_rank", "start_powerSGD_iter": "powersgd_start"}
+
+    def to_strategy(self) -> dict[str, Any]:
+        """The strategy with these settings.
+
+        Raises:
+            ValueError: a setting has no counterpart.
+        """
+        given = self.to_kwargs()
+        state, hook = given.pop("comm_state_option", {}), str(given.pop("comm_hook", "NO"))
+        wrong = [name for name in ("dim", "check_reduction", "comm_wrapper") if name in given]
+        wrong += [f"comm_hook={hook}"] * (hook not in self.HOOKS) + sorted(state.keys() - self.STATE.keys())
+        if wrong:
+            raise ValueError(
+                f"DistributedDataParallelKwargs: {', '.join(wrong)} has no counterpart; engine.DDP has the other arguments, the hooks "
+                f"{', '.join(self.HOOKS)} and for the last {', '.join(self.STATE)}"
+            )
+        options = {self.STATE[key]: value for key, value in state.items()}
+        return {"name": "ddp", "comm_hook": self.HOOKS[hook], **given, **options}
+
+
+FullyShardedDataParallelPlugin = _plugin(
+    *("FullyShardedDataParallelPlugin", "FSDP", "fsdp_config", "fsdp_"),
+    "fsdp_version sharding_strategy reshard_after_forward backward_prefetch mixed_precision_policy auto_wrap_policy cpu_offload "
+    "ignored_modules state_dict_type state_dict_config optim_state_dict_config limit_all_gathers use_orig_params param_init_fn "
+    "sync_module_states forward_prefetch activation_checkpointing activation_checkpointing_offload cpu_ram_efficient_loading "
+    "transformer_cls_names_to_wrap min_num_params",
+    fsdp_version="version",
+    cpu_offload="offload_params",
+    transformer_cls_names_to_wrap="transformer_layer_cls_to_wrap",
+)
+DeepSpeedPlugin = _plugin(
+    *("DeepSpeedPlugin", "DEEPSPEED", "deepspeed_config", ""),
+    "hf_ds_config gradient_accumulation_steps gradient_clipping zero_stage is_train_batch_min offload_optimizer_device "
+    "offload_param_device offload_optimizer_nvme_path offload_param_nvme_path zero3_init_flag zero3_save_16bit_model "
+    "transformer_moe_cls_names enable_msamp msamp_opt_level",
+    hf_ds_config="deepspeed_config_file",
+    transformer_moe_cls_names="deepspeed_moe_layer_cls_names",
+)
+MegatronLMPlugin = _plugin(
+    *("MegatronLMPlugin", "MEGATRON_LM", "megatron_lm_config", "megatron_lm_"),
+    "tp_degree pp_degree num_micro_batches gradient_clipping sequence_parallelism recompute_activations recompute_granularity "
+    "use_distributed_optimizer",
+)
+TorchTensorParallelPlugin = _plugin("TorchTensorParallelPlugin", "TP", "tp_config", "", "tp_size torch_device_mesh")
+ParallelismConfig = _plugin(
+    *("ParallelismConfig", "FSDP", "parallelism_config", "parallelism_config_"),
+    "dp_replicate_size dp_shard_size tp_size cp_size sp_size",
+)
+TorchDynamoPlugin = _plugin(
+    *("TorchDynamoPlugin", "", "dynamo_config", "dynamo_"),
+    "backend mode fullgraph dynamic options disable use_regional_compilation",
+    dynamic="use_dynamic",
+    fullgraph="use_fullgraph",
+)
