@@ -359,6 +359,7 @@ class Fit:
             ValueError: another strategy than this one's sharded the module.
             RuntimeError: the module is in a run.
         """
+        module = adapted(module)
         if module.attached:
             raise RuntimeError(
                 "Fit.state_dict() and gathered() are for a module after its run; in a callback, use run.engine.get_state_dict(module)"
@@ -386,7 +387,7 @@ class Fit:
         Raises:
             ValueError, RuntimeError: as :meth:`state_dict`.
         """
-        with holding(module, self.state_dict(module, everywhere=everywhere)):
+        with holding(adapted(module), self.state_dict(module, everywhere=everywhere)):
             yield module
 
     def _evaluate(
@@ -425,7 +426,7 @@ class Fit:
         self, module: TrainModule, stage: str, find_train_loader: Callable[[Run], None] = lambda run: None
     ) -> Iterator[Run]:
         """Meet the other processes and make the run."""
-        module = adapted(module) if not isinstance(module, TrainModule) else module
+        module = adapted(module)
         if not isinstance(module, TrainModule):
             if isinstance(getattr(module, "_orig_mod", getattr(module, "module", None)), TrainModule):
                 raise TypeError(

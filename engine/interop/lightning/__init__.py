@@ -30,7 +30,10 @@ _UTILITIES = "types rank_zero exceptions combined_loader seed enums model_helper
 _PATHS = {
     callbacks: ["callbacks", "profilers", *(f"callbacks.{name}" for name in _CALLBACKS.split())],
     core: ["core", *(f"core.{name}" for name in ["module", "datamodule", "mixins", "hooks", "optimizer", "saving"])],
-    loggers: ["loggers", *(f"loggers.{name}" for name in ["logger", "base", "csv_logs", "tensorboard", "wandb", "mlflow"])],
+    loggers: [
+        "loggers",
+        *(f"loggers.{name}" for name in ["logger", "base", "csv_logs", "tensorboard", "wandb", "mlflow"]),
+    ],
     strategies: [
         "strategies",
         *(f"strategies.{name}" for name in ["ddp", "fsdp", "deepspeed", "strategy", "model_parallel"]),

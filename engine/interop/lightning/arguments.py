@@ -16,9 +16,30 @@ from engine.interop.lightning.loggers import CSVLogger, TensorBoardLogger
 from engine.interop.lightning.strategies import strategy
 from engine.loop.run import Run
 
-_SAME = ["accelerator", "num_nodes", "precision", "fast_dev_run", "min_epochs", "min_steps", "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches", "num_sanity_val_steps", "log_every_n_steps", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "deterministic", "benchmark", "detect_anomaly", "sync_batchnorm"]
+_SAME = [
+    "accelerator",
+    "num_nodes",
+    "precision",
+    "fast_dev_run",
+    "min_epochs",
+    "min_steps",
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+    "overfit_batches",
+    "num_sanity_val_steps",
+    "log_every_n_steps",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "deterministic",
+    "benchmark",
+    "detect_anomaly",
+    "sync_batchnorm",
+]
 """Arguments that mean the same in ``Fit``; ``None`` is its default."""
-_NEUTRAL = {
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "plugins": (None, []),
     "reload_dataloaders_every_n_epochs": (0,),
     "enable_autolog_hparams": (True,),
@@ -115,8 +136,8 @@ def _callbacks(given: Mapping[str, Any], settings: dict[str, Any]) -> list[Any]:
 
 
 def _validation(given: Mapping[str, Any], found: Translated) -> None:
-    interval, epochs = given["val_check_interval"], given["check_val_every_n_epoch"]
-    interval = timedelta(**interval) if isinstance(interval, Mapping) else interval
+    asked, epochs = given["val_check_interval"], given["check_val_every_n_epoch"]
+    interval: Any = timedelta(**asked) if isinstance(asked, Mapping) else asked
     in_time = isinstance(interval, (str, timedelta))
     if (
         (in_time and epochs not in (None, 1))

@@ -84,6 +84,6 @@ class Adapted(Callback):
 
 
 @functools.cache
-def adapted_class(kind: type) -> type[Adapted]:
+def adapted_class(kind: Any) -> type[Adapted]:
     """The class of the callbacks that stand for objects of ``kind``: a module's replace a trainer's of the same class."""
     return type(kind.__name__, (Adapted,), {})

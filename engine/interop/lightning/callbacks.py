@@ -90,7 +90,7 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
         if save_weights_only:
             said = "ModelCheckpoint(save_weights_only=True): checkpoints are complete; 'fit checkpoint export' writes weights only"
             logger.warning(said)
-        default = every_n_train_steps is train_time_interval is every_n_epochs is None
+        default = all(each is None for each in (every_n_train_steps, train_time_interval, every_n_epochs))
         epochs = f"{1 if default else every_n_epochs} epochs" if default or every_n_epochs else None
         every: list[Any] = [each for each in (every_n_train_steps, train_time_interval, epochs) if each]
         if len(every) > 1:

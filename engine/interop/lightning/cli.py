@@ -66,7 +66,7 @@ class LightningCLI:
             self._filled(self.parser)
         as_object = isinstance(args, (Mapping, Namespace))
         self.config = self.parser.parse_object(args) if as_object else self.parser.parse_args(args)
-        self.subcommand = self.config.subcommand if run else None
+        self.subcommand: Any = self.config.subcommand if run else None
         found = self.config[self.subcommand] if run else self.config
         if found["seed_everything"] is not False:
             seed_everything(None if found["seed_everything"] is True else found["seed_everything"])

@@ -13,7 +13,19 @@ from engine.module import TrainModule
 from engine.utils.log import logger
 
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-_ASKED = ["log", "log_dict", "optimizers", "lr_schedulers", "manual_backward", "clip_gradients", "all_gather", "print", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer"]
+_ASKED = [
+    "log",
+    "log_dict",
+    "optimizers",
+    "lr_schedulers",
+    "manual_backward",
+    "clip_gradients",
+    "all_gather",
+    "print",
+    "toggle_optimizer",
+    "untoggle_optimizer",
+    "toggled_optimizer",
+]
 """What a module asks of its trainer: during a run, of the adapted module."""
 _OWN = (*_ASKED, "forward", "trainer", "configure_optimizers", "configure_callbacks")
 
@@ -29,14 +41,11 @@ def adapt(value: Any) -> Any:
         if "_adapted" not in vars(value):
             vars(value)["_adapted"] = _class_for(type(value))(value)
         return vars(value)["_adapted"]
-    if _base(type(value), "LightningDataModule"):
+    if base := _base(type(value), "LightningDataModule"):
         made = LightningDataModule()
-        own = (
-            name
-            for name in dir(DataModule)
-            if not name.startswith("_") and name not in ("attach", "trainer", "hparams")
-        )
-        vars(made).update({name: getattr(value, name) for name in own if hasattr(value, name)})
+        own = (name for name in dir(DataModule) if not name.startswith("_") and name not in ("attach", "trainer", "hparams"))
+        theirs = (name for name in own if getattr(type(value), name, None) is not getattr(base, name, None))
+        vars(made).update({name: getattr(value, name) for name in theirs})
         made.hparams.update(value.hparams)
         return made
     return adapted_class(type(value))(value) if _base(type(value), "Callback") else value
@@ -55,8 +64,8 @@ class Foreign(LightningModule):
     training = property(
         lambda self: self.foreign.training, lambda self, value: setattr(self.foreign, "training", value)
     )
-    automatic_optimization = property(lambda self: self.foreign.automatic_optimization)  # type: ignore[assignment]
-    strict_loading = property(lambda self: self.foreign.strict_loading)  # type: ignore[assignment]
+    automatic_optimization = property(lambda self: self.foreign.automatic_optimization)
+    strict_loading = property(lambda self: self.foreign.strict_loading)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.foreign(*args, **kwargs)
@@ -80,7 +89,7 @@ class Foreign(LightningModule):
 
 
 @functools.cache
-def _class_for(kind: type) -> type[Foreign]:
+def _class_for(kind: Any) -> type[Foreign]:
     """The class for modules of a class of Lightning's: what that overrides is called, or named in the log."""
     base, space = _base(kind, "LightningModule"), {"__module__": kind.__module__}
     for name in dir(base):

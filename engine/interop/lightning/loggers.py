@@ -72,10 +72,11 @@ class WrappedLogger(Logger):
     """Lightning's positional arguments."""
     ours: Any
     """What ``Fit`` gets."""
+    _run: Any = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         given = translated(type(self).__name__, self.order, args, options, _WITHOUT)
-        self.save_dir, self.version, self._run = given.pop("save_dir", None), given.pop("version", None), None
+        self.save_dir, self.version = given.pop("save_dir", None), given.pop("version", None)
         self.name = self.settle(given)
         if self.save_dir is not None:
             version = f"version_{self.version}" if isinstance(self.version, int) else self.version

@@ -13,7 +13,8 @@ from engine.step.wrappers import PreparedOptimizer as LightningOptimizer  # noqa
 class LightningModule(TrainModule):
     """:class:`engine.TrainModule` as a Lightning project calls it: ``self.trainer`` is the ``Trainer``, also after a run."""
 
-    CHECKPOINT_HYPER_PARAMS_KEY = "hparams"
+    CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
+    CHECKPOINT_HYPER_PARAMS_NAME, CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_name", "hparams_type"
     _trainer: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -23,7 +24,7 @@ class LightningModule(TrainModule):
         return {**super().__getstate__(), "_trainer": None}
 
     @property
-    def trainer(self) -> Any:  # type: ignore[override]
+    def trainer(self) -> Any:
         """The trainer of the run under way or of the latest one.
 
         Raises:
@@ -78,6 +79,8 @@ class LightningModule(TrainModule):
 class LightningDataModule(DataModule):
     """:class:`engine.DataModule` with ``self.trainer``, which is ``None`` before a run."""
 
+    CHECKPOINT_HYPER_PARAMS_KEY = "datamodule_hyper_parameters"
+    CHECKPOINT_HYPER_PARAMS_NAME, CHECKPOINT_HYPER_PARAMS_TYPE = "datamodule_hparams_name", "datamodule_hparams_type"
     trainer: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

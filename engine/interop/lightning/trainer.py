@@ -79,14 +79,14 @@ class Trainer(TrainerView):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:  # fmt: skip
         """One dict of metrics per loader. Without a ``model`` it is the latest one, with the best checkpoint, if there is one."""
-        return self._evaluate("validate", model, dataloaders, ckpt_path, datamodule, verbose)  # type: ignore[no-any-return]
+        return self._evaluate("validate", model, dataloaders, ckpt_path, datamodule, verbose)
 
     def test(
         self, model: Any = None, dataloaders: Any = None, ckpt_path: Any = None, verbose: bool = True, datamodule: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:  # fmt: skip
         """As :meth:`validate`, with ``test_step``."""
-        return self._evaluate("test", model, dataloaders, ckpt_path, datamodule, verbose)  # type: ignore[no-any-return]
+        return self._evaluate("test", model, dataloaders, ckpt_path, datamodule, verbose)
 
     def predict(
         self, model: Any = None, dataloaders: Any = None, datamodule: Any = None, return_predictions: bool | None = None,
@@ -137,7 +137,7 @@ class Trainer(TrainerView):
         if self._batches is not None:
             run.val_every = InBatches(run, *self._batches)
 
-    def save_checkpoint(
+    def save_checkpoint(  # type: ignore[override]
         self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None, *, pickle: bool = False
     ) -> None:
         """Save the latest training as one file, in it and after it; all ranks call this together.
@@ -168,11 +168,14 @@ class Trainer(TrainerView):
         return Values() if isinstance(self._run, _Before) else super().callback_metrics
 
     @property
+    def _stage(self) -> str:
+        return super()._stage if self._module is not None and self._module.attached else ""
+
+    @property
     def state(self) -> Any:
         """As the view's; ``"finished"`` after a run."""
         found = super().state
-        running = self._module is not None and self._module.attached
-        return found if running or found.stopped else replace(found, status="finished" if found.fn else "initializing")
+        return found if self._stage or found.stopped else replace(found, status="finished" if found.fn else "initializing")
 
 
 class _Before:

@@ -35,7 +35,7 @@ MisconfigurationException = ValueError
 Tuner = refused_class("Tuner", "call callbacks.find_lr(module, loader) or find_batch_size, and set what it finds")
 Accelerator = CPUAccelerator = refused_class("Accelerator", "give Trainer(accelerator='cpu' or 'gpu')")
 CUDAAccelerator = refused_class("CUDAAccelerator", "give Trainer(accelerator='cuda')")
-CUDAAccelerator.is_available = staticmethod(torch.cuda.is_available)  # type: ignore[attr-defined]
+CUDAAccelerator.is_available = staticmethod(torch.cuda.is_available)
 
 
 class TrainerFn(StrEnum):
@@ -91,7 +91,7 @@ def is_overridden(method_name: str, instance: Any, parent: type | None = None) -
 def get_init_args(frame: Any) -> dict[str, Any]:
     """The arguments of the ``__init__`` that runs in ``frame``."""
     names, _, rest, values = inspect.getargvalues(frame)
-    return {name: values[name] for name in names[1:]} | values.get(rest, {})
+    return {name: values[name] for name in names[1:]} | (values[rest] if rest else {})
 
 
 def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, torch.Tensor]:
