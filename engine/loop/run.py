@@ -116,6 +116,8 @@ class Run:
     """Makes the training loader now, where somebody asks for the number of steps before it is made; in trainings only."""
     evaluating = False
     """A validation, test or prediction is under way, in a training too."""
+    loaders: list[PreparedLoader]
+    """All loaders that this run has prepared."""
     given_loaders: dict[str, tuple[Any, list[PreparedLoader]]]
     """Of each kind, the loaders in the form in which they were given, and prepared."""
     stop_level = 0
@@ -152,9 +154,7 @@ class Run:
         self.checkpoint_scores: dict[str, float | None] = {}
         self.keep_in(settings.root_dir / "checkpoints")
         self.val_loaders: list[PreparedLoader] = []
-        self.given_loaders = {}
-        self.loaders: list[PreparedLoader] = []
-        """All loaders that this run has prepared."""
+        self.given_loaders, self.loaders = {}, []
         self.num_eval_batches: list[int | None] = []
         self.max_steps: int | None = settings.max_steps
         self.max_epochs: int | None = settings.max_epochs

@@ -310,7 +310,7 @@ def optimization(run: Run, prepared: list[PreparedOptimizer]) -> Automatic:
         )
     if not module.automatic_optimization:
         for name in (*OF_THE_STEP, "lr_scheduler_step"):
-            if overrides(module, name):
+            if name != "clip_gradients" and overrides(module, name):
                 warn_once(
                     f"{type(module).__name__}.{name} is not called with automatic_optimization=False: call it in training_step"
                 )
