@@ -143,7 +143,7 @@ class Checkpoints:
             not engine.dataloader_config.use_stateful_dataloader
         ):  # as in Accelerate, where scripts skip batches themselves
             for loader in engine._prepared.loaders:
-                loader.resume(loader.epoch, 0)
+                loader.restart()
             for loader in self._following:
-                loader._start = 0
+                loader.restart()
         return dict(manifest)

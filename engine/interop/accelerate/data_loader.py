@@ -84,8 +84,7 @@ class Loader:
     def skipping(self, num_batches: int) -> Any:
         """A loader for the rest of the epoch; the number counts from its start, also where ``load_state`` has found the position."""
         loader: PreparedLoader = self.base_dataloader
-        if not loader._begun:
-            loader.resume(loader.epoch, 0)
+        loader.restart()
         return Loader(loader.skipping(num_batches), self.rng_types)
 
 
@@ -163,6 +162,10 @@ class DataLoaderShard(Loader):
             self._opening = state["torch"]
         if self.synchronized_generator is not None and state["generator"] is not None:
             self.synchronized_generator.set_state(state["generator"])
+
+    def restart(self) -> None:
+        """Start the next pass at the beginning of its epoch."""
+        self._start = 0
 
     def skipping(self, num_batches: int) -> Any:
         other = copy.copy(self)
