@@ -157,6 +157,11 @@ class PreparedLoader:
             self.resume(self._epoch, 0)
 
     @property
+    def skipped(self) -> int:
+        """Micro-batches per rank of the epoch that come before the next pass."""
+        return 0 if self._begun else self._start // self._feed.advance(1)
+
+    @property
     def position(self) -> int:
         """How much of the epoch's data is consumed, at the end of the latest complete window: in samples, or for data of ready batches
         in batches of all ranks."""

@@ -40,7 +40,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         synchronize_rng_states(self.rng_types, self.synchronized_generator)
-        self._given, batches = 0, self._batches()
+        self._given, batches = self._first(), self._batches()
         self.gradient_state.dataloader_references.append(self)
         try:
             for batch in batches:
@@ -49,6 +49,10 @@ class Loader:
         finally:
             batches.close()
             self.gradient_state.dataloader_references.remove(self)
+
+    def _first(self) -> int:
+        """The number of the next pass's first batch in its epoch."""
+        return int(self.base_dataloader.skipped)
 
     def _batches(self) -> Any:
         return iter(self.base_dataloader)
@@ -109,6 +113,12 @@ class DataLoaderShard(Loader):
         each, split = int(sampler.batch_size), getattr(sampler, "split_batches", False)
         return each if split else each * int(getattr(sampler, "num_processes", 1))
 
+    def __len__(self) -> int:
+        return len(self.base_dataloader) - self.skip_batches
+
+    def _first(self) -> int:
+        return max(self._start, self.skip_batches)
+
     def set_epoch(self, epoch: int) -> None:
         """Use the order of this epoch in the next pass."""
         self.iteration = epoch
@@ -128,9 +138,9 @@ class DataLoaderShard(Loader):
             self._opening = torch.get_rng_state()
             generator = self.synchronized_generator
             self._drawn_from = None if generator is None else generator.get_state()
-            batches, start = self._read(), max(self._start, self.skip_batches)
+            batches, start = self._read(), self._first()
             ahead = next(itertools.islice(batches, start, None), None)
-        self._start, self._resumes, self._given = 0, False, start
+        self._start, self._resumes = 0, False
         while ahead is not None:
             batch, ahead = ahead, next(batches, None)
             self.end_of_dataloader = ahead is None

@@ -41,6 +41,11 @@ def test_plugins_become_strategies() -> None:
     found = settings(deepspeed_plugin=zero)
     assert found["strategy"] == {"name": "deepspeed", "stage": 3, "offload_optimizer": "cpu"}
     assert found["accumulate_grad_batches"] == 4
+    config = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    assert settings(deepspeed_plugin=u.DeepSpeedPlugin(hf_ds_config=config))["strategy"] == {
+        "name": "deepspeed",
+        "config": config,
+    }
     mesh = settings(parallelism_config=u.ParallelismConfig(tp_size=2, dp_shard_size=4))
     assert mesh["strategy"] == {"name": "mesh", "tp": 2, "dp_replicate": 1, "dp_shard": 4}
     compiled = settings(dynamo_plugin=u.TorchDynamoPlugin(backend="inductor", fullgraph=True))
