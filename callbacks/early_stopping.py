@@ -18,6 +18,8 @@ class EarlyStopping(Callback):
     ``Result.stop_reason`` has the reason. The arguments mean the same as in Lightning.
     """
 
+    is_early_stopping = True
+
     def __init__(
         self,
         monitor: str,

@@ -33,6 +33,7 @@ class ModelCheckpoint(Callback):
     """
 
     runs_last = True
+    is_checkpoint = True
 
     def __init__(
         self,

@@ -69,6 +69,10 @@ class Callback:
 
     is_logger = False
     """Whether this is a logger: ``run.loggers``, and ``self.loggers`` of the module, have it."""
+    is_checkpoint = False
+    """Whether this saves checkpoints: ``trainer.checkpoint_callback`` is the first of these."""
+    is_early_stopping = False
+    """Whether this ends trainings early: ``trainer.early_stopping_callback`` is the first of these."""
     takes: frozenset[str] = frozenset()
     """What :meth:`on_media` takes of ``image``, ``histogram``, ``text``, ``audio``, ``figure``, ``table`` and ``artifact``."""
     shows_progress = False

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("utils",),
     ("config", "distributed"),
-    ("interop", "checkpoint", "health"),
+    ("checkpoint", "health"),
     ("metrics",),
     ("transforms",),
     ("step",),
@@ -24,9 +24,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("callback",),
     ("replay",),
     ("fit", "callbacks"),
+    ("interop", "huggingface"),
+    ("migrate",),
     ("cli",),
 )
-# A second name of the package `callbacks`, which nothing in `engine` imports: the one module here that imports it.
+# A second name of the package `callbacks`, which nothing below `interop` imports: the one module there that imports it.
 SECOND_NAME = "engine.callbacks"
 # The only places that import own modules by name.
 LAZY_TABLES = (
@@ -124,10 +126,13 @@ def test_imports_go_down(name: str) -> None:
     wrong = {target for target in others if layer(target) >= layer(name)}
     assert not wrong, f"{name} (layer {layer(name)}) imports upward or sideways: {wrong}"
     assert "engine" not in own_imports(name) or name.startswith("engine.cli"), f"{name} imports the public face"
-    assert name == SECOND_NAME or not any(target.startswith("callbacks") for target in own_imports(name)), (
+    outside = name == SECOND_NAME or place(name) == "interop"
+    assert outside or not any(target.startswith("callbacks") for target in own_imports(name)), (
         f"{name} imports callbacks"
     )
-    assert SECOND_NAME not in own_imports(name) or name == "engine", f"{name} imports callbacks"
+    assert SECOND_NAME not in own_imports(name) or name == "engine" or place(name) == "interop", (
+        f"{name} imports callbacks"
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("callbacks")])
@@ -193,4 +198,4 @@ def test_the_table_has_what_is_there() -> None:
 def test_the_top_of_the_package() -> None:
     there = [each for each in (ROOT / "engine").iterdir() if each.name != "__pycache__"]
     assert len([each for each in there if each.suffix == ".py"]) <= 6
-    assert len([each for each in there if each.is_dir()]) <= 16
+    assert len([each for each in there if each.is_dir()]) <= 19

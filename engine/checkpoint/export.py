@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint.files import write_json
+from engine.checkpoint import published
+from engine.checkpoint.directory import SHARED
+from engine.checkpoint.files import printable, write_json
 from engine.checkpoint.json_tree import same_memory
 from engine.checkpoint.manifest import WEIGHTS
 from engine.checkpoint.reader import Source
@@ -66,6 +68,8 @@ class Exported:
     """The bytes of the tensors."""
     tied: dict[str, str] = field(default_factory=dict)
     """Names that share a tensor with an exported one."""
+    published: list[str] = field(default_factory=list)
+    """Paths or URLs of the files that the module has published, such as ``config.json``."""
     left_out: list[str] = field(default_factory=list)
     """Names that the patterns did not choose, and state that is not a tensor."""
 
@@ -76,21 +80,22 @@ def export_checkpoint(
     *,
     dtype: str | None = None,
     max_shard_size: int | str = "5GB",
-    prefix_strip: str = "",
+    prefix_strip: str | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     weights: str | None = None,
 ) -> Exported:
     """Write the model of a checkpoint as files that ``transformers`` and ``safetensors.torch.load_file`` read.
 
-    One file's tensors are in memory at a time. Tied weights are written once, under the first chosen name.
+    One file's tensors are in memory at a time. Tied weights are written once, under the first chosen name. Where the module has published
+    its files (:mod:`engine.checkpoint.published`; ``HFModule`` does), they are written too, and names are as it says: an adapter is exported as one.
 
     Args:
         path: a checkpoint, or a folder, whose newest checkpoint is used; a directory or a URL.
         out: the directory, or a URL.
         dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"`` for floating point tensors; by default each keeps its own. fp8 and integers keep theirs.
         max_shard_size: bytes of a file, or ``"5GB"``; a larger tensor gets its own file.
-        prefix_strip: removed from names that start with it.
+        prefix_strip: removed from names that start with it; by default what the module has published.
         include, exclude: patterns (``*``, ``?``, ``[...]``) of the checkpoint's names; by default all of them.
         weights: rather than the trained weights, those that a callback has kept under this name, such as ``"ema"``.
 
@@ -102,8 +107,8 @@ def export_checkpoint(
     """
     limit = size_in_bytes(max_shard_size)
     wanted = _dtype(dtype)
-    with opened(path, ("model", *([] if weights is None else [WEIGHTS]))) as found, outgoing(out) as directory:
-        source = Source(found, weights)
+    with opened(path, ("model", "state", *([] if weights is None else [WEIGHTS]))) as found, outgoing(out) as directory:
+        source, beside = Source(found, weights), published.find(found.directory, found.tree(SHARED) or {})
         everything = source.names
         names = [name for name in _chosen(everything, include, exclude) if name not in source.extra]
         first: dict[str, str] = {}
@@ -113,14 +118,22 @@ def export_checkpoint(
             raise ValueError(
                 f"{path}: no tensor of the model's {len(everything)} is selected: widen include, or narrow exclude"
             )
-        targets = _stripped(first, prefix_strip)
+        targets = _named(first, beside, prefix_strip)
         stored = {new: source.stored(old) for new, old in targets.items()}
         sizes = {new: known.shape.numel() * _as(known, wanted).itemsize for new, known in stored.items()}
-        written = _write(
-            sizes, lambda chosen: _read(source, {name: targets[name] for name in chosen}, wanted), directory, limit
-        )
+
+        def read(chosen: list[str]) -> dict[str, Tensor]:
+            return _read(source, {name: targets[name] for name in chosen}, wanted)
+
+        written = _write(sizes, read, directory, limit, beside.stem)
+        others = published.write(beside, directory, wanted)
+        shown = [
+            str(file) if directory == Path(out) else f"{str(out).rstrip('/')}/{file.name}"
+            for file in (*written, *others)
+        ]
         return Exported(
-            files=[str(file) if directory == Path(out) else f"{str(out).rstrip('/')}/{file.name}" for file in written],
+            files=shown[: len(written)],
+            published=shown[len(written) :],
             tensors=len(sizes),
             bytes=sum(sizes.values()),
             tied={
@@ -152,8 +165,21 @@ def _chosen(names: Sequence[str], include: Sequence[str], exclude: Sequence[str]
     return [name for name in kept if not any(fnmatchcase(name, pattern) for pattern in exclude)]
 
 
+def _named(first: Mapping[str, str], beside: published.Published, prefix: str | None) -> dict[str, str]:
+    """The names to write, with the checkpoint's name of the tensor for each. ``prefix``: as the user gave it."""
+    if beside.names is None or prefix is not None:
+        published_prefix = beside.prefix if any(name.startswith(beside.prefix) for name in first.values()) else ""
+        return _stripped(first, published_prefix if prefix is None else prefix)
+    found = {beside.names[name]: old for old, name in first.items() if name in beside.names}
+    if lost := sorted(beside.names.keys() - first.values()):
+        raise ValueError(
+            printable(f"the checkpoint has no {lost[0]!r}, which belongs to the adapter: include it, or exclude less")
+        )
+    return found
+
+
 def _stripped(first: Mapping[str, str], prefix: str) -> dict[str, str]:
-    """The names to write, with the checkpoint's name of the tensor for each."""
+    """The names to write without ``prefix``."""
     if prefix and not any(name.startswith(prefix) for name in first.values()):
         raise ValueError(f"no name starts with {prefix!r}; the names are such as {', '.join(list(first.values())[:5])}")
     found: dict[str, str] = {}
@@ -185,23 +211,27 @@ def _read(source: Source, names: Mapping[str, str], wanted: torch.dtype | None) 
 
 
 def _write(
-    sizes: Mapping[str, int], read: Callable[[list[str]], dict[str, Tensor]], directory: Path, limit: int
+    sizes: Mapping[str, int],
+    read: Callable[[list[str]], dict[str, Tensor]],
+    directory: Path,
+    limit: int,
+    stem: str = "model",
 ) -> list[Path]:
     """Write the tensors of these names and sizes (bytes), those of one file read together; after an error no files remain."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
-        if shards[-1] and filled + size > limit:
+        if shards[-1] and filled + size > limit and stem == "model":  # an adapter is one file
             shards.append([])
             filled = 0
         shards[-1].append(name)
         filled += size
     directory.mkdir(parents=True, exist_ok=True)
-    if there := sorted(path.name for path in directory.glob("model*.safetensors*")):
+    if there := sorted(path.name for path in directory.glob(f"{stem}*.safetensors*")):
         raise FileExistsError(f"{directory} holds {there[0]} already: choose another directory, or remove it")
     count = len(shards)
     names = (
-        ["model.safetensors"]
+        [f"{stem}.safetensors"]
         if count == 1
         else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     )

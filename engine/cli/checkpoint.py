@@ -96,7 +96,9 @@ def _export(command: argparse.ArgumentParser, one: str) -> None:
         help="of a file, such as 5GB or 200MiB (default: 5GB)",
     )
     command.add_argument(
-        "--prefix-strip", default="", metavar="PREFIX", help="remove this prefix of names, such as 'model.'"
+        "--prefix-strip",
+        metavar="PREFIX",
+        help="remove this prefix of names, such as 'model.' (default: what the module has published)",
     )
     command.add_argument(
         "--weights",

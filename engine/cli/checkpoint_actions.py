@@ -113,7 +113,7 @@ def _export(arguments: argparse.Namespace) -> Answer:
         exclude=arguments.exclude,
         weights=arguments.weights,
     )
-    lines = [*found.files, f"{found.tensors} tensors, {_size(found.bytes)}"]
+    lines = [*found.files, *found.published, f"{found.tensors} tensors, {_size(found.bytes)}"]
     lines += [f"tied, written once: {name} is {first}" for name, first in found.tied.items()]
     lines += [f"left out: {name}" for name in found.left_out]
     return asdict(found), lines, True

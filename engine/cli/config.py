@@ -21,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
     """The arguments of ``fit config``."""
     top = argparse.ArgumentParser(
         prog="fit config",
-        description="Write a commented file of settings, from answers to questions unless one of the first three options is given.",
+        description="Write a commented file of settings, from answers to questions unless one of the first four options is given.",
     )
     ways = top.add_mutually_exclusive_group()
     ways.add_argument(
@@ -34,11 +34,16 @@ def parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="convert Accelerate's configuration file (without PATH: the one that 'accelerate config' writes)",
     )
+    ways.add_argument(
+        "--from-training-args",
+        metavar="FILE",
+        help="convert transformers.TrainingArguments, a JSON or YAML file of them",
+    )
     ways.add_argument("--check", metavar="PATH", help="write nothing: check a file of settings")
     top.add_argument("--output", default="fit.yaml", metavar="PATH", help="the file to write (default: fit.yaml)")
     top.add_argument(
         "--force",
         action="store_true",
-        help="overwrite the file; with --from-accelerate, write settings without a counterpart as comments instead of refusing them",
+        help="overwrite the file; with --from-..., write settings without a counterpart as comments instead of refusing them",
     )
     return top

@@ -10,8 +10,10 @@ from typing import Any
 
 from engine.cli.config_questions import ask
 from engine.cli.exits import FAILED, UsageError, complain
+from engine.config import from_training_arguments
 from engine.config.commented_file import document
 from engine.config.from_accelerate import file as accelerate_file
+from engine.config.from_accelerate.keys import File
 from engine.config.resolve import SECTIONS, Resolved, resolve
 from engine.config.yaml_writer import write_atomically
 from engine.loop import compatibility
@@ -37,12 +39,16 @@ def _write(arguments: argparse.Namespace) -> int:
     head: list[str] = []
     if arguments.from_accelerate is not None:
         values, head = _from_accelerate(arguments)
+    elif arguments.from_training_args is not None:
+        values, head = _from_training_arguments(arguments)
     elif arguments.default:
         values = {}
     elif sys.stdin.isatty() and sys.stdout.isatty():
         values = ask()
     else:
-        raise ValueError("questions need a terminal, and this is not one: give --default, or --from-accelerate PATH")
+        raise ValueError(
+            "questions need a terminal, and this is not one: give --default, --from-accelerate PATH or --from-training-args FILE"
+        )
     text = document(values, head)
     draft = path.with_name(f".{path.name}.check")
     write_atomically(draft, text)
@@ -79,17 +85,34 @@ def _judge(path: Path) -> Resolved:
 def _from_accelerate(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     path = Path(arguments.from_accelerate) if arguments.from_accelerate else accelerate_file.default_path(os.environ)
     file = accelerate_file.read(path)
-    if file.refused and not arguments.force:
+    head = [f"Converted from Accelerate's {path}. This starts the processes that it describes:", f"    {file.launch}"]
+    return _converted(path, file, arguments.force, head)
+
+
+def _from_training_arguments(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    path = Path(arguments.from_training_args)
+    file = from_training_arguments.read(path)
+    code = [f"    {' '.join(line.split())}" for line in file.code()]
+    head = [
+        f"Converted from {path}, TrainingArguments of transformers. These are for the script, engine.huggingface and callbacks:",
+        *code,
+    ]
+    return _converted(path, file, arguments.force, head)
+
+
+def _converted(path: Path, file: File, force: bool, head: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The settings of another trainer's ``file``, and the comments above them.
+
+    Raises:
+        ValueError: it has keys without a counterpart, and there is no ``--force``.
+    """
+    if file.refused and not force:
         count = len(file.refused)
         raise ValueError(
             f"{path} has {count} key(s) that would change the training and have no counterpart here; --force writes them as comments:\n"
             + "\n".join(f"  {line}" for line in file.refused)
         )
-    head = [
-        "",
-        f"Converted from Accelerate's {path}. This starts the processes that it describes:",
-        f"    {file.launch}",
-    ]
+    head = ["", *head]
     told = (
         ("Ignored, because it has no meaning here:", file.notes),
         ("NOT DONE HERE, and it changes the training:", file.refused),

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
+import typing
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
+from engine.config.construct import converted, hints
 from engine.utils.errors import nearest
 
 
@@ -29,29 +33,134 @@ class HParams(dict[str, Any]):
         del self[name]
 
 
-def init_arguments(owner: object, frame: FrameType | None) -> dict[str, Any]:
-    """The arguments of ``owner``'s constructors that are running in ``frame`` and its callers (a subclass's ``__init__`` around a base's)."""
-    found: dict[str, Any] = {}
-    while frame is not None and frame.f_code.co_name == "__init__":
-        arguments = inspect.getargvalues(frame)
-        if not arguments.args or arguments.locals[arguments.args[0]] is not owner:
-            break
-        values = {name: arguments.locals[name] for name in arguments.args[1:] if name in arguments.locals}
-        keyword_only = frame.f_code.co_varnames[
-            frame.f_code.co_argcount : frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount
-        ]
-        values.update({name: arguments.locals[name] for name in keyword_only if name in arguments.locals})
-        if arguments.keywords:
-            values.update(arguments.locals.get(arguments.keywords, {}))
-        found.update(values)
-        frame = frame.f_back
-    found.pop("__class__", None)
+class Owner(Protocol):
+    """A module or a data module."""
+
+    hparams_name: str | None
+
+    @property
+    def hparams(self) -> HParams: ...
+
+
+def save(owner: Owner, given: Sequence[Any], ignore: str | Iterable[str] | None, logger: bool, frame: Any) -> None:
+    """Add to ``owner.hparams`` what ``save_hyperparameters`` was called with.
+
+    Args:
+        given: names of constructor arguments, one object with all hyperparameters, or nothing for all arguments.
+        logger: whether loggers get them.
+        frame: of the caller, inside the constructor.
+
+    Raises:
+        TypeError, ValueError: ``given`` is something else, or names what is not an argument.
+    """
+    ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
+    arguments = init_arguments(owner, frame)
+    others = [each for each in given if not isinstance(each, str)]
+    if others:
+        if len(given) > 1:
+            raise TypeError(
+                f"save_hyperparameters got {len(given)} arguments: give names, or one object with all hyperparameters"
+            )
+        found = _entries(others[0])
+        owner.hparams_name = next((name for name, value in arguments.items() if value is others[0]), None)
+    elif absent := [name for name in given if name not in arguments]:
+        has = ", ".join(arguments)
+        raise ValueError(
+            f"save_hyperparameters({absent[0]!r}): {type(owner).__name__}.__init__ has no such argument; it has {has}"
+        )
+    else:
+        found = {name: arguments[name] for name in given or arguments}
+    found = {name: value for name, value in found.items() if name not in ignored}
+    for name in ignored:
+        owner.hparams.pop(name, None)  # a base class may have saved it
+    owner.hparams.update(found)
+    own = vars(owner)
+    own["_hparams_initial"] = {name: _copied(value) for name, value in owner.hparams.items()}
+    own["_hparams_unlogged"] = (own.get("_hparams_unlogged", set()) - set(found)) | (set() if logger else set(found))
+
+
+def saved_by(owner: object) -> HParams:
+    """The hyperparameters of a module or a data module, whether or not its constructor has begun."""
+    found: HParams = vars(owner).setdefault("_hparams", HParams())
     return found
 
 
-def argument_name(owner: object, frame: FrameType | None, value: object) -> str | None:
-    """The name of the constructor's argument that is ``value``, if any."""
-    return next((name for name, given in init_arguments(owner, frame).items() if given is value), None)
+def initial(owner: object) -> HParams:
+    """A copy of the hyperparameters as they were when they were saved last."""
+    return HParams({name: _copied(value) for name, value in vars(owner).get("_hparams_initial", {}).items()})
+
+
+def for_loggers(owner: object) -> dict[str, Any]:
+    """The hyperparameters without those that were saved with ``logger=False``."""
+    unlogged = getattr(owner, "_hparams_unlogged", ())
+    return {name: value for name, value in getattr(owner, "hparams", {}).items() if name not in unlogged}
+
+
+def _entries(given: Any) -> dict[str, Any]:
+    """The hyperparameters in one object."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    if isinstance(given, Namespace):
+        return dict(vars(given))
+    if is_dataclass(given) and not isinstance(given, type):
+        return {each.name: getattr(given, each.name) for each in fields(given)}
+    raise TypeError(
+        f"save_hyperparameters got {type(given).__name__}: give names of arguments, or a dict, an argparse.Namespace or a dataclass object"
+    )
+
+
+def _copied(value: Any) -> Any:
+    """A copy of containers; what they contain is the same."""
+    if type(value) in (list, tuple, set):
+        return type(value)(map(_copied, value))
+    return type(value)({k: _copied(v) for k, v in value.items()}) if type(value) in (dict, HParams) else value
+
+
+def as_data(value: Any) -> Any:
+    """Configuration objects (dataclasses, ``Namespace``, other mappings and sequences) as dicts and lists; anything else as it is."""
+    if isinstance(value, Namespace) or (is_dataclass(value) and not isinstance(value, type)):
+        value = _entries(value)
+    if isinstance(value, Mapping) and type(value).__module__ != "collections":
+        return {key: as_data(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(as_data, value))
+    known = isinstance(value, (str, bytes, bytearray, tuple)) or type(value).__module__ == "builtins"
+    return [as_data(each) for each in value] if isinstance(value, Sequence) and not known else value
+
+
+def _as_annotated(hint: Any, value: Any, name: str) -> Any:
+    """The reverse of :func:`as_data`, as far as a constructor's annotation says it; other dicts have attributes."""
+    if not isinstance(value, Mapping):
+        return value
+    kinds = [*typing.get_args(hint), hint]
+    if Namespace in kinds:
+        return Namespace(**value)
+    if any(is_dataclass(kind) for kind in kinds):
+        return converted(hint, value, name)
+    return (
+        HParams({key: _as_annotated(Any, each, name) for key, each in value.items()})
+        if type(value) in (dict, HParams)
+        else value
+    )
+
+
+def init_arguments(owner: object, frame: FrameType | None) -> dict[str, Any]:
+    """The arguments of ``owner``'s constructors that are running in ``frame`` and its callers (a subclass's ``__init__`` around a base's)."""
+    found: dict[str, Any] = {}
+    while frame is not None:
+        arguments = inspect.getargvalues(frame)
+        # Between two constructors there may be a decorator, and before the first a helper method that saves the hyperparameters.
+        if frame.f_code.co_name == "__init__" and arguments.args and arguments.locals.get(arguments.args[0]) is owner:
+            values = {name: arguments.locals[name] for name in arguments.args[1:] if name in arguments.locals}
+            first = frame.f_code.co_argcount
+            keyword_only = frame.f_code.co_varnames[first : first + frame.f_code.co_kwonlyargcount]
+            values.update({name: arguments.locals[name] for name in keyword_only if name in arguments.locals})
+            if arguments.keywords:
+                values.update(arguments.locals.get(arguments.keywords, {}))
+            found.update(values)
+        frame = frame.f_back
+    found.pop("__class__", None)
+    return found
 
 
 def kept_arguments(cls: Callable[..., Any], saved: Mapping[str, Any], whole: str | None = None) -> dict[str, Any]:
@@ -61,10 +170,13 @@ def kept_arguments(cls: Callable[..., Any], saved: Mapping[str, Any], whole: str
     whole = _whole(
         named, [name for name, p in named.items() if p.default is p.empty and name not in saved], saved, whole
     )
+    known = hints(cls)
     if whole is not None:
-        return {whole: HParams(saved)}
+        return {whole: _as_annotated(known.get(whole), HParams(saved), whole)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {name: value for name, value in saved.items() if takes_any or name in named}
+    return {
+        name: _as_annotated(known.get(name), value, name) for name, value in saved.items() if takes_any or name in named
+    }
 
 
 def replaced_by_defaults(cls: Callable[..., Any], texts: Mapping[str, str], given: Iterable[str]) -> dict[str, str]:
@@ -126,10 +238,12 @@ def constructor_arguments(
         raise TypeError(
             f"{cls.__name__}.__init__ has no argument {strange[0]!r}{nearest(strange[0], named)}; it has {', '.join(named) or 'none'}"
         )
+    known = hints(cls)
     if whole is not None:
-        found = {whole: HParams({**saved, **entries}), **overrides}
+        found = {whole: _as_annotated(known.get(whole), HParams({**saved, **entries}), whole), **overrides}
     else:
-        found = {**{name: value for name, value in saved.items() if takes_any or name in named}, **overrides}
+        taken = {name: value for name, value in saved.items() if (takes_any or name in named) and name not in overrides}
+        found = {**{name: _as_annotated(known.get(name), value, name) for name, value in taken.items()}, **overrides}
     if missing := [name for name in missing if name not in found]:
         has = ", ".join(map(str, saved)) or "none"
         raise TypeError(

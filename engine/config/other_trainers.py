@@ -28,8 +28,8 @@ def hint(name: str, known: Iterable[str]) -> str:
     return nearest(name, known)
 
 
-UNWRAPPED = ("TrainModule", "DataModule")
-"""Classes whose methods a step calls, or that inspect their caller: their run explains their errors."""
+UNWRAPPED = ("TrainModule",)
+"""Classes whose methods a step calls: their run explains their errors."""
 
 
 _UNEXPECTED = re.compile(r"(\w+\.\w+)\(\) got an unexpected keyword argument '(\w+)'")
@@ -59,13 +59,6 @@ def explain(error: TypeError) -> None:
     else:
         said = hint(name, known)
     error.args = (f"{found[0]}{said}",)
-
-
-def refused(call: str, unknown: Iterable[str]) -> TypeError:
-    """Python's error about the first of these unknown arguments, with a hint."""
-    error = TypeError(f"{call}() got an unexpected keyword argument {next(iter(unknown))!r}")
-    explain(error)
-    return error
 
 
 def knows_other_trainers(cls: type[T]) -> type[T]:

@@ -97,16 +97,7 @@ _EVALUATION = {
 }
 
 
-_HYPERPARAMETERS = {
-    "logger": "hyperparameters are part of every checkpoint: leave it out",
-    "frame": "the arguments are those of the __init__ that calls it: leave it out",
-}
-
-
 _LAUNCHER = "the launcher starts the processes: fit launch, torchrun, or engine.launch"
-
-
-_ALWAYS_REDUCED = "an epoch's value is always reduced over all ranks: leave it out"
 
 
 _DEVICE = "prepared objects are on their device"
@@ -139,19 +130,8 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     "Fit.validate": _EVALUATION,
     "Fit.test": _EVALUATION,
     "Fit.predict": _EVALUATION,
-    "TrainModule.log": {
-        "reduce_fx": _called("reduce"),
-        **dict.fromkeys(("sync_dist", "sync_dist_group"), _ALWAYS_REDUCED),
-        "rank_zero_only": "all ranks log, and the value is reduced over them: leave it out",
-        "logger": "every logger callback gets every value: leave it out",
-        "enable_graph": "what is logged is detached: leave it out",
-        "add_dataloader_idx": "with several loaders the names of their values end in their numbers: leave it out",
-        "metric_attribute": "a torchmetrics object is recognized: leave it out",
-    },
-    "TrainModule.all_gather": {"group": "values are gathered over all ranks: leave it out"},
-    "TrainModule.optimizers": {"use_pl_optimizer": "the optimizers are always the prepared ones: leave it out"},
-    "TrainModule.save_hyperparameters": _HYPERPARAMETERS,
-    "DataModule.save_hyperparameters": _HYPERPARAMETERS,
+    "TrainModule.log": {},  # all of them are ours; here for the nearest name of another one
+    "TrainModule.log_dict": {"metric_attribute": "torchmetrics objects are recognized: leave it out"},
     "Engine.__init__": {
         **dict.fromkeys(("devices", "num_processes", "num_nodes", "num_machines", "gpus"), _LAUNCHER),
         **dict.fromkeys(

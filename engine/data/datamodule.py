@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
-from typing import Any, Never
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
 
 import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from engine.config.hyperparameters import HParams, init_arguments
-from engine.config.other_trainers import knows_other_trainers, missing, refused
-from engine.interop.lightning_names import DATA
+from engine.checkpoint.module_loading import load_datamodule
+from engine.config.hyperparameters import HParams, initial, save, saved_by
+from engine.config.lightning_names import DATA
+from engine.config.other_trainers import missing
 from engine.utils.tree import move
 
 
-@knows_other_trainers
 class DataModule:
     """Subclass it and define the loaders that the run needs; ``Fit(...).run(module, datamodule=data)``.
 
@@ -23,14 +27,32 @@ class DataModule:
     Order: ``prepare_data`` (one process of each machine), ``setup(stage)`` (every process), loaders, ``teardown(stage)``.
     """
 
-    def __init__(self) -> None:
-        self._hparams = HParams()
+    _hparams: HParams
+    hparams_name: str | None = None
+    """The constructor's argument that was saved as the dict of all hyperparameters, if one was."""
 
     def __getattr__(self, name: str) -> Any:
+        if name == "trainer":
+            if (run := self.__dict__.get("_attached_run")) is None:
+                raise AttributeError(
+                    f"{type(self).__name__}.trainer is there during a Fit run only", name=name, obj=self
+                )
+            return run.trainer
         raise missing(self, DATA, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy or a pickle, for a loader's worker processes too, belongs to no run.
+        return {name: value for name, value in self.__dict__.items() if name != "_attached_run"}
+
+    trainer: Any
+    """The run under the names of Lightning's ``Trainer``, to read; outside of a run an ``AttributeError``."""
 
     prepare_data_per_node: bool = True
     """Whether :meth:`prepare_data` runs on one process of each machine, or on rank 0 alone."""
+
+    def attach(self, run: Any) -> None:
+        """Enter a ``run`` (leave it: ``None``); called by it."""
+        self._attached_run = run
 
     def prepare_data(self) -> None:
         """Download or convert data on disk; must not set state, since only one process of a machine runs it."""
@@ -75,18 +97,70 @@ class DataModule:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that :meth:`state_dict` returned."""
 
-    def save_hyperparameters(self, ignore: str | Iterable[str] = (), **unknown: Never) -> None:
-        """Keep the arguments of ``__init__`` in :attr:`hparams`, without those in ``ignore``. Call it inside ``__init__``."""
-        if unknown:
-            raise refused("DataModule.save_hyperparameters", unknown)
-        frame = inspect.currentframe()
-        ignored = {ignore} if isinstance(ignore, str) else set(ignore)
-        found = init_arguments(self, frame.f_back if frame else None)
-        self.hparams.update({name: value for name, value in found.items() if name not in ignored})
+    def save_hyperparameters(
+        self, *args: Any, ignore: str | Iterable[str] | None = None, frame: FrameType | None = None, logger: bool = True
+    ) -> None:
+        """Keep the arguments of ``__init__`` in :attr:`hparams`, and in every checkpoint; as of :class:`engine.TrainModule`."""
+        own = inspect.currentframe()
+        save(self, args, ignore, logger, frame or (own.f_back if own else None))
 
     @property
     def hparams(self) -> HParams:
-        """The arguments that :meth:`save_hyperparameters` kept."""
-        if "_hparams" not in self.__dict__:  # a subclass whose __init__ does not call ours
-            self._hparams = HParams()
-        return self._hparams
+        """What :meth:`save_hyperparameters` kept; entries are attributes too."""
+        return saved_by(self)
+
+    @property
+    def hparams_initial(self) -> HParams:
+        """A copy of :attr:`hparams` as they were when they were saved last."""
+        return initial(self)
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: str | Path, **overrides: Any) -> Self:
+        """A new data module of this class with a checkpoint's hyperparameters and state; opening it runs no code from it.
+
+        Args:
+            checkpoint_path: a checkpoint, or a folder, whose newest checkpoint is used; a directory or a URL that fsspec knows.
+            overrides: other arguments of the constructor; they win over the saved hyperparameters.
+
+        Raises:
+            FileNotFoundError, DamagedCheckpoint: there is none, or it is damaged.
+            TypeError: a constructor argument is missing, or an override is not one; the message names it.
+        """
+        return load_datamodule(cls, checkpoint_path, overrides)
+
+    @classmethod
+    def from_datasets(
+        cls,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        test_dataset: Any = None,
+        predict_dataset: Any = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **datamodule_kwargs: Any,
+    ) -> Self:
+        """A data module whose loaders read these datasets; each may be a list or a dict of several.
+
+        Args:
+            train_dataset: is shuffled, unless it is iterable.
+            batch_size, num_workers: of every loader; the constructor gets them too, if it takes arguments of these names.
+            datamodule_kwargs: other arguments of the constructor.
+        """
+        sizes = {"batch_size": batch_size, "num_workers": num_workers}
+        parameters = inspect.signature(cls).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        data = cls(**datamodule_kwargs, **{name: n for name, n in sizes.items() if takes_any or name in parameters})
+        given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
+        for kind, dataset in given.items():
+            if dataset is not None:
+                setattr(data, f"{kind}_dataloader", partial(_loaders, dataset, kind == "train", sizes))
+        return data
+
+
+def _loaders(dataset: Any, shuffle: bool, sizes: dict[str, Any]) -> Any:
+    """A loader for a dataset, or for each one in a list or a dict."""
+    if isinstance(dataset, Mapping):
+        return {name: _loaders(each, shuffle, sizes) for name, each in dataset.items()}
+    if isinstance(dataset, (list, tuple)) and dataset and all(isinstance(each, Dataset) for each in dataset):
+        return [_loaders(each, shuffle, sizes) for each in dataset]
+    return DataLoader(dataset, shuffle=shuffle and not isinstance(dataset, IterableDataset), **sizes)

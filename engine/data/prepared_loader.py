@@ -68,6 +68,16 @@ class PreparedLoader:
         return self._feed.length(self.limit)
 
     @property
+    def whole_length(self) -> int | None:
+        """Like :attr:`length`, without :attr:`limit`."""
+        return self._feed.length(None)
+
+    @property
+    def given(self) -> int:
+        """Micro-batches of the epoch that this rank was given so far, those before a resume included."""
+        return self._origin // self._feed.advance(1) + self._given
+
+    @property
     def samples(self) -> int | None:
         """The units that :attr:`position` counts, per epoch; ``None`` if their number depends on the epoch or world size."""
         found: int | None = getattr(self._feed, "units", None)

@@ -7,16 +7,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from engine.data.prepared_loader import PreparedLoader
 from engine.distributed.collectives import gather_object
+from engine.loop.live_metrics import Pending
 from engine.loop.run import Run
+from engine.loop.step_arguments import fitted_step
+from engine.metrics.recorder import Recorder
 from engine.metrics.torchmetrics_states import unchanged
 from engine.metrics.torchmetrics_values import put_back
-from engine.module import TrainModule, overrides
+from engine.module import overrides
+from engine.utils.log import warn_once
 from engine.utils.seed import isolated
 from engine.utils.tree import map_tensors, whole
 
@@ -56,11 +61,16 @@ def evaluate(
     """
     hooks, module, outer = run.hooks, run.module, run.recorder
     several = len(loaders) > 1
+    step = fitted_step(module, f"{name}_step", step, several)
     suffixes = [f"/dataloader_idx_{i}" if several else "" for i in range(len(loaders))]
     *recorders, common = every = [
         run.engine.recorder(on_step=False, on_epoch=True, suffix=suffix) for suffix in [*suffixes, ""]
     ]
-    with run.phases.of(name), evaluating(module, name):
+    if several:
+        taken: dict[str, Recorder] = {}
+        for recorder in every:
+            recorder.taken = taken
+    with run.phases.of(name), evaluating(run, name):
         run.record_to(common)
         call_all(run, getattr(hooks, f"on_{name}_start"))
         call_all(run, getattr(hooks, f"on_{name}_epoch_start"))
@@ -73,10 +83,13 @@ def evaluate(
                     recorder.set_aside()
             put_back(logged for recorder in recorders for logged in recorder.logged)
             run.record_to(common)
-            call_all(run, getattr(hooks, f"on_{name}_epoch_end"))
-            shared = common.epoch_values(clear=False)
             values = [recorder.epoch_values(clear=False) for recorder in recorders]
+            run.live.pending = Pending(values, recorders)
+            call_all(run, getattr(hooks, f"on_{name}_epoch_end"))
+            run.live.pending.check(f"on_{name}_epoch_end")
+            shared = common.epoch_values(clear=False)
         finally:
+            run.live.pending = None
             for (
                 recorder
             ) in every:  # not before all are computed: several recorders may have the same torchmetrics object
@@ -100,13 +113,15 @@ def predict(run: Run, loaders: Sequence[PreparedLoader], keep: bool = True) -> l
     """
     run.num_eval_batches = [loader.length for loader in loaders]
     results: list[list[Any]] = []
-    with run.phases.of("predict"), evaluating(run.module, "predict"):
+    with run.phases.of("predict"), evaluating(run, "predict"):
         call_all(run, run.hooks.on_predict_start)
         call_all(run, run.hooks.on_predict_epoch_start)
         run.engine.share_buffers(run.module)
+        run.module.log_with(partial(unreported, "in a prediction", "return the value from predict_step"))
+        step = fitted_step(run.module, "predict_step", run.method("predict_step"), len(loaders) > 1)
         for index, loader in enumerate(loaders):
             several = index if len(loaders) > 1 else None
-            outputs = batches(run, loader, "predict", run.method("predict_step"), several, None)
+            outputs = batches(run, loader, "predict", step, several, None)
             if not keep:
                 deque(outputs, maxlen=0)
                 results.append([])
@@ -118,6 +133,11 @@ def predict(run: Run, loaders: Sequence[PreparedLoader], keep: bool = True) -> l
         call_all(run, run.hooks.on_predict_epoch_end)
         call_all(run, run.hooks.on_predict_end)
     return results
+
+
+def unreported(when: str, instead: str, name: Any, *args: Any) -> None:
+    """What ``log`` does when nothing is reported any more."""
+    warn_once(f"log({name!r}) {when} is not reported: {instead}")
 
 
 _NOTHING = object()
@@ -168,8 +188,9 @@ def batches(
 
 
 @contextmanager
-def evaluating(module: TrainModule, name: str) -> Iterator[None]:
+def evaluating(run: Run, name: str) -> Iterator[None]:
     """Eval mode without gradients; afterwards restores each submodule's mode (unless the module overrides that) and all random numbers."""
+    module, run.evaluating = run.module, True
     flags = [(m, m.training) for m in module.modules()]
     getattr(module, f"on_{name}_model_eval")()
     try:
@@ -178,6 +199,7 @@ def evaluating(module: TrainModule, name: str) -> Iterator[None]:
     finally:
         for m, flag in flags:
             m.training = flag
+        run.evaluating = False
     if name != "predict" and overrides(module, f"on_{name}_model_train"):
         getattr(module, f"on_{name}_model_train")()
 

@@ -79,3 +79,9 @@ class Result:
         lines += [f"{name} {value:.6g}" for name, value in self.metrics.items()]
         kept = {"last checkpoint": self.last_checkpoint, "best checkpoint": self.best_checkpoint}
         return "\n".join([*lines, *(f"{name}: {path}" for name, path in kept.items() if path is not None)])
+
+
+def status_of(stop_reason: str) -> str:
+    """The :attr:`Result.status` of a run that was not interrupted."""
+    planned = stop_reason.startswith(("max_epochs", "max_steps", "limit_train_batches"))
+    return "completed" if planned or not stop_reason else "stopped"

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from engine.checkpoint.run_folder import RunFolder
 from engine.checkpoint.storage import same, split
 from engine.checkpoint.writer import Content, Saver
 from engine.config.duration import Every
+from engine.config.hyperparameters import as_data, for_loggers
 from engine.config.masked import Config, plain, without_secrets
 from engine.config.other_trainers import knows_other_trainers
 from engine.config.settings import Settings
@@ -28,19 +29,18 @@ from engine.distributed.agreement import HURRY, STOP, TERMINATE, Agreement
 from engine.distributed.collectives import gather_json
 from engine.engine import Engine
 from engine.health.garbage import Collector
+from engine.loop import module_calls
 from engine.loop.hook_calls import Hooked, Hooks
+from engine.loop.live_metrics import LiveMetrics
 from engine.loop.phases import Phases, phase
-from engine.loop.result import Result, Times, TrainState
+from engine.loop.result import Result, Times, TrainState, status_of
+from engine.loop.step_count import total_steps
 from engine.loop.tally import Tally
-from engine.metrics import media
+from engine.loop.trainer_view import TrainerView
 from engine.metrics.recorder import Recorder
 from engine.module import TrainModule
 from engine.step.optimizers import Modes, Schedule
-from engine.step.wrappers import raw
-from engine.utils.errors import nearest
-from engine.utils.log import logger, warn_once
-from engine.utils.parameters import parameters_of
-from engine.utils.tree import map_tensors
+from engine.utils.log import logger
 
 
 @knows_other_trainers
@@ -81,8 +81,12 @@ class Run:
     """A step is done: from now on ``timeout`` applies instead of ``start_timeout``."""
     optimization: Any = None
     """How each micro-batch and each window is processed, an :class:`engine.loop.automatic_step.Automatic`; in trainings only."""
+    training_step: Callable[..., Any]
+    """The module's own ``training_step``, for a batch and its number; in trainings only."""
     backward: Callable[..., Any]
     """The backward pass: the engine's, or the module's overridden ``backward``."""
+    withheld: frozenset[str] = frozenset()
+    """Of the values that ``on_log`` gets now, those logged with ``logger=False``: loggers do not get them."""
     best_checkpoint: Path | str | None = None
     last_checkpoint: Path | str | None = None
     roll_back: Callable[[Path | str], None]
@@ -106,6 +110,16 @@ class Run:
     items: Tally
     """The counts of the :class:`engine.Loss` objects, over all ranks."""
     _example: Any = None
+    loaded_from: Path | str | None = None
+    """The checkpoint that this run resumed from, or took its weights from."""
+    find_train_loader: Callable[[], None]
+    """Makes the training loader now, where somebody asks for the number of steps before it is made; in trainings only."""
+    evaluating = False
+    """A validation, test or prediction is under way, in a training too."""
+    loaders: list[PreparedLoader]
+    """All loaders that this run has prepared."""
+    given_loaders: dict[str, tuple[Any, list[PreparedLoader]]]
+    """Of each kind, the loaders in the form in which they were given, and prepared."""
     stop_level = 0
     """How urgent it is, see :mod:`engine.distributed.agreement`."""
     elapsed_before = 0.0
@@ -126,7 +140,8 @@ class Run:
         self.callbacks, self.config, self.hooks, self.stage = callbacks, config, hooks, stage
         self._content = content  # this rank's, of a checkpoint at this moment
         self.state = TrainState() if stage == "fit" else TrainState(epoch=module.current_epoch, step=module.global_step)
-        self.record_to(engine.recorder(on_step=True, on_epoch=False))
+        self.live = LiveMetrics(engine.recorder(on_step=True, on_epoch=False))
+        self.record_to(self.live.training)
         self.metrics: dict[str, float] = {}
         """The latest value of every logged name; one logged ``on_step`` and ``on_epoch`` is there without a suffix too (the epoch's)."""
         self.progress: dict[str, float] = {}
@@ -139,8 +154,7 @@ class Run:
         self.checkpoint_scores: dict[str, float | None] = {}
         self.keep_in(settings.root_dir / "checkpoints")
         self.val_loaders: list[PreparedLoader] = []
-        self.loaders: list[PreparedLoader] = []
-        """All loaders that this run has prepared."""
+        self.given_loaders, self.loaders = {}, []
         self.num_eval_batches: list[int | None] = []
         self.max_steps: int | None = settings.max_steps
         self.max_epochs: int | None = settings.max_epochs
@@ -166,6 +180,17 @@ class Run:
     def loggers(self) -> list[Any]:
         """The callbacks that are loggers, in their order."""
         return [callback for callback in self.callbacks if callback.is_logger]
+
+    @cached_property
+    def trainer(self) -> Any:
+        """The run under the names of Lightning's ``Trainer``: a :class:`engine.loop.trainer_view.TrainerView`, or what was set instead."""
+        return TrainerView(self)
+
+    @property
+    def total_steps(self) -> int | None:
+        """The optimizer steps of the whole training, by ``max_epochs`` and ``max_steps``, for schedules: exact, from ``setup`` on (where all ranks
+        read it together); with ``automatic_optimization = False`` one a batch. ``None``: only a time ends it, or its loader has no length."""
+        return total_steps(self)
 
     def config_as_yaml(self) -> str:
         """:attr:`config` in the form of ``fit.yaml``, each line with its origin."""
@@ -225,9 +250,9 @@ class Run:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """The module's and the data module's ``save_hyperparameters`` as JSON values, without secrets: for loggers."""
+        """What the module and the data module have saved for loggers (``save_hyperparameters``) as JSON values, without secrets."""
         found: dict[str, Any] = without_secrets(
-            plain({**getattr(self.datamodule, "hparams", {}), **self.module.hparams})
+            plain(as_data({**for_loggers(self.datamodule), **for_loggers(self.module)}))
         )
         return found
 
@@ -360,10 +385,11 @@ class Run:
     def _publish_step(self, window: int) -> None:
         if self.step != self._logged_step and self.settings.log_every_n_steps:
             self._logged_step = self.step
-            self.publish(self.recorder.step_values(window), self.recorder)
+            self.publish(self.recorder.step_values(window), self.recorder, window)
 
-    def publish(self, values: dict[str, float], recorder: Recorder) -> None:
-        """Give the reduced values of ``recorder`` to the callbacks, the progress bar and ``metrics``."""
+    def publish(self, values: dict[str, float], recorder: Recorder, window: int | None = None) -> None:
+        """Give the reduced values of ``recorder`` to the callbacks, the progress bar and ``metrics``; ``window``: of the step that they are of."""
+        self.live.published(values, window)
         for hook in self.hooks.on_before_log:
             hook(self, self.module, values, self.state.step)
         if not values:
@@ -372,6 +398,7 @@ class Run:
             {name.removesuffix("_epoch"): value for name, value in values.items() if name.endswith("_epoch")}
         )
         self.metrics.update(values)
+        self.withheld = recorder.withheld_names()
         if shown := recorder.progress_names():
             self.progress.update({name: value for name, value in values.items() if name in shown})
         for hook in self.hooks.on_log:
@@ -381,7 +408,7 @@ class Run:
                 "epoch %d step %d: %s",
                 self.epoch,
                 self.step,
-                ", ".join(f"{name}={value:.4g}" for name, value in values.items()),
+                ", ".join(f"{name}={value:.4g}" for name, value in values.items() if name not in self.withheld),
             )
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------
@@ -503,6 +530,10 @@ class Run:
         self.pulse += 1
         return self.saver.lost
 
+    def save_checkpoint_at(self, where: Path | str) -> Path | str:
+        """:meth:`save_checkpoint` at ``where``, a path or a URL: also outside of the run's folder, where nothing else of the run looks for it."""
+        return module_calls.save_at(self, where, self._content)
+
     def remove_checkpoint(self, path: Path | str) -> None:
         """Delete the checkpoint at ``path``; every rank may call this, the main process does it."""
         self.saver.remove([name_of(path)])
@@ -534,26 +565,11 @@ class Run:
 
     def manual_backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
         """Implements ``module.manual_backward`` of ``loss``."""
-        for hook in self.hooks.on_before_backward:
-            hook(self, self.module, loss)
-        self.phases.named("backward", self.backward)(loss, *args, **kwargs)
-        for hook in self.hooks.on_after_backward:
-            hook(self, self.module)
+        module_calls.manual_backward(self, loss, *args, **kwargs)
 
     def clip_gradients(self, optimizer: Any, value: float | None, algorithm: str | None) -> None:
         """Implements ``module.clip_gradients`` of ``optimizer`` with ``value`` and ``algorithm``."""
-        value = self.settings.gradient_clip_val if value is None else value
-        algorithm = self.settings.gradient_clip_algorithm if algorithm is None else algorithm
-        if algorithm not in ("norm", "value"):
-            raise ValueError(
-                f"gradient_clip_algorithm={algorithm!r} is unknown{nearest(algorithm, ('norm', 'value'))}; possible: 'norm', 'value'"
-            )
-        if not value:
-            return
-        if not self.module.automatic_optimization:
-            optimizer.readable()
-        clip = self.engine.clip_grad_norm_ if algorithm == "norm" else self.engine.clip_grad_value_
-        clip(parameters_of([raw(optimizer)]), value)
+        module_calls.clip_gradients(self, optimizer, value, algorithm)
 
     def log_media(self, kind: str, name: str, value: Any, **options: Any) -> None:
         """Give the image, artifact or other of :data:`engine.metrics.media.KINDS` to each callback that takes this ``kind``, on the main process, by
@@ -564,31 +580,16 @@ class Run:
         Raises:
             TypeError, ValueError: a value that is not of this kind; on every rank.
         """
-        taken = media.checked(kind, name, value, **options)
-        if not any(kind in callback.takes for callback in self.callbacks):
-            warn_once(f"log_{kind}: no logger of this run takes it; {name!r} and others of this kind are left out")
-        elif self.is_main_process:
-            for hook in self.hooks.on_media:
-                hook(self, self.module, kind, name, taken, options)
+        module_calls.log_media(self, kind, name, value, **options)
 
-    def all_gather(self, data: Any) -> Any:
-        """Implements ``module.all_gather`` of ``data``."""
-        if self.world_size == 1:
-            return data
-        return self.engine.gather(map_tensors(lambda tensor: tensor.detach()[None], data))
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Implements ``module.all_gather`` of ``data``, with its arguments ``group`` and ``sync_grads``."""
+        return module_calls.all_gather(self, data, group, sync_grads)
 
     def result(self) -> Result:
         """The result that ``Fit.run`` returns."""
-        if self.interrupted:
-            status = "interrupted"
-        else:
-            planned = self.stop_reason.startswith(("max_epochs", "max_steps", "limit_train_batches"))
-            status = "completed" if planned or not self.stop_reason else "stopped"
-        epochs, times = self.state.epoch + self.state.epoch_done, self.times
-        times.other = max(
-            0.0, time.monotonic() - self._started - times.data - times.compute - times.validation - times.checkpoint
-        )
+        status, epochs = status_of(self.stop_reason), self.state.epoch + self.state.epoch_done
+        end, times, metrics = "interrupted" if self.interrupted else status, self.times, dict(self.metrics)
+        times.other = max(0.0, time.monotonic() - self._started - times.compute - times.apart)
         checkpoints = self.best_checkpoint, self.last_checkpoint
-        return Result(
-            status, self.stop_reason, epochs, self.step, dict(self.metrics), *checkpoints, times, self.home.path
-        )
+        return Result(end, self.stop_reason, epochs, self.step, metrics, *checkpoints, times, self.home.path)

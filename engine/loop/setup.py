@@ -5,11 +5,11 @@ Wrong input is an error here, before the first step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from engine.data.combined_loaders import CombinedLoader
@@ -20,8 +20,11 @@ from engine.distributed.collectives import gather_json
 from engine.loop.automatic_step import Automatic, ByHand, InParts
 from engine.loop.batch_transfer import transfer_of
 from engine.loop.closure_step import OF_THE_STEP, ByClosure, needs_closure, refuse
+from engine.loop.given_loaders import is_loader
 from engine.loop.manual_optimization import ManualOptimizer
 from engine.loop.run import Run
+from engine.loop.step_arguments import fitted_step
+from engine.loop.step_count import steps_of
 from engine.metrics.torchmetrics_values import joined
 from engine.module import TrainModule, overrides
 from engine.step.optimizers import configured
@@ -64,13 +67,14 @@ def loaders_for(run: Run, kind: str, given: Any, datamodule: DataModule | None) 
             given = getattr(source, name)()
     if given is None:
         return []
+    original = given
     if kind == "train" and (
         isinstance(given, dict)
         or (isinstance(given, list) and given and all(isinstance(item, DataLoader) for item in given))
     ):
         given = CombinedLoader(given, "max_size_cycle")
     several = isinstance(given, dict) or (
-        kind != "train" and isinstance(given, (list, tuple)) and all(map(_is_loader, given))
+        kind != "train" and isinstance(given, (list, tuple)) and all(map(is_loader, given))
     )
     if isinstance(given, dict):
         given = list(given.values())
@@ -79,23 +83,12 @@ def loaders_for(run: Run, kind: str, given: Any, datamodule: DataModule | None) 
         each = [in_order(loader) for loader in each]
     prepared = [run.engine.prepare_data_loader(loader) for loader in each]
     run.loaders += prepared
+    run.given_loaders[kind] = original, prepared
     for index, loader in enumerate(prepared):
         loader.transfer = transfer_of(run.module, run.datamodule, index)
         if kind != "train":
             loader.window_size = 1
     return prepared
-
-
-def _is_loader(item: Any) -> bool:
-    """Whether an entry of a list is a loader rather than a batch. Containers are batches, however deeply nested."""
-    if isinstance(item, (DataLoader, PreparedLoader)):
-        return True
-    batch = (
-        isinstance(item, (Tensor, Mapping, str, list, tuple))
-        or hasattr(item, "shape")
-        or callable(getattr(item, "to", None))
-    )
-    return not batch and isinstance(item, Iterable)
 
 
 def not_empty(run: Run, kind: str, loaders: Sequence[PreparedLoader]) -> None:
@@ -133,27 +126,36 @@ def limit(loader: PreparedLoader, name: str, value: int | float | None) -> None:
 
 def training(run: Run, train_loader: Any, val_loaders: Any, datamodule: DataModule | None) -> None:
     """Prepare a training: model, loaders, optimizers. The model is compiled and distributed before the optimizers are created."""
-    module, settings = run.module, run.settings
+    module = run.module
     if type(module).training_step is TrainModule.training_step:
         raise TypeError(f"{type(module).__name__} must define training_step(self, batch, batch_idx)")
-    found = loaders_for(run, "train", train_loader, datamodule)
+    run.training_step = fitted_step(module, "training_step", module.training_step, training=True)
+    training_loader(run, train_loader, datamodule)
+    run.val_loaders = validation_loaders(run, val_loaders, datamodule)
+    manual_checks(run)
+    joined(module, run.engine.group, run.engine.data_group)
+    minimum(run)
+    place(run)
+    run.call = fitted_step(module, "training_step", run.call, training=True)
+    optimizers(run)
+
+
+def training_loader(run: Run, given: Any, datamodule: DataModule | None) -> None:
+    """The training loader with its limit, and the window; once for a run, perhaps in a ``setup`` that asks for the number of steps."""
+    settings = run.settings
+    if run.train_loader is not None:
+        return
+    found = loaders_for(run, "train", given, datamodule)
     if not found:
         raise ValueError(
             "no training data: give run(module, train_loader), a datamodule (fit run: --data my.module:Data) or a module with train_dataloader"
         )
-    run.train_loader = found[0]
     run.engine.strategy.train_with(found[0].loader)
-    limit(run.train_loader, "limit_train_batches", settings.limit_train_batches)
-    run.num_train_batches = run.train_loader.length
-    if run.num_train_batches == 0 and settings.limit_train_batches != 0:
-        raise ValueError(f"the training loader ({type(run.train_loader.loader).__name__}) is empty")
-    run.val_loaders = validation_loaders(run, val_loaders, datamodule)
-    manual_checks(run)
-    joined(module, run.engine.group, run.engine.data_group)
-    windows(run)
-    minimum(run)
-    place(run)
-    optimizers(run)
+    limit(found[0], "limit_train_batches", settings.limit_train_batches)
+    if found[0].length == 0 and settings.limit_train_batches != 0:
+        raise ValueError(f"the training loader ({type(found[0].loader).__name__}) is empty")
+    windows(run, found[0])
+    run.train_loader, run.num_train_batches = found[0], found[0].length
 
 
 def validation_loaders(run: Run, given: Any, datamodule: DataModule | None) -> list[PreparedLoader]:
@@ -167,16 +169,15 @@ def validation_loaders(run: Run, given: Any, datamodule: DataModule | None) -> l
         return []
     for loader in found:
         limit(loader, "limit_val_batches", settings.limit_val_batches)
+    fitted_step(module, "validation_step", module.validation_step, len(found) > 1)  # wrong ones are errors now
     not_empty(run, "validation", found)
     run.num_eval_batches = [loader.length for loader in found]
     return found
 
 
-def windows(run: Run) -> None:
+def windows(run: Run, loader: PreparedLoader) -> None:
     """The window from ``global_batch_size``."""
-    settings, loader = run.settings, run.train_loader
-    assert loader is not None
-    wanted = settings.global_batch_size
+    wanted = run.settings.global_batch_size
     if wanted is not None:
         size = getattr(loader.loader, "batch_size", None)
         if not isinstance(size, int):
@@ -212,7 +213,7 @@ def minimum(run: Run) -> None:
         or not run.module.automatic_optimization
     ):
         return
-    steps = sum(-(-batches // run.window_at(epoch)) for epoch in range(settings.max_epochs))
+    steps = steps_of(batches, settings.max_epochs, run.window_at)
     if steps < settings.min_steps:
         raise ValueError(
             f"min_steps={settings.min_steps} and max_epochs={settings.max_epochs}: the training would end after {steps} step(s); give max_steps or "
@@ -247,8 +248,16 @@ def place(run: Run) -> None:
             )
         engine.place_model(module)
         engine.strategy.transform(module)
-        return
-    distribute(run)
+    else:
+        distribute(run)
+    read_weights(run)
+
+
+def read_weights(run: Run) -> None:
+    """Let a module with a method ``read_weights()`` read values for what it has built without them: each rank has its shards now."""
+    read = getattr(run.module, "read_weights", None)
+    if read is not None:
+        read()
 
 
 def distribute(run: Run) -> None:
@@ -301,7 +310,7 @@ def optimization(run: Run, prepared: list[PreparedOptimizer]) -> Automatic:
         )
     if not module.automatic_optimization:
         for name in (*OF_THE_STEP, "lr_scheduler_step"):
-            if overrides(module, name):
+            if name != "clip_gradients" and overrides(module, name):
                 warn_once(
                     f"{type(module).__name__}.{name} is not called with automatic_optimization=False: call it in training_step"
                 )
@@ -339,4 +348,5 @@ def evaluation(run: Run, kind: str, given: Any, datamodule: DataModule | None, s
         distribute(run)
     else:
         run.engine.place_model(module)
+    read_weights(run)
     return found

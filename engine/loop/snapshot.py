@@ -28,6 +28,7 @@ from engine.checkpoint.resume import (
     rebase,
 )
 from engine.checkpoint.writer import Content, stepped
+from engine.config.hyperparameters import as_data
 from engine.config.masked import without_secrets
 from engine.distributed.all_or_none import together
 from engine.loop.callback_states import load_states, states, weights
@@ -95,6 +96,8 @@ def _shared(run: Run) -> dict[str, Any]:
         "datamodule": None if run.datamodule is None else run.datamodule.state_dict(),
         "hparams": _storable(run.module.hparams),
         "hparams_name": run.module.hparams_name,
+        "datamodule_hparams": _storable(getattr(run.datamodule, "hparams", {})),
+        "datamodule_hparams_name": getattr(run.datamodule, "hparams_name", None),
         "postponed": list(run.saver.postponed),
         "user": {},
     }
@@ -127,6 +130,7 @@ def resume(run: Run, wanted: str | Path | Resume) -> None:
             run.saver.kept = {loaded.name, *loaded.passed}
             if how.weights_only:
                 _load_weights(run, loaded, how.strict, how.weights)
+                run.loaded_from = loaded.path
             else:
                 _go_on(run, loaded, how)
     except FileNotFoundError:
@@ -186,6 +190,7 @@ def load_weights(run: Run, wanted: str | Path | None, which: str | None = None) 
         folders = ("model",) if which is None else ("model", WEIGHTS)
         with opening(run.engine.group, *run.home.source(str(wanted)), folders, "checkpoint") as loaded:
             _load_weights(run, loaded, True, which)
+            run.loaded_from = loaded.path
             counters = loaded.manifest.get("counters")
             if isinstance(counters, dict):
                 for name in ("step", "epoch"):
@@ -217,7 +222,7 @@ def _go_on(run: Run, loaded: Loaded, how: Resume) -> None:
     if how.optimizer:
         _load_optimizers(run, loaded, shared["schedulers"], how)
     _load_own(run, loaded)
-    run.last_checkpoint = loaded.path
+    run.last_checkpoint = run.loaded_from = loaded.path
     if run.engine.is_main_process:
         logger.info("resumed from %s: epoch %d, step %d", loaded.path, run.state.epoch, run.state.step)
 
@@ -330,8 +335,9 @@ def _storable(values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in values.items():
         with suppress(TypeError):
-            pack(value)
-            found[name] = value
+            data = as_data(value)
+            pack(data)
+            found[name] = data
     return found
 
 

@@ -24,11 +24,24 @@ def whole_state(run: Run, everywhere: bool) -> dict[str, Any]:
     """
     module, group = run.module, run.engine.group
     if not module.sharded_root:
-        return _on_cpu(own_state(module)) if group.is_main or everywhere else {}
+        with _complete(module):
+            return _on_cpu(own_state(module)) if group.is_main or everywhere else {}
     distribute(run)  # with the strategy's objects of an earlier run, which the module kept
-    state = run.engine.strategy.model_state(module)
+    with _complete(module):
+        state = run.engine.strategy.model_state(module)
     state = _on_cpu(state) if group.is_main else {}
     return _shared(run, state) if everywhere and group.world_size > 1 else state
+
+
+@contextmanager
+def _complete(module: nn.Module) -> Iterator[None]:
+    """A module whose ``state_dict`` leaves out what need not be in checkpoints gives everything while its ``complete_state`` is true."""
+    before = vars(module).get("complete_state", False)
+    module.complete_state = True  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.complete_state = before
 
 
 def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:

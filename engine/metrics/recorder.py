@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from engine.distributed.collectives import gather_json, gather_row
 from engine.distributed.group import Group
-from engine.metrics.reductions import FOLD, REDUCTIONS, Column, Slot, combined, on_host, reduced, total_of, unzipped
+from engine.metrics.log_options import Given, Options, check_metric, no_steps, options_of
+from engine.metrics.rank_exchange import RankExchange
+from engine.metrics.reductions import FOLD, Column, Slot, combined, on_host, reduced, total_of, unzipped
 from engine.metrics.torchmetrics_states import Entry, add, entry
 from engine.metrics.torchmetrics_values import Logged, Offer, Watch, agree, check, exchange, leader, limit
-from engine.utils.errors import nearest
-from engine.utils.log import warn_once
 from engine.utils.tree import batch_size as samples
 from engine.utils.tree import whole
 
@@ -33,7 +31,7 @@ class Recorder:
         on_epoch: bool = True,
         suffix: str = "",
     ) -> None:
-        self.group, self.suffix, self.speaks = group, suffix, speaks
+        self.group, self.suffix = group, suffix
         """Values are reduced over ``group``; a rank that does not count is left out, because another one has the same data."""
         self.data_group = data_group or group
         """The ranks over which torchmetrics objects are computed."""
@@ -42,10 +40,11 @@ class Recorder:
         self.module: nn.Module | None = None
         """The module whose metrics are known by name."""
         self.slots: dict[str, Slot] = {}
+        self.taken: dict[str, Recorder] | None = None
+        """Whose names without a loader's number are whose, in an evaluation of several loaders, which share this."""
         self._logged: dict[int, Logged] = {}
         self._watches: dict[int, Watch] = {}
-        self._widths = {False: 0, True: 0}
-        """How many numbers the ranks exchanged the last time, for a step and for an epoch; the same on all ranks."""
+        self._exchange = RankExchange(group, speaks)
         self.window = 0
         """The step that the values belong to."""
         self.size: int = 1
@@ -53,27 +52,28 @@ class Recorder:
         self.batch: Any = None
 
     def record(
-        self,
-        name: str,
-        value: Any,
-        prog_bar: bool = False,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        reduce: str = "mean",
-        batch_size: Any = None,
-    ) -> None:
+        self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, on_step: bool | None = None,
+        on_epoch: bool | None = None, reduce_fx: Any = "mean", enable_graph: bool = False, sync_dist: bool = False,
+        sync_dist_group: Any = None, add_dataloader_idx: bool = True, batch_size: Any = None,
+        metric_attribute: str | None = None, rank_zero_only: bool = False, reduce: Any = None,
+    ) -> None:  # fmt: skip
         """Store one value, without computing anything or waiting for a device.
 
         Raises:
             TypeError: not a number, a one-element tensor or a torchmetrics object.
             ValueError: several elements, or a name that was logged with other options before.
         """
-        given = (on_step, on_epoch, prog_bar, reduce)
+        # sync_dist is not looked at: values are over all ranks either way.
+        given = (
+            prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist_group,
+            add_dataloader_idx, metric_attribute, rank_zero_only, reduce,
+        )  # fmt: skip
         if name not in self.slots or (slot := self.slots[name]).given != given:
             slot = self._slot(name, given, value)
         if type(value) is Tensor and value.shape == ():  # the usual case: called in every step
-            # A view keeps the whole of what it is a part of, and changes with it; what no graph has made, such as a buffer, changes too.
-            value = value.detach() if value._base is None and value.grad_fn is not None else value.detach().clone()
+            # A view keeps the whole of what it is a part of and changes with it; so may a buffer, and what has changed before (see unzipped).
+            lasts = value._base is None and value.grad_fn is not None and not value._version
+            value = value.detach() if lasts else value.detach().clone()
         elif isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(
@@ -84,7 +84,9 @@ class Recorder:
             value = self._other(slot, value)
             if value is None:
                 return
-        if not self.size:
+        if not self.size or slot.silent:
+            if slot.on_step and self.size and slot.window != self.window:
+                slot.window, slot.window_values = self.window, []
             return
         if batch_size is None:
             batch_size = self.size if self.size > 0 else self.samples()
@@ -104,40 +106,41 @@ class Recorder:
             self.size = samples(self.batch) or 1
         return self.size
 
-    def _slot(self, name: str, given: tuple[bool | None, bool | None, bool, str], value: Any) -> Slot:
+    def _slot(self, name: str, asked: tuple[Any, ...], value: Any) -> Slot:
         """The slot of a name that is new, that has a torchmetrics object, or whose options are passed differently than before."""
         if not isinstance(name, str):
             raise TypeError(f"log() takes a name (str) first, got {name!r}")
-        on_step, on_epoch, prog_bar, reduce = given
-        if reduce not in REDUCTIONS:
-            raise ValueError(
-                f"log({name!r}, reduce={reduce!r}) is unknown{nearest(reduce, REDUCTIONS)}; possible: {', '.join(REDUCTIONS)}"
-            )
-        options = (
-            self.on_step if on_step is None else on_step,
-            self.on_epoch if on_epoch is None else on_epoch,
-            prog_bar,
-            reduce,
-        )
+        given, computes = Given(*asked), _computes(value)
+        options = options_of(name, given, self.on_step, self.on_epoch, self.group.world_size)
         slot = self.slots.get(name)
         if slot is None:
-            if on_step and not self.on_step:
-                self._no_steps(name, options[1])
-            slot = self.slots[name] = Slot(name, options)
+            if given.on_step and not self.on_step:
+                no_steps(name, options.on_epoch)
+            self._reserve(name, options)
+            slot = self._new(name, options)
         elif slot.options != options:
             slot.refuse(options)
+        if computes:
+            check_metric(name, given, value, self.module, self.data_group.world_size)
         if slot.metric is None:
-            slot.given = given
-        elif not _computes(value):
+            slot.given = asked
+        elif not computes:
             raise ValueError(f"log({name!r}) got a number, and a torchmetrics object before: give each its own name")
         return slot
 
-    def _no_steps(self, name: str, on_epoch: bool) -> None:
-        """``on_step=True`` outside a step."""
-        what = f"log({name!r}, on_step=True) in an evaluation or at an epoch's end, where values belong to no step"
-        if not on_epoch:
-            raise ValueError(f"{what}: leave on_step out")
-        warn_once(f"{what}: only the epoch's value is reported")
+    def _new(self, name: str, options: Options) -> Slot:
+        slot = self.slots[name] = Slot(name, options, options.rank_zero_only and self.data_group.rank > 0)
+        return slot
+
+    def _reserve(self, name: str, options: Options) -> None:
+        """Note a new name that has no loader's number; two loaders may not share it."""
+        if self.taken is None or (self.suffix and options.add_dataloader_idx):
+            return
+        if self.taken.setdefault(name, self) is not self:
+            raise ValueError(
+                f"log({name!r}, add_dataloader_idx=False): another loader of this evaluation logs this name too; give each its own name, "
+                "or leave add_dataloader_idx out"
+            )
 
     def _other(self, slot: Slot, value: Any) -> Any:
         """A torchmetrics object (kept and read later: returns ``None``), or another kind of number (numpy's)."""
@@ -197,10 +200,10 @@ class Recorder:
         columns: dict[str, Column] = {}
         objects: dict[str, Object] = {}
         for slot in self.slots.values():
-            if slot.options[0] and slot.window == window:
-                name = f"{slot.name}_step" if slot.options[1] else slot.name
+            if slot.on_step and slot.window == window:
+                name = _step_name(slot)
                 if slot.metric is None:
-                    columns[name] = (slot.reduce, *unzipped(slot.window_values))
+                    columns[name] = (slot.reduce, *unzipped(slot.window_values, slot.name))
                 elif (seen := slot.metric.step(window)) is not None:
                     objects[name] = (slot, seen)
         return self._over_ranks(columns, objects, adopt=False)
@@ -210,7 +213,7 @@ class Recorder:
         columns: dict[str, Column] = {}
         objects: dict[str, Object] = {}
         for slot in self.slots.values():
-            if slot.options[1]:
+            if slot.on_epoch:
                 name = self._epoch_name(slot)
                 if slot.metric is None:
                     columns[name] = slot.column()
@@ -254,7 +257,8 @@ class Recorder:
         self.slots.clear()
 
     def _epoch_name(self, slot: Slot) -> str:
-        return (f"{slot.name}_epoch" if slot.options[0] else slot.name) + self.suffix
+        ending = "_epoch" if slot.on_step else ""
+        return slot.name + ending + (self.suffix if slot.options.add_dataloader_idx else "")
 
     def _offer(self, slot: Slot) -> list[Any]:
         assert slot.metric is not None
@@ -264,7 +268,7 @@ class Recorder:
         """Add the module's metrics that only other ranks have logged: what they have seen here counts too."""
         for path, name, options in offers.values():
             if path is not None and name not in self.slots and self.module is not None:
-                self.restore_metric(name, self.module.get_submodule(path), tuple(options))
+                self.restore_metric(name, self.module.get_submodule(path), Options(*options))
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the epoch so far (for torchmetrics objects see :mod:`engine.metrics.torchmetrics_states`)."""
@@ -280,7 +284,7 @@ class Recorder:
         for name, saved in ((name, saved) for state in states for name, saved in state.items()):
             slot = self.slots.get(name)
             if slot is None or slot.total is None:
-                slot = self.slots[name] = Slot(name, tuple(saved["options"]))
+                slot = self._new(name, Options(*saved["options"]))
                 slot.total, slot.weight = saved["total"], saved["weight"]
             elif slot.reduce in ("mean", "sum"):
                 slot.total, slot.weight = slot.total + saved["total"], slot.weight + saved["weight"]
@@ -302,25 +306,29 @@ class Recorder:
         logs nothing more, but still has values."""
         paths = {path for path, _ in self.module.named_modules()} if self.module is not None else set()
         for name, saved in ((name, saved) for state in states for name, saved in state.items()):
-            options = tuple(saved["options"])
             if saved["metric"] is None:
-                slot = self.slots.setdefault(name, Slot(name, options))
+                slot = self.slots.get(name) or self._new(name, Options(*saved["options"]))
                 parts = [[(state, updates) for state, updates in part] for part in saved["parts"]]
                 slot.pending = [[*a, *b] for a, b in itertools.zip_longest(slot.pending, parts, fillvalue=())]
             elif saved["metric"] in paths and self.module is not None:
-                self.restore_metric(name, self.module.get_submodule(saved["metric"]), options)
+                self.restore_metric(name, self.module.get_submodule(saved["metric"]), Options(*saved["options"]))
 
-    def restore_metric(self, name: str, metric: Any, options: tuple[Any, ...]) -> None:
+    def restore_metric(self, name: str, metric: Any, options: Options) -> None:
         """Add a torchmetrics object with the name and the options that it was logged with before."""
-        window = self.window
-        self.window = -2  # what it has seen so far belongs to no later step
-        self._other(self.slots.setdefault(name, Slot(name, options)), metric)
+        window, self.window = self.window, -2  # what it has seen so far belongs to no later step
+        self._other(self.slots.get(name) or self._new(name, options), metric)
         self.window = window
 
-    def progress_names(self) -> set[str]:
+    def progress_names(self) -> frozenset[str]:
         """The names to show in a progress bar, in each of their forms."""
-        names = [slot.name for slot in self.slots.values() if slot.options[2]]
-        return {name + ending + self.suffix for name in names for ending in ("", "_step", "_epoch")} | set(names)
+        return self._names(slot for slot in self.slots.values() if slot.options.prog_bar)
+
+    def withheld_names(self) -> frozenset[str]:
+        """The names that loggers do not get, in each of their forms."""
+        return self._names(slot for slot in self.slots.values() if not slot.options.logger)
+
+    def _names(self, slots: Iterable[Slot]) -> frozenset[str]:
+        return frozenset(name for slot in slots for name in (_step_name(slot), self._epoch_name(slot)))
 
     def _over_ranks(self, columns: dict[str, Column], objects: dict[str, Object], adopt: bool) -> dict[str, float]:
         floats = iter(on_host([item for _, values, weights in columns.values() for item in (*values, *weights)]))
@@ -333,7 +341,8 @@ class Recorder:
                 numbers += reduced(values, weights, op) if values else (0.0, 0.0)
         names, ops = list(columns), [op for op, _, _ in columns.values()]
         if self.group.world_size > 1:
-            return combined(self._exchange(names, ops, numbers, objects, adopt))
+            computed = partial(self._computed, objects, adopt)
+            return combined(self._exchange.rows(names, ops, numbers, adopt, len(objects), computed))
         parts = zip(columns.items(), numbers[::2], numbers[1::2], strict=True)
         found = {
             name: total / weight if op == "mean" else total for (name, (op, _, _)), total, weight in parts if weight
@@ -343,27 +352,6 @@ class Recorder:
             for name, (slot, seen) in objects.items()
             if slot.metric is not None
         }
-
-    def _exchange(
-        self, names: list[str], ops: list[str], numbers: list[float], objects: dict[str, Object], adopt: bool
-    ) -> list[tuple[list[str], list[str], list[float]]]:
-        """Every rank's names and numbers. In the usual case ranks log the same names as the last time: then one collective does."""
-        if not self.speaks:
-            numbers[1::2] = [0.0] * (len(numbers) // 2)
-        head, width = [zlib.crc32(repr((names, ops)).encode()), len(objects)], self._widths[adopt]
-        guess = numbers if len(numbers) == width else [0.0] * width
-        rows = gather_row(self.group, torch.tensor([*head, *guess], dtype=torch.float64)).tolist()
-        computes, differ = any(row[1] for row in rows), len({row[0] for row in rows}) > 1
-        if computes:
-            for name, value in self._computed(objects, adopt).items():
-                names, ops, numbers = [*names, name], [*ops, "mean"], [*numbers, value, float(self.speaks)]
-        if computes or differ:
-            return gather_json(self.group, (names, ops, numbers))
-        if len(numbers) == width:
-            return [(names, ops, row[2:]) for row in rows]
-        self._widths[adopt] = len(numbers)
-        rows = gather_row(self.group, torch.tensor(numbers, dtype=torch.float64)).tolist()
-        return [(names, ops, row) for row in rows]
 
     def _computed(self, objects: dict[str, Object], adopt: bool) -> dict[str, float]:
         """The values of torchmetrics objects over all ranks. All ranks that know an object compute it, the first of them reports it."""
@@ -388,6 +376,10 @@ class Recorder:
 
 Object = tuple[Slot, list[list[Entry]]]
 """A name's torchmetrics object, and what it has seen in the requested step or epoch."""
+
+
+def _step_name(slot: Slot) -> str:
+    return f"{slot.name}_step" if slot.on_epoch else slot.name
 
 
 def named(logged: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from engine.metrics import float32_pairs
+from engine.metrics.log_options import Options
 from engine.metrics.torchmetrics_states import Entry
 from engine.metrics.torchmetrics_values import Logged
 from engine.utils import accelerator
 
-REDUCTIONS = ("mean", "sum", "min", "max")
 FOLD = 256
 """Values kept before they are reduced to one: bounds memory, and costs 1/256 of a reduction per value."""
 
@@ -46,13 +46,15 @@ class Slot:
     """All values of one name: those of the current step, and those of the epoch."""
 
     __slots__ = (
-        "given", "metric", "name", "on_epoch", "on_step", "options", "pending", "reduce", "total",
+        "given", "metric", "name", "on_epoch", "on_step", "options", "pending", "reduce", "silent", "total",
         "values", "weight", "window", "window_values",
     )  # fmt: skip
 
-    def __init__(self, name: str, options: tuple[bool, bool, bool, str]) -> None:
-        self.name, self.options, self.reduce = name, options, options[3]
-        self.on_step, self.on_epoch = options[:2]
+    def __init__(self, name: str, options: Options, silent: bool = False) -> None:
+        self.name, self.options, self.reduce = name, options, options.reduce_fx
+        self.on_step, self.on_epoch = options.on_step, options.on_epoch
+        self.silent = silent
+        """This rank's values do not count: those of rank 0 alone were asked for."""
         self.given: Any = None
         """The options of the latest call: the usual call needs only one comparison."""
         self.metric: Logged | None = None
@@ -69,10 +71,10 @@ class Slot:
         self.total: Any = None
         self.weight: Any = 0.0
 
-    def refuse(self, options: tuple[bool, bool, bool, str]) -> None:
+    def refuse(self, options: Options) -> None:
         """Raise: a call of ``log`` has other options than those before it."""
-        names = ("on_step", "on_epoch", "prog_bar", "reduce")
-        differ = [f"{n}={b!r} (before: {a!r})" for n, a, b in zip(names, self.options, options, strict=True) if a != b]
+        pairs = zip(options._fields, self.options, options, strict=True)
+        differ = [f"{name}={new!r} (before: {old!r})" for name, old, new in pairs if old != new]
         raise ValueError(
             f"log({self.name!r}) is called with other options than before: {', '.join(differ)}; give it one set, "
             "or another name"
@@ -99,9 +101,9 @@ class Slot:
             if self.total is not None:  # of a checkpoint
                 before = [(self.total, 1.0), (0.0, self.weight - 1.0)] if self.reduce == "mean" else [(self.total, 1.0)]
                 self.values, self.total, self.weight = [*before, *self.values], None, 0.0
-            self.values = float32_pairs.folded(*unzipped(self.values), self.reduce, narrow)
+            self.values = float32_pairs.folded(*unzipped(self.values, self.name), self.reduce, narrow)
         elif self.values:
-            total, weight = reduced(*unzipped(self.values), self.reduce)
+            total, weight = reduced(*unzipped(self.values, self.name), self.reduce)
             if self.total is not None:
                 totals, weights = [total, self.total], [self.weight, weight]  # a checkpoint's total is on the CPU
                 if self.reduce == "mean":  # totals are weighted sums already
@@ -115,17 +117,17 @@ class Slot:
         """As :meth:`fold`, to one pair in any case; a device without float64 is waited for."""
         self.fold()
         if self.values:
-            values, weights = (on_host(items) for items in unzipped(self.values))
+            values, weights = (on_host(items) for items in unzipped(self.values, self.name))
             self.total, self.weight = reduced(values, weights, self.reduce)
             self.values = []
 
     def column(self) -> Column:
         """The epoch so far, still to be reduced."""
         if self.total is None:
-            return self.reduce, *unzipped(self.values)
+            return self.reduce, *unzipped(self.values, self.name)
         self.fold()
         if self.total is None:
-            return self.reduce, *unzipped(self.values)
+            return self.reduce, *unzipped(self.values, self.name)
         if self.reduce != "mean":
             return self.reduce, [self.total], [self.weight]
         return (
@@ -135,8 +137,19 @@ class Slot:
         )
 
 
-def unzipped(pairs: list[Weighted]) -> tuple[list[Any], list[Any]]:
-    """The values, and their weights."""
+def unzipped(pairs: list[Weighted], name: str) -> tuple[list[Any], list[Any]]:
+    """The values that were logged under ``name``, and their weights.
+
+    Raises:
+        ValueError: a tensor was changed in place after it was logged; what it was is lost.
+    """
+    for value, _ in pairs:
+        # What is kept was never changed before it was logged (Recorder.record), so its version is 0.
+        if isinstance(value, Tensor) and not value.is_inference() and value._version:
+            raise ValueError(
+                f"log({name!r}) got a tensor that was changed in place afterwards (as by `loss += penalty`): "
+                "write `loss = loss + penalty`, or log a clone()"
+            )
     return [value for value, _ in pairs], [weight for _, weight in pairs]
 
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.metrics import reductions
 from engine.metrics.float32_pairs import folded
+from engine.metrics.log_options import Options
 from engine.metrics.reductions import Slot, on_host, total_of
 from engine.utils import accelerator
 
@@ -65,7 +66,7 @@ def test_a_mean_is_nearly_exact(count: int) -> None:
 def test_an_epoch_of_many_folds(narrow: None, reduce: str) -> None:
     random.seed(1)
     numbers = [v.item() for v in tensors([random.random() + (100.0 if i % 7 else 0.0) for i in range(20_000)])]
-    slot = Slot("loss", (False, True, False, reduce))
+    slot = Slot("loss", Options(False, True, False, reduce))
     for i, number in enumerate(numbers):
         slot.values.append((torch.tensor(number), 1 + i % 3))
         if len(slot.values) >= reductions.FOLD:
@@ -106,7 +107,7 @@ def test_whole_numbers_and_infinities() -> None:
 
 
 def test_nothing_on_the_device_is_float64(narrow: None) -> None:
-    slot = Slot("loss", (False, True, False, "mean"))
+    slot = Slot("loss", Options(False, True))
     values = tensors([1.0, 2.0, 4.0])
     host = torch.tensor
     with pytest.MonkeyPatch.context() as patch, NoFloat64():

@@ -129,6 +129,27 @@ def test_a_part_of_something_keeps_its_value_and_nothing_else() -> None:
     assert values.step_values() == {f"{name}_step": number for name, number in zip("abcdef", range(2, 8), strict=True)}
 
 
+@pytest.mark.parametrize("on_step", [True, False])
+def test_a_loss_that_changes_in_place_after_it_was_logged_is_refused(on_step: bool) -> None:
+    values, weight = recorder(on_step=on_step), torch.ones(1, requires_grad=True)
+    loss = (weight * 2).sum()
+    values.record("loss", loss)
+    loss += 1
+    with pytest.raises(ValueError, match=r"log\('loss'\) got a tensor that was changed in place afterwards"):
+        values.step_values() if on_step else values.epoch_values()
+
+
+def test_a_loss_that_changed_in_place_before_it_was_logged_keeps_its_value() -> None:
+    values, weight = recorder(), torch.ones(1, requires_grad=True)
+    loss = (weight * 2).sum()
+    loss += 1
+    values.record("before", loss)
+    loss += 1
+    with torch.inference_mode():
+        values.record("inference", torch.tensor(5.0))
+    assert values.epoch_values() == {"before": 3.0, "inference": 5.0}
+
+
 def test_numbers_in_disguise() -> None:
     r = recorder()
     r.record("numpy", numpy.float32(2.0))

@@ -104,7 +104,9 @@ def test_names_of_logged_metrics() -> None:
     first.record("train/mean", first.module.mean, prog_bar=True)
     first.record("loss", 1.0)
     saved = first.logged_metrics()
-    assert saved == {"train/mean": {"metric": "mean", "options": [False, True, True, "mean"], "parts": None}}
+    assert saved == {
+        "train/mean": {"metric": "mean", "options": [False, True, True, "mean", True, True, False], "parts": None}
+    }
     second.load_logged_metrics([saved | {"gone": {"metric": "no", "options": [], "parts": None}}])
     assert list(second.slots) == ["train/mean"]
     second.module.mean.update(3.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import warnings
 from collections.abc import Iterable
@@ -232,8 +233,9 @@ CHECKPOINT = "checkpoints/step=00000003"
 
 
 def wanted(*names: str) -> list[str]:
-    """Those of the names that run now: all, or without the slow ones."""
-    return [name for name in names if os.environ["PARITY_ALL"] == "1" or name not in SLOW]
+    """Those of the names whose tests run now."""
+    cases = json.loads(os.environ["PARITY_CASES"])
+    return [name for name in names if name in cases]
 
 
 def both(chosen: dict[str, Any], ranks: int) -> dict[str, Any]:
@@ -246,7 +248,7 @@ def both(chosen: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def two_runs() -> Any:
-    return {f"{name} {weighted}": train(name, 2, weighted) for name in ("ddp", "fsdp") for weighted in (False, True)}
+    return both({"ddp": "ddp", "fsdp": "fsdp"}, 2)
 
 
 def two_bf16() -> Any:
@@ -395,13 +397,16 @@ FOUR_LEFT_OUT: dict[str, list[Any]] = {name: [{}, {}] for name in ("runs", "bf16
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Any:
+def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
+    cases = [
+        item.callspec.id for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
+    ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PARITY_ALL", str(int(pytestconfig.option.markexpr != "not slow")))
+        patch.setenv("PARITY_CASES", json.dumps(cases))
         patch.setenv("PARITY_ROOT", str(tmp_path_factory.mktemp("parity")))
         train("single", 1, root="single", max_steps=3)
         two = on_ranks(__file__, 2, "two_")
-        four = on_ranks(__file__, 4, "four_") if os.environ["PARITY_ALL"] == "1" else FOUR_LEFT_OUT
+        four = FOUR_LEFT_OUT if request.config.option.markexpr == "not slow" else on_ranks(__file__, 4, "four_")
         alone = train("single", 1, resume="fsdp")
         yield {
             "runs": [

@@ -1,6 +1,6 @@
 """Public names of Lightning's classes that ours do not have: what to use instead.
 
-``tests/interop/test_lightning_names.py`` compares with Lightning itself.
+``tests/config/test_lightning_names.py`` compares with Lightning itself.
 """
 
 from __future__ import annotations
@@ -8,38 +8,23 @@ from __future__ import annotations
 from typing import Any
 
 _KEYS = "hyperparameters are part of every checkpoint (save_hyperparameters, load_from_checkpoint)"
-_TRAINER = (
-    "a module sees its run, not a trainer: use self.run (run.step, run.epoch, run.settings, run.datamodule, run.engine, run.stop(); a "
-    "callback gets it too), self.global_step, self.current_epoch, self.global_rank, self.world_size, self.device, self.optimizers(), self.log"
-)
-
 MODULE = {
     "CHECKPOINT_HYPER_PARAMS_KEY": _KEYS,
     "CHECKPOINT_HYPER_PARAMS_NAME": _KEYS,
     "CHECKPOINT_HYPER_PARAMS_TYPE": _KEYS,
     "allow_zero_length_dataloader_with_multiple_devices": "a rank without data runs repeated batches that do not count",
     "device_mesh": "strategy='mesh' or a MeshParallel object has the mesh",
-    "example_input_array": "define it yourself where you need it",
     "fabric": "your own loop uses engine.Engine",
-    "hparams_initial": "use self.hparams",
-    "on_gpu": "use self.device.type != 'cpu'",
     "remove_ignored_hparams": "use save_hyperparameters(ignore=...)",
-    "to_onnx": "use torch.onnx.export(module, (sample,), path)",
     "to_tensorrt": "use torch_tensorrt.compile(module)",
-    "to_torchscript": "use torch.jit.script(module), or torch.export",
-    "trainer": _TRAINER,
 }
 DATA = {
     "CHECKPOINT_HYPER_PARAMS_KEY": _KEYS,
     "CHECKPOINT_HYPER_PARAMS_NAME": _KEYS,
     "CHECKPOINT_HYPER_PARAMS_TYPE": _KEYS,
     "allow_zero_length_dataloader_with_multiple_devices": "a rank without data runs repeated batches that do not count",
-    "from_datasets": "give DataLoader(dataset, ...) objects to Fit.run",
-    "hparams_initial": "use self.hparams",
-    "load_from_checkpoint": "run(..., resume=...) restores its state; hyperparameters are arguments of your class",
     "name": "define it yourself where you need it",
     "remove_ignored_hparams": "use save_hyperparameters(ignore=...)",
-    "trainer": "a data module does not see its trainer: setup(stage) gets the stage; engine.Engine and torch.distributed know the ranks",
 }
 REPLACED = {
     "configure_sharded_model": "configure_model",

@@ -1,0 +1,67 @@
+"""Modules and data modules made from a checkpoint: constructed with its hyperparameters, filled with its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from engine.checkpoint.directory import SHARED, Opened
+from engine.checkpoint.field_checks import SHARED_FORM, Fields, checked
+from engine.checkpoint.files import printable
+from engine.checkpoint.reader import Source, own_state
+from engine.checkpoint.user_paths import opened
+from engine.config.hyperparameters import constructor_arguments, replaced_by_defaults
+from engine.utils.log import logger
+
+T = TypeVar("T")
+
+
+def load_module(
+    cls: type[T], path: str | Path, strict: bool, map_location: Any, weights: str | None, overrides: Mapping[str, Any]
+) -> T:  # fmt: skip
+    """See ``TrainModule.load_from_checkpoint``, whose arguments these are."""
+    with opened(path, ("model", "state", *([] if weights is None else ["weights"]))) as found:
+        shared = _shared(found)
+        texts = found.manifest.get("hparams")
+        module: Any = _construct(cls, path, shared, "", texts if isinstance(texts, dict) else {}, overrides)
+        module.configure_model()
+        module.built = True
+        module.on_load_checkpoint(shared.get("user") or {})
+        report = Source(found, weights).load_model(module, own_state(module), strict and module.strict_loading)
+        if report:
+            logger.warning("%s fits in part: %s", path, report)
+    made: T = module if map_location is None else module.to(torch.device(map_location))
+    return made
+
+
+def load_datamodule(cls: type[T], path: str | Path, overrides: Mapping[str, Any]) -> T:
+    """See ``DataModule.load_from_checkpoint``, whose arguments these are."""
+    with opened(path, ("state",)) as found:
+        shared = _shared(found)
+        data: Any = _construct(cls, path, shared, "datamodule_", {}, overrides)
+        if shared.get("datamodule") is not None:
+            data.load_state_dict(shared["datamodule"])
+    made: T = data
+    return made
+
+
+def _shared(found: Opened) -> Fields:
+    return checked(f"{found.directory}: {SHARED}.json", found.tree(SHARED) or {}, SHARED_FORM)
+
+
+def _construct(
+    cls: type, path: str | Path, shared: Fields, prefix: str, texts: Mapping[str, str], overrides: Mapping[str, Any]
+) -> Any:
+    """An object of ``cls`` from the saved hyperparameters, under ``prefix``, and ``overrides``."""
+    saved = {str(name): value for name, value in shared.get(f"{prefix}hparams", {}).items()}
+    positional, named = constructor_arguments(cls, saved, overrides, shared.get(f"{prefix}hparams_name"))
+    if lost := replaced_by_defaults(cls, texts, {*saved, *overrides}):
+        made = printable(", ".join(f"{name}={text}" for name, text in lost.items()))
+        logger.warning(
+            "%s: the %s was made with %s, which a checkpoint cannot hold: give them here",
+            *(path, "data module" if prefix else "module", made),
+        )
+    return cls(*positional, **named)

@@ -1,0 +1,169 @@
+"""The loss of a transformers model with the number of items that it is a mean over, so that windows and ranks are exact."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.loss import loss_utils
+
+from engine.step.gradients import Loss, nonzero
+
+IGNORED = -100
+"""The label that counts for nothing."""
+_OF_TOKENS = (loss_utils.ForCausalLMLoss, loss_utils.ForMaskedLMLoss, loss_utils.ForTokenClassification)
+_COUNTED = (*_OF_TOKENS, loss_utils.ForSemanticSegmentationLoss, loss_utils.ForSequenceClassificationLoss)
+_OF_SAMPLES = (loss_utils.ForQuestionAnsweringLoss,)
+
+Count = Callable[[Mapping[str, Any]], Tensor | float]
+
+
+class CountedFunction:
+    """A loss function of transformers that keeps the number of labels that it is a mean over; over none its value is 0, not NaN."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function, self._signature = function, inspect.signature(function)
+        self.counts: deque[Tensor | None] = deque(maxlen=2)
+        """Of the latest calls that were not taken; ``None``: a mean over samples."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.function in _OF_SAMPLES:
+            self.counts.append(None)
+            return self.function(*args, **kwargs)
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = {**bound.arguments, **bound.arguments.get("kwargs", {})}
+        count = None
+        if (labels := self._labels(given)) is not None:
+            count = (labels != given.get("ignore_index", IGNORED)).sum()
+            to = bound.arguments if "num_items_in_batch" in bound.arguments else bound.arguments["kwargs"]
+            to["num_items_in_batch"] = nonzero(count)
+        self.counts.append(count)
+        return self.function(*bound.args, **bound.kwargs)
+
+    def _labels(self, given: Mapping[str, Any]) -> Tensor | None:
+        labels: Tensor = given["labels"]
+        if self.function is loss_utils.ForCausalLMLoss:
+            shifted = given.get("shift_labels")
+            return labels[..., 1:] if shifted is None else shifted
+        if self.function is loss_utils.ForSequenceClassificationLoss:
+            kind = given["config"].problem_type
+            integers = not labels.is_floating_point() and given["config"].num_labels > 1
+            return labels if kind == "single_label_classification" or (kind is None and integers) else None
+        return labels
+
+
+class CountedLoss:
+    """Called with a model's outputs and its batch, gives what ``engine.backward`` and ``training_step`` take::
+
+        loss = CountedLoss(model)  # before engine.prepare(model)
+        engine.backward(loss(model(**batch), batch))
+
+    A mean over labels becomes :class:`engine.Loss` with the number of labels that the model's own loss divides by: those that are not -100, for
+    causal models after the shift. A mean over samples (regression, question answering) stays a scalar. Of a model that computes its loss without
+    transformers' loss functions, the first batch shows which mean it is.
+
+    Args:
+        model: a ``PreTrainedModel`` or a ``PeftModel`` around one; its ``loss_function`` is wrapped.
+        count: ``"samples"``, or a function of the batch that gives the number of items, for losses that are another mean.
+
+    Raises:
+        ValueError: (when called) the model's loss is none of these means, and there is no ``count``.
+    """
+
+    def __init__(self, model: nn.Module, count: str | Count | None = None) -> None:
+        if not (count is None or count == "samples" or callable(count)):
+            raise ValueError(f"count={count!r} is unknown; possible: 'samples', a function of the batch, None")
+        base = base_of(model)
+        self._name, self._count, self._measured = type(base).__name__, count, ""
+        self._function = _counted(base) if count is None else None
+        self.of_tokens = self._function is not None and self._function.function in _OF_TOKENS[:2]
+        """Whether its exponential is a perplexity."""
+
+    def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> Loss | Tensor:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
+        if loss is None:
+            raise ValueError(
+                f"{self._name} returned no loss: it computes one when the batch has 'labels'; this one has {', '.join(batch)}"
+            )
+        if self._count is not None:
+            count = None if isinstance(self._count, str) else self._count(batch)
+            return loss if count is None else Loss(loss * count, count)
+        counts = [] if self._function is None else list(self._function.counts)
+        self.begin()
+        if len(counts) > 1:
+            raise self._unknown("is the sum of several means, or an earlier forward pass's loss was not taken")
+        count = counts[0] if counts else self._of_measured(loss, outputs, batch)
+        return loss if count is None else Loss(loss * count, count)
+
+    def begin(self) -> None:
+        """A new forward pass starts: losses that were computed before it are not asked for any more."""
+        if self._function is not None:
+            self._function.counts.clear()
+
+    def _of_measured(self, loss: Tensor, outputs: Any, batch: Mapping[str, Any]) -> Tensor | None:
+        labels = batch.get("labels")
+        if not self._measured:
+            with torch.no_grad():  # once: it waits for the device
+                self._measured = _measure(loss, outputs if isinstance(outputs, Mapping) else {}, batch)
+            if not self._measured:
+                raise self._unknown("is neither the mean over labels that are not -100 nor the mean over samples")
+        if self._measured == "samples":
+            return None
+        assert isinstance(labels, Tensor)
+        return ((labels if self._measured == "labels" else labels[..., 1:]) != IGNORED).sum()
+
+    def _unknown(self, why: str) -> ValueError:
+        return ValueError(
+            f"the loss of {self._name} {why}, so micro-batches cannot be weighted exactly: give count='samples' if it is a mean over the samples of "
+            "the batch, or count=a function of the batch that gives the number of items it is a mean over"
+        )
+
+
+def base_of(model: nn.Module) -> Any:
+    """The transformers model itself, without peft's wrapper."""
+    inner: Any = getattr(model, "get_base_model", None)
+    return model if inner is None else inner()
+
+
+def _counted(base: Any) -> CountedFunction | None:
+    function = getattr(base, "loss_function", None)
+    if isinstance(function, CountedFunction):
+        return function
+    if function not in (*_COUNTED, *_OF_SAMPLES):
+        return None
+    base.loss_function = CountedFunction(function)
+    found: CountedFunction = base.loss_function
+    return found
+
+
+def _measure(loss: Tensor, outputs: Mapping[str, Any], batch: Mapping[str, Any]) -> str:
+    """Which mean a loss is: over ``"labels"``, ``"shifted"`` labels or ``"samples"``; empty if none of them."""
+    logits, labels = outputs.get("logits"), batch.get("labels")
+    found: list[tuple[str, Tensor]] = []
+    if isinstance(logits, Tensor) and isinstance(labels, Tensor):
+        logits = logits.float()
+        if not labels.is_floating_point() and logits.ndim == labels.ndim + 1:
+            found = [("labels", F.cross_entropy(logits.flatten(0, -2), labels.flatten()))]
+            if labels.ndim > 1:
+                shifted = F.cross_entropy(logits[..., :-1, :].flatten(0, -2), labels[..., 1:].flatten())
+                found.append(("shifted", shifted))
+        elif logits.numel() == labels.numel():
+            targets = labels.float().reshape(logits.shape)
+            found = [("samples", mean(logits, targets)) for mean in (F.mse_loss, F.binary_cross_entropy_with_logits)]
+    elif {"start_logits", "end_logits"} <= outputs.keys() and {"start_positions", "end_positions"} <= batch.keys():
+        ends = [(outputs[f"{end}_logits"].float(), batch[f"{end}_positions"].flatten()) for end in ("start", "end")]
+        both = [
+            F.cross_entropy(scores, place.clamp(0, scores.shape[1]), ignore_index=scores.shape[1])
+            for scores, place in ends
+        ]
+        found = [("samples", (both[0] + both[1]) / 2)]
+    apart = {abs(float(value - loss)): name for name, value in found}
+    least = min(apart, default=math.inf)
+    return apart[least] if least <= 1e-3 * max(1.0, abs(float(loss))) else ""

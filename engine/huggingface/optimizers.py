@@ -1,0 +1,105 @@
+"""Optimizers and learning rate schedules of transformers, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from transformers import get_scheduler
+from transformers.trainer_pt_utils import get_parameter_names
+from transformers.trainer_utils import SchedulerType
+
+from engine.utils.errors import nearest
+
+NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
+"""Patterns of the parameters that weight decay leaves alone, as in ``transformers.Trainer``."""
+PLATEAU = SchedulerType.REDUCE_ON_PLATEAU.value
+_ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The trained parameters in two groups: with ``weight_decay``, and without (norms and biases). Empty groups are left out."""
+    decayed = set(get_parameter_names(model, [nn.LayerNorm], list(NO_DECAY)))
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {
+            "params": [p for name, p in trained if (name in decayed) == decays],
+            "weight_decay": weight_decay if decays else 0.0,
+        }
+        for decays in (True, False)
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def optimizer_class(name: str) -> type[Optimizer]:
+    """The optimizer of ``torch.optim`` of this name, in any case: ``"adamw"``, ``"sgd"``, ``"adafactor"``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    known = {
+        each.lower(): found
+        for each, found in vars(torch.optim).items()
+        if isinstance(found, type) and issubclass(found, Optimizer) and found is not Optimizer
+    }
+    if name.lower() not in known:
+        raise ValueError(
+            f"optimizer={name!r} is unknown{nearest(name, known)}; possible: {', '.join(known)}, or a function of the parameter groups"
+        )
+    return known[name.lower()]
+
+
+def make_optimizer(
+    optimizer: str | Callable[..., Optimizer], groups: list[dict[str, Any]], lr: float, options: Mapping[str, Any]
+) -> Optimizer:
+    """The optimizer of these parameter ``groups``.
+
+    Raises:
+        ValueError: the name is unknown, or no parameter is trained.
+    """
+    if not groups:
+        raise ValueError("no parameter of the model is trained: all have requires_grad=False")
+    make = optimizer_class(optimizer) if isinstance(optimizer, str) else optimizer
+    return make(groups, lr=lr, **options)
+
+
+def warmup_steps(warmup: int | float, total: int | None) -> int:
+    """The steps of a warm-up that is given in steps, or as a fraction (a float below 1) of all steps."""
+    if isinstance(warmup, float) and warmup < 1:
+        if total is None:
+            raise ValueError(
+                f"warmup={warmup} is a fraction of the training, whose length is not known: give a number of steps"
+            )
+        return -int(-total * warmup // 1)
+    return int(warmup)
+
+
+def make_schedule(
+    name: str,
+    optimizer: Optimizer,
+    warmup: int | float,
+    total: Callable[[], int],
+    options: Mapping[str, Any],
+    monitor: str,
+) -> dict[str, Any]:
+    """The schedule of :func:`transformers.get_scheduler` of this ``name``, as ``configure_optimizers`` returns it.
+
+    Args:
+        total: gives the optimizer steps of the whole training, where the schedule needs them.
+        monitor: what ``"reduce_lr_on_plateau"`` follows.
+
+    Raises:
+        ValueError: the name is unknown, or the length of the training is not known.
+    """
+    known = [kind.value for kind in SchedulerType if kind.value != "greedy"]  # that one has no schedule
+    if name not in known:
+        raise ValueError(f"scheduler={name!r} is unknown{nearest(name, known)}; possible: {', '.join(known)}, None")
+    if name == PLATEAU:
+        made = get_scheduler(name, optimizer, scheduler_specific_kwargs=dict(options))
+        return {"scheduler": made, "interval": "epoch", "monitor": monitor}
+    whole = None if name in _ENDLESS and not (isinstance(warmup, float) and warmup < 1) else total()
+    made = get_scheduler(name, optimizer, warmup_steps(warmup, whole), whole, dict(options) or None)
+    return {"scheduler": made, "interval": "step"}

@@ -1,0 +1,211 @@
+"""Lightning's callbacks: this library's under its names and arguments. An argument without a counterpart is an error."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from types import new_class
+from typing import Any
+
+import torch
+
+import engine.callbacks as own
+from engine.interop.lightning.callback import EVENTS, Callback, listens
+from engine.interop.lightning.refused import ANY, refused_class, translated
+from engine.utils.log import logger
+
+_FIELD = re.compile(r"\{([^}:!\[]+)")
+_TALK = (ANY, "")
+_WITHOUT = {
+    "device": (None, "averages are on the device of the weights"),
+    "initial_denom_lr": (10.0, "give backbone_initial_ratio_lr"),
+    **dict.fromkeys(("theme", "console_kwargs"), (None, "give callbacks.RichProgressBar(console=...)")),
+    **dict.fromkeys(("verbose", "rounding", "refresh_rate", "leave", "process_position", "log_rank_zero_only"), _TALK),
+}
+
+
+class Checkpoint(Callback):
+    """The base of callbacks that save checkpoints."""
+
+
+class ProgressBar(Callback):
+    """The base of progress bars. They are drawn by time, whatever ``refresh_rate`` is; 0 switches one off."""
+
+
+def _named(name: str, of: Any, order: str = "", base: type = Callback, without: Any = None, **fixed: Any) -> Any:
+    """``of`` under Lightning's ``name``, with its positional arguments in Lightning's ``order``, and our ``fixed`` ones."""
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = translated(name, order, args, kwargs, _WITHOUT | (without or {}))
+        of.__init__(self, **given, **fixed)
+        self.idle = base is ProgressBar and kwargs.get("refresh_rate", [*args, 1][0]) == 0
+
+    doc = f"Lightning's arguments of :class:`callbacks.{of.__name__}`."
+    content = {"__init__": init, "__doc__": doc, "__module__": __name__}
+    return new_class(name, (base, of), {}, lambda space: space.update(content))
+
+
+_EMA = "device use_buffers decay update_every_n_steps update_starting_at_step update_starting_at_epoch"
+_SWA = "swa_lrs swa_epoch_start annealing_epochs annealing_strategy avg_fn device"
+_BACKBONE = "unfreeze_backbone_at_epoch lambda_func backbone_initial_ratio_lr backbone_initial_lr should_align initial_denom_lr train_bn verbose"
+LearningRateMonitor = _named("LearningRateMonitor", own.LearningRateMonitor, "logging_interval log_momentum log_weight_decay")  # fmt: skip
+DeviceStatsMonitor = _named("DeviceStatsMonitor", own.DeviceStatsMonitor, "cpu_stats")
+WeightAveraging = _named("WeightAveraging", own.WeightAveraging, "device use_buffers")
+EMAWeightAveraging = _named("EMAWeightAveraging", own.EMA, _EMA)
+StochasticWeightAveraging = _named("StochasticWeightAveraging", own.SWA, _SWA, without={"device": _TALK})
+BaseFinetuning = _named("BaseFinetuning", own.BaseFinetuning)
+BackboneFinetuning = _named("BackboneFinetuning", own.BackboneFinetuning, _BACKBONE)
+ModelSummary = RichModelSummary = _named("ModelSummary", own.ModelSummary, "max_depth", measure=False)
+RichProgressBar = _named("RichProgressBar", own.RichProgressBar, "refresh_rate leave theme console_kwargs", ProgressBar)
+TQDMProgressBar = _named("TQDMProgressBar", own.TQDMProgressBar, "refresh_rate process_position leave", ProgressBar)
+SimpleProfiler = _named("SimpleProfiler", own.SimpleProfiler, "dirpath filename extended")
+PyTorchProfiler = _named("PyTorchProfiler", own.Profiler)
+Profiler = Callback
+AdvancedProfiler = refused_class("AdvancedProfiler", "use SimpleProfiler, PyTorchProfiler, or python -m cProfile")
+BatchSizeFinder = refused_class(
+    "BatchSizeFinder", "call callbacks.find_batch_size(module, loader), and set what it finds"
+)
+LearningRateFinder = refused_class(
+    "LearningRateFinder", "call callbacks.find_lr(module, loader), and set what it finds"
+)
+ModelPruning = refused_class("ModelPruning", "use callbacks.Pruning(...)")
+OnExceptionCheckpoint = refused_class("OnExceptionCheckpoint", "ModelCheckpoint saves the last complete step after an error")  # fmt: skip
+SpikeDetection = refused_class("SpikeDetection", "use callbacks.SpikeGuard()")
+ThroughputMonitor = refused_class("ThroughputMonitor", "use callbacks.ThroughputMonitor()")
+Timer = refused_class("Timer", "give Trainer(max_time=...)")
+
+
+class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
+    """Lightning's arguments of :class:`callbacks.ModelCheckpoint`. A checkpoint is complete, in a folder named as Lightning names its file."""
+
+    FILE_EXTENSION = ".ckpt"
+
+    def __init__(
+        self, dirpath: Any = None, filename: str | None = None, monitor: str | None = None, verbose: bool = False,
+        save_last: bool | str | None = None, save_top_k: int = 1, save_on_exception: bool = False,
+        save_weights_only: bool = False, mode: Any = "min", auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None, train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None, save_on_train_epoch_end: bool | None = None, enable_version_counter: bool = True,
+    ) -> None:  # fmt: skip
+        if save_weights_only:
+            said = "ModelCheckpoint(save_weights_only=True): checkpoints are complete; 'fit checkpoint export' writes weights only"
+            logger.warning(said)
+        default = all(each is None for each in (every_n_train_steps, train_time_interval, every_n_epochs))
+        epochs = f"{1 if default else every_n_epochs} epochs" if default or every_n_epochs else None
+        every: list[Any] = [each for each in (every_n_train_steps, train_time_interval, epochs) if each]
+        if len(every) > 1:
+            raise ValueError(f"ModelCheckpoint saves every {every[0]} and every {every[1]}: give one of them")
+        name = "{epoch}-{step}" if filename is None else filename
+        name = _FIELD.sub(r"\1={\1", name) if auto_insert_metric_name else name
+        self.idle = not save_top_k and not save_last
+        self._names_last, self._trains_last, self._run = save_last, save_on_train_epoch_end, None
+        kept = (monitor, mode, save_top_k, bool(save_last) or self.idle, None, dirpath, name + self.FILE_EXTENSION)
+        own.ModelCheckpoint.__init__(
+            self, next(iter(every), None), *kept, asynchronous=False
+        )  # a path is there when it is named
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._run = trainer.run if stage == "fit" else self._run
+        own.ModelCheckpoint.setup(self, trainer.run, pl_module, stage)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._trains_last and self.monitor is not None and trainer.run.val_loaders:
+            raise ValueError("ModelCheckpoint(save_on_train_epoch_end=True): with validation, a score is taken after it; leave it out")  # fmt: skip
+        own.ModelCheckpoint.on_train_start(self, trainer.run, pl_module)
+
+    @property
+    def best_k_models(self) -> dict[str, Any]:
+        """The checkpoints that are kept, best first, and their scores; those without a score only if nothing is monitored."""
+        kept = [step for step in self._ranked(self.scores) if self.monitor is None or self.scores[step] is not None]
+        return {self._path(step): None if self.monitor is None else torch.tensor(self.scores[step]) for step in kept}
+
+    @property
+    def best_model_path(self) -> str:
+        """The best checkpoint; without ``monitor`` the newest. Empty if there is none."""
+        return next(iter(self.best_k_models), "")
+
+    @property
+    def best_model_score(self) -> torch.Tensor | None:
+        """The value of ``monitor`` of the best."""
+        return self.best_k_models.get(self.best_model_path)
+
+    @property
+    def last_model_path(self) -> str:
+        """The newest checkpoint, with ``save_last``."""
+        return self._path(max(self.names)) if self.names and self._names_last else ""
+
+    def _path(self, step: int) -> str:
+        return "" if self._run is None else str(self._run.checkpoint_path(self.names[step]))
+
+
+class EarlyStopping(Callback, own.EarlyStopping):
+    """Lightning's arguments of :class:`callbacks.EarlyStopping`."""
+
+    def __init__(self, *args: Any, strict: bool = True, check_on_train_epoch_end: bool | None = None, **kwargs: Any) -> None:  # fmt: skip
+        given = translated("EarlyStopping", "monitor min_delta patience verbose mode", args, kwargs, _WITHOUT)
+        own.EarlyStopping.__init__(self, **{**given, "min_delta": abs(given.get("min_delta", 0.0))})
+        self.strict, self._trains_last = strict, check_on_train_epoch_end
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._trains_last and trainer.run.val_loaders:
+            raise ValueError(
+                "EarlyStopping(check_on_train_epoch_end=True): with validation it checks after it; leave it out"
+            )
+        own.EarlyStopping.on_train_start(self, trainer.run, pl_module)
+
+    def _check(self, run: Any) -> None:
+        if self.strict or self.monitor in run.metrics:
+            super()._check(run)
+
+
+class GradientAccumulationScheduler(Callback):
+    """A schedule ``{first epoch: micro-batches}``, which ``Trainer`` gives to ``Fit(accumulate_grad_batches=...)``."""
+
+    def __init__(self, scheduling: dict[int, int]) -> None:
+        self.scheduling = dict(scheduling)
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if trainer.run.settings.accumulate_grad_batches != self.scheduling:
+            raise ValueError(f"GradientAccumulationScheduler: give Fit(accumulate_grad_batches={self.scheduling})")
+
+
+class LambdaCallback(Callback):
+    """Functions as a callback: ``LambdaCallback(on_train_start=lambda trainer, pl_module: ...)``."""
+
+    def __init__(self, **functions: Any) -> None:
+        for event, function in functions.items():
+            if event not in EVENTS:
+                raise TypeError(f"LambdaCallback: {event!r} is not an event; events: {', '.join(EVENTS)}")
+            if function is not None:
+                listens(self, event, function)
+
+
+class BasePredictionWriter(Callback):
+    """Define ``write_on_batch_end(trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx)`` or
+    ``write_on_epoch_end(trainer, pl_module, predictions, batch_indices)``. ``batch_indices`` is ``None``: batches are dealt to the ranks in
+    turn, so that batch ``i`` of a rank is number ``i * world_size + rank`` in the data's order."""
+
+    write_on_batch_end: Any
+    write_on_epoch_end: Any
+
+    def __init__(self, write_interval: str = "batch") -> None:
+        if write_interval not in ("batch", "epoch", "batch_and_epoch"):
+            raise ValueError(f"write_interval={write_interval!r}: it must be 'batch', 'epoch' or 'batch_and_epoch'")
+        self.interval = write_interval
+        self._kept: list[list[Any]] = []
+
+    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+        self._kept = [[] for _ in trainer.run.num_eval_batches]
+
+    def on_predict_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if "batch" in self.interval:
+            self.write_on_batch_end(trainer, pl_module, outputs, None, batch, batch_idx, dataloader_idx)
+        if "epoch" in self.interval:
+            self._kept[dataloader_idx].append(outputs)
+
+    def on_predict_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if "epoch" in self.interval:
+            found = self._kept[0] if len(self._kept) == 1 else self._kept
+            self.write_on_epoch_end(trainer, pl_module, found, None)

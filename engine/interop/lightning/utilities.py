@@ -1,0 +1,102 @@
+"""Lightning's small helpers and types: ``utilities`` with its submodules, ``trainer.states``, ``tuner``, ``accelerators``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.config.hyperparameters import HParams as AttributeDict  # noqa: F401
+from engine.data.combined_loaders import CombinedLoader as CombinedLoader
+from engine.data.datamodule import DataModule
+from engine.distributed.environment import detect
+from engine.interop.lightning.callback import Callback
+from engine.interop.lightning.callbacks import ModelSummary as ModelSummary
+from engine.interop.lightning.refused import refused_class
+from engine.module import TrainModule
+from engine.step.optimizers import Schedule as LRSchedulerConfig  # noqa: F401
+from engine.utils import seed
+from engine.utils.overrides import overridden
+from engine.utils.seed import isolated as isolate_rng  # noqa: F401
+from engine.utils.tree import move as move_data_to_device  # noqa: F401
+
+STEP_OUTPUT = EPOCH_OUTPUT = TRAIN_DATALOADERS = EVAL_DATALOADERS = OptimizerLRScheduler = LRSchedulerTypeUnion = Any
+_METRIC = _EVALUATE_OUTPUT = _PREDICT_OUTPUT = _OUT_DICT = _PATH = _MAP_LOCATION_TYPE = LRSchedulerPLType = Any
+OptimizerConfig = OptimizerLRSchedulerConfig = LRSchedulerConfigType = Any
+MisconfigurationException = ValueError
+Tuner = refused_class("Tuner", "call callbacks.find_lr(module, loader) or find_batch_size, and set what it finds")
+Accelerator = CPUAccelerator = refused_class("Accelerator", "give Trainer(accelerator='cpu' or 'gpu')")
+CUDAAccelerator = refused_class("CUDAAccelerator", "give Trainer(accelerator='cuda')")
+CUDAAccelerator.is_available = staticmethod(torch.cuda.is_available)
+
+
+class TrainerFn(StrEnum):
+    """What a trainer was called for."""
+
+    FITTING, VALIDATING, TESTING, PREDICTING = "fit", "validate", "test", "predict"
+
+
+class RunningStage(StrEnum):
+    """What is under way."""
+
+    TRAINING, SANITY_CHECKING, VALIDATING, TESTING, PREDICTING = "train", "sanity_check", "validate", "test", "predict"
+
+
+class TrainerStatus(StrEnum):
+    """How far a trainer is."""
+
+    INITIALIZING, RUNNING, FINISHED, INTERRUPTED = "initializing", "running", "finished", "interrupted"
+
+
+class GradClipAlgorithmType(StrEnum):
+    """``gradient_clip_algorithm``."""
+
+    VALUE, NORM = "value", "norm"
+
+
+def seed_everything(value: int | None = None, workers: bool = False, verbose: bool = True) -> int:
+    """:func:`engine.seed_everything`; ``None``: ``PL_GLOBAL_SEED``, else 0. Loaders' ``workers`` have seeds of their own in any case."""
+    return seed.seed_everything(int(os.environ.get("PL_GLOBAL_SEED", 0)) if value is None else value)
+
+
+def rank_zero_only(function: Callable[..., Any], default: Any = None) -> Callable[..., Any]:
+    """Decorator: the ``function`` runs on rank 0; other ranks get ``default``."""
+
+    @functools.wraps(function)
+    def on_rank_zero(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if detect(os.environ).rank == 0 else default
+
+    return on_rank_zero
+
+
+rank_zero_info = rank_zero_only(logging.getLogger("engine.interop.lightning").info)
+rank_zero_debug = rank_zero_only(logging.getLogger("engine.interop.lightning").debug)
+rank_zero_warn = rank_zero_deprecation = rank_zero_only(functools.partial(warnings.warn, stacklevel=3))
+
+
+def is_overridden(method_name: str, instance: Any, parent: type | None = None) -> bool:
+    """Whether ``instance`` overrides this method of ``parent``, by default of our class."""
+    known = (kind for kind in (TrainModule, DataModule, Callback) if isinstance(instance, kind))
+    return overridden(instance, method_name, parent or next(known, object))
+
+
+def get_init_args(frame: Any) -> dict[str, Any]:
+    """The arguments of the ``__init__`` that runs in ``frame``."""
+    names, _, rest, values = inspect.getargvalues(frame)
+    return {name: values[name] for name in names[1:]} | (values[rest] if rest else {})
+
+
+def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, torch.Tensor]:
+    """The norm of each parameter's gradient, and of all together."""
+    kind = float(norm_type)
+    each = {n: p.grad.detach().norm(kind) for n, p in module.named_parameters() if p.grad is not None}
+    found = {f"grad_{kind}_norm{group_separator}{name}": norm for name, norm in each.items()}
+    return found | ({f"grad_{kind}_norm_total": torch.stack([*each.values()]).norm(kind)} if each else {})

@@ -1,0 +1,140 @@
+"""The options of ``log``: what they mean, and which of them contradict what logging does."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from engine.utils.errors import nearest
+from engine.utils.log import warn_once
+
+REDUCTIONS = ("mean", "sum", "min", "max")
+_FUNCTIONS = {
+    torch.mean: "mean",
+    torch.sum: "sum",
+    **dict.fromkeys((torch.min, torch.amin), "min"),
+    **dict.fromkeys((torch.max, torch.amax), "max"),
+}
+
+
+class Options(NamedTuple):
+    """What a name is logged with. Checkpoints have these values in this order; older ones only the first four."""
+
+    on_step: bool
+    on_epoch: bool
+    prog_bar: bool = False
+    reduce_fx: str = "mean"
+    logger: bool = True
+    add_dataloader_idx: bool = True
+    rank_zero_only: bool = False
+
+
+class Given(NamedTuple):
+    """The same as a call of ``log`` passes them, with those that change nothing."""
+
+    prog_bar: bool
+    logger: bool | None
+    on_step: bool | None
+    on_epoch: bool | None
+    reduce_fx: Any
+    enable_graph: bool
+    sync_dist_group: Any
+    add_dataloader_idx: bool
+    metric_attribute: str | None
+    rank_zero_only: bool
+    reduce: Any
+
+
+def options_of(name: str, given: Given, on_step: bool, on_epoch: bool, world_size: int) -> Options:
+    """The options that a call of ``log`` asks for.
+
+    Args:
+        on_step, on_epoch: the defaults at this moment of the run.
+
+    Raises:
+        ValueError: one cannot be honoured; the message names it.
+    """
+    if given.enable_graph:
+        raise ValueError(
+            f"log({name!r}, enable_graph=True): a logged value is detached, since it is kept until the next log boundary; "
+            "leave it out, and return what needs a gradient from the step"
+        )
+    if given.sync_dist_group is not None and (ranks := given.sync_dist_group.size()) != world_size:
+        raise ValueError(
+            f"log({name!r}, sync_dist_group=...) is a group of {ranks} rank(s), but logged values are always over all {world_size}: "
+            "leave it out, or reduce the value yourself and log the result with rank_zero_only=True"
+        )
+    return Options(
+        on_step if given.on_step is None else bool(given.on_step),
+        on_epoch if given.on_epoch is None else bool(given.on_epoch),
+        bool(given.prog_bar),
+        _reduction(name, given),
+        given.logger is not False,
+        bool(given.add_dataloader_idx),
+        bool(given.rank_zero_only),
+    )
+
+
+def _reduction(name: str, given: Given) -> str:
+    """The reduction that ``reduce_fx`` or ``reduce`` names."""
+    keyword, asked = ("reduce_fx", given.reduce_fx) if given.reduce is None else ("reduce", given.reduce)
+    if given.reduce is not None and given.reduce_fx not in ("mean", given.reduce):
+        raise ValueError(
+            f"log({name!r}) got reduce_fx={given.reduce_fx!r} and reduce={given.reduce!r}, which are one option: give one of them"
+        )
+    if isinstance(asked, str):
+        found = "mean" if asked.lower() == "avg" else asked.lower()
+        if found in REDUCTIONS:
+            return found
+        raise ValueError(
+            f"log({name!r}, {keyword}={asked!r}) is unknown{nearest(asked, REDUCTIONS)}; possible: {', '.join(REDUCTIONS)}"
+        )
+    for function, found in _FUNCTIONS.items():
+        if asked is function:
+            return found
+    raise ValueError(
+        f"log({name!r}, {keyword}={asked!r}) is not possible: values are reduced over micro-batches and ranks by one of "
+        f"{', '.join(REDUCTIONS)} (or torch's functions of these names); for another one log a torchmetrics object, or collect the values "
+        "yourself and log the result at the epoch's end"
+    )
+
+
+def no_steps(name: str, on_epoch: bool) -> None:
+    """``on_step=True`` was given outside a step.
+
+    Raises:
+        ValueError: and the epoch's value is not asked for.
+    """
+    what = f"log({name!r}, on_step=True) in an evaluation or at an epoch's start or end, where values belong to no step"
+    if not on_epoch:
+        raise ValueError(f"{what}: leave on_step out")
+    warn_once(f"{what}: only the epoch's value is reported")
+
+
+def check_metric(name: str, given: Given, metric: Any, module: nn.Module | None, world_size: int) -> None:
+    """Check the options that only a torchmetrics object can contradict.
+
+    Raises:
+        ValueError: ``metric_attribute`` is another object's name, or one rank's value is asked for.
+    """
+    if given.rank_zero_only and world_size > 1:
+        raise ValueError(
+            f"log({name!r}, rank_zero_only=True) got a torchmetrics object, which is computed over all {world_size} ranks: leave it out, or "
+            "log a number"
+        )
+    path = given.metric_attribute
+    if path is None or module is None:
+        return
+    try:
+        found = module.get_submodule(path)
+    except AttributeError:
+        raise ValueError(
+            f"log({name!r}, metric_attribute={path!r}): {type(module).__name__} has no metric of this name; leave it out, a torchmetrics "
+            "object is recognized"
+        ) from None
+    if all(part is not metric for part in found.modules()):
+        raise ValueError(
+            f"log({name!r}, metric_attribute={path!r}) got another object than {type(module).__name__}.{path}: give that one, or leave it out"
+        )
