@@ -194,8 +194,9 @@ class _Scripts:
         sys.modules.update(theirs)  # transformers reads it later
 
     def _replace(self, target: str) -> None:
+        from engine.config.from_accelerate import plugins as settings
         from engine.interop import accelerate as ours
-        from engine.interop.accelerate import accelerator, data_loader, operations, settings, state, utils
+        from engine.interop.accelerate import accelerator, data_loader, operations, state, utils
 
         ours.Accelerator.__init__.__kwdefaults__["rules"] = target
         for name in [name for name in sys.modules if name.partition(".")[0] == "accelerate"]:

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from callbacks.loggers import CSVLogger
+from engine.config.from_accelerate import arguments as translation
 from engine.interop import accelerate
-from engine.interop.accelerate import Accelerator, AcceleratorState, PartialState, translation
+from engine.interop.accelerate import Accelerator, AcceleratorState, PartialState
 from engine.interop.accelerate import utils as u
 from engine.interop.accelerate.tracking import GeneralTracker
 
@@ -182,7 +183,7 @@ def test_a_logged_loop(tmp_path: Path) -> None:
         log({"loss": 2.0})
         log({"loss": torch.tensor(1.0)}, step=5)
     (path,) = tmp_path.rglob("*.csv")
-    rows = list(csv.DictReader(path.open()))
+    rows = list(csv.DictReader(path.read_text().splitlines()))
     assert [(row["step"], float(row["loss"])) for row in rows] == [("1", 2.0), ("5", 1.0)]
 
 
