@@ -90,22 +90,27 @@ class Accelerator(Engine):
         super().__init__(group=partial_state.group, **found)
         self.rules, self.handlers = rules, handlers
         self._tune_scaler()
-        kind = facts.pop("kind")
-        if kind != "NO" and (self.num_processes > 1 or kind == "DEEPSPEED"):
-            facts["distributed_type"] = settings.DistributedType[kind]
-        self.state = AcceleratorState(cpu=cpu, **facts)
-        self.dataloader_config = dataloader_config or settings.DataLoaderConfiguration()
-        if split_batches is not None:
-            self.dataloader_config.split_batches = split_batches
+        self._describe(facts)
         self._plan_windows(gradient_accumulation_plugin)
-        self.project_configuration = project_config or settings.ProjectConfiguration()
-        if project_dir is not None and self.project_dir is None:
-            self.project_configuration.set_directories(str(project_dir))
-        self.device_placement, self.step_scheduler_with_optimizer = device_placement, step_scheduler_with_optimizer
-        self.rng_types = ["generator"] if rng_types is None else rng_types
-        self.log_with = trackers_for(log_with, self.logging_dir)
         self.trackers = []
         self.checkpoints = Checkpoints(self, self.project_configuration)
+
+    def _describe(self, facts: dict[str, Any]) -> None:
+        """What scripts read and change: the state, and settings that only count later."""
+        given, kind = self._given, facts.pop("kind")
+        if kind != "NO" and (self.num_processes > 1 or kind == "DEEPSPEED"):
+            facts["distributed_type"] = settings.DistributedType[kind]
+        self.state = AcceleratorState(cpu=given["cpu"], **facts)
+        self.dataloader_config = given["dataloader_config"] or settings.DataLoaderConfiguration()
+        if given["split_batches"] is not None:
+            self.dataloader_config.split_batches = given["split_batches"]
+        self.project_configuration = given["project_config"] or settings.ProjectConfiguration()
+        if given["project_dir"] is not None and self.project_dir is None:
+            self.project_configuration.set_directories(str(given["project_dir"]))
+        self.device_placement = given["device_placement"]
+        self.step_scheduler_with_optimizer = given["step_scheduler_with_optimizer"]
+        self.rng_types = ["generator"] if given["rng_types"] is None else given["rng_types"]
+        self.log_with = trackers_for(given["log_with"], self.logging_dir)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _again, ({name: value for name, value in self._given.items() if name != "log_with"},)
