@@ -161,6 +161,16 @@ class PreparedLoader:
         """
         self._epoch, self._start, self._stream, self._begun, self._over = epoch, position, state, False, False
 
+    def restart(self) -> None:
+        """Start the next pass at the beginning of its epoch, wherever a checkpoint was in it; without effect after a pass has begun."""
+        if not self._begun:
+            self.resume(self._epoch, 0)
+
+    @property
+    def skipped(self) -> int:
+        """Micro-batches per rank of the epoch that come before the next pass."""
+        return 0 if self._begun else self._start // self._feed.advance(1)
+
     @property
     def position(self) -> int:
         """How much of the epoch's data is consumed, at the end of the latest complete window: in samples, or for data of ready batches

@@ -310,7 +310,8 @@ def _channel(group: Group, device: torch.device) -> dist.ProcessGroup | None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
+    # Not view(-1): a single element may have any stride, such as one of a column, and counts as contiguous.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class _Pickler(pickle.Pickler):

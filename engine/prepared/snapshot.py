@@ -26,6 +26,11 @@ class Snapshot:
         self._registered: list[Any] = []
         self._saver: Saver | None = None
 
+    @property
+    def loaders(self) -> list[Any]:
+        """The prepared loaders, whose positions are saved."""
+        return list(self._prepared.loaders)
+
     def register(self, objects: Sequence[Any]) -> None:
         """As :meth:`engine.Engine.register_for_checkpointing`."""
         for item in objects:

@@ -31,6 +31,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
+START_S = 300.0
+"""How long importing torch and transformers may take on a machine that does other things."""
 BOTH, ONE, TWO = (1, 2), (1,), (2,)
 _ALL = list(product((True, False), repeat=3))
 _OPS = "gather gather_object gather_non_contiguous broadcast pad_across_processes reduce_sum reduce_mean reduce_max op_checker"
@@ -96,8 +98,37 @@ CASES: list[tuple[str, str, tuple[int, ...]]] = [
     ("test_checkpointing", "train_and_resume()", BOTH),
 ]
 """Script, call, numbers of processes."""
-DIFFERENCES: dict[str, dict[str, str]] = {"theirs": {}, "exact": {}, "accelerate": {}}
-"""Target -> the beginning of a call, with the number of processes or without -> why it fails."""
+_DISPATCH = "every process reads its own samples; dispatch_batches=True is an error under exact rules"
+_WINDOW = "the last window of the epoch holds one micro-batch, and is divided by one rather than by two"
+_NO_PADDING = "nothing is padded: all ranks have equally many micro-batches, and a repeated one weighs nothing"
+_STATE = "an Accelerator does not depend on a process-wide state, and works on after it was reset"
+_ORDER = "a shuffle is a function of (seed, epoch), not of the loader's generator"
+_SCHEDULE = "a scheduler steps once for each step of the optimizer, not once for each process"
+DIFFERENCES: dict[str, dict[str, str]] = {
+    "theirs": {},
+    "exact": {
+        "2: test_gradient_accumulation(True, True": _DISPATCH,
+        "2: test_gradient_accumulation(False, True": _DISPATCH,
+        "2: test_gradient_accumulation(": _WINDOW,
+        "2: test_gradient_accumulation_with_opt_and_scheduler(True, True": _DISPATCH,
+        "2: test_gradient_accumulation_with_opt_and_scheduler(False, True": _DISPATCH,
+        "2: test_gradient_accumulation_with_opt_and_scheduler(True": _WINDOW,
+        "2: test_gradient_accumulation_with_opt_and_scheduler(False": _SCHEDULE,
+        "test_default_ensures_even_batch_sizes": _NO_PADDING,
+        "test_can_disable_even_batches": _NO_PADDING,
+        "test_can_join_uneven_inputs": _NO_PADDING,
+        "test_join_": _NO_PADDING,
+        "test_reinstantiated_state": _STATE,
+        "training_check(use_seedable_sampler=False": _ORDER,
+        "test_torch_metrics(Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True, dispatch_batches=True": _DISPATCH,
+        "test_torch_metrics(Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=False, dispatch_batches=True": _DISPATCH,
+        "gathered_stream(test_gather_for_metrics_with_iterable_dataset": "the loader of a stream is no dispatcher: each process reads the stream",
+        "test_mrpc(True": _DISPATCH,
+        "2: training_function": _SCHEDULE,
+    },
+    "accelerate": {"test_reinstantiated_state": _STATE},
+}
+"""Target -> the beginning of a call, with the number of processes or without -> why it fails on purpose."""
 
 
 # -- in the processes -----------------------------------------------------------------------------------------------------------------
@@ -106,21 +137,36 @@ DIFFERENCES: dict[str, dict[str, str]] = {"theirs": {}, "exact": {}, "accelerate
 def _worker(target: str, wanted: list[int], report: Path) -> None:
     sys.path.insert(0, str(ROOT))
     scripts = _Scripts(target)
+
+    def tell(**row: Any) -> None:
+        with report.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
     for number in wanted:
         script, call, _ = CASES[number]
-        with report.open("a") as file:
-            file.write(json.dumps({"begun": number}) + "\n")
+        tell(begun=number)
         try:
             scripts.run(script, call)
         except BaseException as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             text = f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
-            with report.open("a") as file:
-                file.write(json.dumps({"failed": number, "error": text, "trace": traceback.format_exc()}) + "\n")
-            os._exit(1)
-        with report.open("a") as file:
-            file.write(json.dumps({"passed": number}) + "\n")
+            tell(failed=number, error=text, trace=traceback.format_exc())
+            if not _all_failed(number, report):
+                os._exit(1)
+        else:
+            tell(passed=number)
     os._exit(0)
+
+
+def _all_failed(number: int, report: Path) -> bool:
+    """Whether every process has failed in this case: none waits for another, and the next case can begin."""
+    others = [report.with_name(f"{rank}.jsonl") for rank in range(int(os.environ.get("WORLD_SIZE", "1")))]
+    deadline = time.monotonic() + 5.0
+    while time.monotonic() < deadline:
+        if all(f'"failed": {number},' in path.read_text() for path in others if path.exists()):
+            return True
+        time.sleep(0.05)
+    return False
 
 
 class _Scripts:
@@ -150,8 +196,9 @@ class _Scripts:
         sys.modules.update(theirs)  # transformers reads it later
 
     def _replace(self, target: str) -> None:
+        from engine.config.from_accelerate import plugins as settings
         from engine.interop import accelerate as ours
-        from engine.interop.accelerate import accelerator, data_loader, operations, settings, state, utils
+        from engine.interop.accelerate import accelerator, data_loader, operations, state, utils
 
         ours.Accelerator.__init__.__kwdefaults__["rules"] = target
         for name in [name for name in sys.modules if name.partition(".")[0] == "accelerate"]:
@@ -330,11 +377,10 @@ def measure(target: str, world_size: int, only: str = "") -> dict[int, str | Non
                 raise RuntimeError((Path(folder) / "0.log").read_text()[-3000:])
         passed = set.intersection(*({row["passed"] for row in own if "passed" in row} for own in rows))
         found |= dict.fromkeys(passed, None)
-        left = [number for number in left if number not in passed]
-        if left:
-            errors = [row["error"] for own in rows for row in own if row.get("failed") == left[0]]
-            found[left[0]] = errors[0] if errors else "waits forever, or ends its process"
-            print(f"{target}, {world_size}: {CASES[left[0]][:2]}: {found[left[0]]}", file=sys.stderr, flush=True)
+        found |= {row["failed"]: row["error"] for own in rows for row in own if "failed" in row}
+        left = [number for number in left if number not in found]
+        if left and any(row.get("begun") == left[0] for own in rows for row in own):
+            found[left[0]] = "waits forever, or ends its process"
             left = left[1:]
     return found
 
@@ -370,7 +416,7 @@ def _wait(running: list[subprocess.Popen[bytes]], reports: list[Path]) -> None:
         now = sum(path.stat().st_size for path in reports if path.exists())
         if now != size:
             size, since = now, time.monotonic()
-        if any(each.poll() for each in running) or time.monotonic() - since > PATIENCE_S:
+        if any(each.poll() for each in running) or time.monotonic() - since > (PATIENCE_S if size > 0 else START_S):
             break
         time.sleep(0.05)
     for each in running:

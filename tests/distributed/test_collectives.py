@@ -57,6 +57,7 @@ keep("all empty", lambda: c.gather(group, torch.zeros(0, 3)).shape)
 keep("zero-size rows", lambda: c.gather(group, torch.zeros(2 + r, 0)).shape)
 keep("bools", lambda: c.gather(group, (torch.tensor([r == 0, True]), torch.tensor([1j * r]))))
 keep("strided rows", lambda: c.gather(group, torch.arange(4.0).reshape(2, 2).t()))
+keep("one of a column", lambda: c.gather(group, (torch.arange(6.0).reshape(2, 3) + r)[:1, 0]))
 keep("other dims", lambda: c.gather(group, [torch.zeros(1), torch.zeros([2] * (r + 1))]))
 keep("scalar and vector", lambda: c.gather(group, torch.zeros([3] * r)))
 keep("other dtypes", lambda: c.gather(group, torch.zeros(2, dtype=[torch.float32, torch.int64][r])))
@@ -144,6 +145,7 @@ def test_gather_of_unequal_lengths(results):
     assert both(results, "one empty") == ["bfloat16", [0.0, 1.0, 2.0]]
     assert both(results, "all empty") == [0, 3]
     assert both(results, "zero-size rows") == [5, 0]
+    assert both(results, "one of a column") == ["float32", [0.0, 1.0]]
 
 
 def test_gather_of_scalars_stacks_them(results):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +159,8 @@ def _deepspeed(file: File) -> Any:
     options: dict[str, Any] = {"name": "deepspeed"}
     config = part.take("config_file")
     if config not in (None, "none"):
-        options["config"] = str(config)
-        _precision_of(file, part, Path(str(config)))
+        options["config"] = config if isinstance(config, Mapping) else str(config)
+        _precision_of(file, part, config)
         part.remark('deepspeed_config_file: values that are "auto" or missing there come from the settings here')
         for key in (
             "zero_stage",
@@ -210,16 +210,19 @@ def _offload(part: Part, options: dict[str, Any]) -> None:
             )
 
 
-def _precision_of(file: File, part: Part, path: Path) -> None:
-    """Read the precision from DeepSpeed's file, if Accelerate's does not have it."""
-    if not path.is_file():
+def _precision_of(file: File, part: Part, config: Any) -> None:
+    """Read the precision from DeepSpeed's configuration (a mapping or a file), if Accelerate's does not have it."""
+    if isinstance(config, Mapping):
+        found: Any = config
+    elif not Path(str(config)).is_file():
         part.refuse("config_file", f"the file does not exist (current directory: {Path.cwd()})")
         return
-    try:
-        found = json.loads(read_file(path))
-    except ValueError as error:
-        part.refuse("config_file", f"is not valid JSON: {error}")
-        return
+    else:
+        try:
+            found = json.loads(read_file(Path(str(config))))
+        except ValueError as error:
+            part.refuse("config_file", f"is not valid JSON: {error}")
+            return
     on = [kind for kind in ("bf16", "fp16") if isinstance(found.get(kind), dict) and found[kind].get("enabled") is True]
     if on and "precision" not in file.settings:
         file.set("precision", {"bf16": "bf16-mixed", "fp16": "16-mixed"}[on[0]])

@@ -17,16 +17,18 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
+from engine.config.from_accelerate import arguments as translation
+from engine.config.from_accelerate import plugins as settings
+from engine.data.padded_loaders import Loader, split_over
 from engine.distributed.collectives import broadcast_object
 from engine.distributed.per_process import only
 from engine.engine import Engine
 from engine.interop.accelerate import data_loader as loaders
-from engine.interop.accelerate import settings, translation
-from engine.interop.accelerate.checkpointing import Checkpoints
 from engine.interop.accelerate.optimizer import AcceleratedOptimizer
 from engine.interop.accelerate.scheduler import AcceleratedScheduler
 from engine.interop.accelerate.state import AcceleratorState, GradientState, PartialState
 from engine.interop.accelerate.tracking import trackers_for
+from engine.prepared.hooked_checkpoints import Checkpoints
 from engine.step.share import Share
 from engine.step.wrappers import PreparedScheduler
 from engine.utils.tree import leaves, map_tensors
@@ -88,22 +90,27 @@ class Accelerator(Engine):
         super().__init__(group=partial_state.group, **found)
         self.rules, self.handlers = rules, handlers
         self._tune_scaler()
-        kind = facts.pop("kind")
+        self._describe(facts)
+        self._plan_windows(gradient_accumulation_plugin)
+        self.trackers = []
+        self.checkpoints = Checkpoints(self, self.project_configuration)
+
+    def _describe(self, facts: dict[str, Any]) -> None:
+        """What scripts read and change: the state, and settings that only count later."""
+        given, kind = self._given, facts.pop("kind")
         if kind != "NO" and (self.num_processes > 1 or kind == "DEEPSPEED"):
             facts["distributed_type"] = settings.DistributedType[kind]
-        self.state = AcceleratorState(cpu=cpu, **facts)
-        self.dataloader_config = dataloader_config or settings.DataLoaderConfiguration()
-        if split_batches is not None:
-            self.dataloader_config.split_batches = split_batches
-        self._plan_windows(gradient_accumulation_plugin)
-        self.project_configuration = project_config or settings.ProjectConfiguration()
-        if project_dir is not None and self.project_dir is None:
-            self.project_configuration.set_directories(str(project_dir))
-        self.device_placement, self.step_scheduler_with_optimizer = device_placement, step_scheduler_with_optimizer
-        self.rng_types = ["generator"] if rng_types is None else rng_types
-        self.log_with = trackers_for(log_with, self.logging_dir)
-        self.trackers = []
-        self.checkpoints = Checkpoints(self)
+        self.state = AcceleratorState(cpu=given["cpu"], **facts)
+        self.dataloader_config = given["dataloader_config"] or settings.DataLoaderConfiguration()
+        if given["split_batches"] is not None:
+            self.dataloader_config.split_batches = given["split_batches"]
+        self.project_configuration = given["project_config"] or settings.ProjectConfiguration()
+        if given["project_dir"] is not None and self.project_dir is None:
+            self.project_configuration.set_directories(str(given["project_dir"]))
+        self.device_placement = given["device_placement"]
+        self.step_scheduler_with_optimizer = given["step_scheduler_with_optimizer"]
+        self.rng_types = ["generator"] if given["rng_types"] is None else given["rng_types"]
+        self.log_with = trackers_for(given["log_with"], self.logging_dir)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _again, ({name: value for name, value in self._given.items() if name != "log_with"},)
@@ -203,7 +210,7 @@ class Accelerator(Engine):
         return done[0] if len(done) == 1 else done
 
     def _prepare_one(self, item: Any, place: bool | None) -> Any:
-        if isinstance(item, (loaders.Loader, AcceleratedScheduler)):
+        if isinstance(item, (Loader, AcceleratedScheduler)):
             return item
         if isinstance(item, torch.utils.data.DataLoader):
             return self.prepare_data_loader(item, place)
@@ -244,9 +251,9 @@ class Accelerator(Engine):
 
     def prepare_data_loader(  # type: ignore[override]
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
-    ) -> loaders.Loader:
+    ) -> Loader:
         """As :meth:`engine.Engine.prepare_data_loader`, or under Accelerate's rule."""
-        if isinstance(data_loader, loaders.Loader):
+        if isinstance(data_loader, Loader):
             return data_loader
         config, place = self.dataloader_config, self.device_placement if device_placement is None else device_placement
         if self.rules == "accelerate":
@@ -266,9 +273,12 @@ class Accelerator(Engine):
                 self.group, torch.initial_seed() if config.data_seed is None else config.data_seed
             )
         if config.split_batches:
-            data_loader = loaders.split_over(data_loader, self.num_processes)
+            data_loader = split_over(data_loader, self.num_processes)
+        state = self.gradient_state
         others = [kind for kind in self.rng_types if str(kind) != "generator"]
-        return loaders.Loader(super().prepare_data_loader(data_loader, place=place), others)
+        return Loader(
+            super().prepare_data_loader(data_loader, place=place), self.group, state.dataloader_references, others
+        )
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """The rest of an epoch of a prepared loader, from this batch on."""
@@ -329,10 +339,9 @@ class Accelerator(Engine):
         if self.rules == "exact" or not str(self.distributed_type).startswith("MULTI_"):
             yield
             return
-        with (
-            self.checkpoints.evened(even_batches) as even,
-            Join(joinables, enable=not even, throw_on_early_termination=False),
-        ):
+        even = self.even_batches if even_batches is None else even_batches
+        changed = contextlib.nullcontext() if even_batches is None else self.checkpoints.evened(even)
+        with changed, Join(joinables, enable=not even, throw_on_early_termination=False):
             yield
 
     def autocast(self, autocast_handler: Any = None) -> Any:
@@ -389,7 +398,7 @@ class Accelerator(Engine):
         """As :meth:`engine.Engine.load_state`. Loaders start their epoch again, unless ``use_stateful_dataloader`` is set."""
         if load_kwargs:
             raise ValueError("load_kwargs: nothing is unpickled, and tensors go where they belong; leave it out")
-        return self.checkpoints.load(input_dir, strict)
+        return self.checkpoints.load(input_dir, strict, self.dataloader_config.use_stateful_dataloader)
 
     def save_model(
         self, model: Any, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True

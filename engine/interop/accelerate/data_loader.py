@@ -1,225 +1,22 @@
-"""Loaders of an :class:`Accelerator`: the engine's own with Accelerate's attributes, and those that follow Accelerate's rule."""
+"""Accelerate's names for loaders."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 
-from engine.data.padded_shards import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler
-from engine.data.prepared_loader import PreparedLoader
-from engine.data.stream_position import altered
-from engine.distributed.collectives import broadcast_object
-from engine.interop.accelerate.operations import concatenate, find_batch_size, slice_tensors
-from engine.interop.accelerate.random_numbers import synchronize_rng_states
+from engine.data import padded_loaders
+from engine.data.padded_loaders import DispatchedLoader as DataLoaderDispatcher
+from engine.data.padded_loaders import PaddedLoader as DataLoaderShard
+from engine.data.padded_shards import BatchSamplerShard as BatchSamplerShard
+from engine.data.padded_shards import IterableDatasetShard as IterableDatasetShard
+from engine.data.padded_shards import SeedableRandomSampler as SeedableRandomSampler
 from engine.interop.accelerate.state import GradientState, PartialState
-from engine.utils.tree import move
 
-
-class Loader:
-    """A prepared loader that tells :class:`GradientState` where it stands; all else is that of the loader in it."""
-
-    synchronized_generator: torch.Generator | None = None
-
-    def __init__(self, loader: Any, rng_types: Iterable[Any] | None = None) -> None:
-        self.base_dataloader, self.rng_types, self.gradient_state = loader, list(rng_types or ()), GradientState()
-        self._given = 0
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "base_dataloader":
-            raise AttributeError(name)
-        return getattr(self.base_dataloader, name)
-
-    def __len__(self) -> int:
-        return len(self.base_dataloader)
-
-    def __iter__(self) -> Iterator[Any]:
-        synchronize_rng_states(self.rng_types, self.synchronized_generator)
-        self._given, batches = 0, self._batches()
-        self.gradient_state.dataloader_references.append(self)
-        try:
-            for batch in batches:
-                self._given += 1
-                yield batch
-        finally:
-            batches.close()
-            self.gradient_state.dataloader_references.remove(self)
-
-    def _batches(self) -> Any:
-        return iter(self.base_dataloader)
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the newest batch is the last.
-
-        Raises:
-            RuntimeError: the data has no length, so its end is not known before it is reached.
-        """
-        if self.base_dataloader.length is None:
-            raise RuntimeError(
-                "end_of_dataloader of data without a length: Accelerator(rules='accelerate') reads a batch ahead to know it"
-            )
-        return bool(self._given == self.base_dataloader.length)
-
-    @property
-    def remainder(self) -> int:
-        """Nothing is padded: there is nothing to cut off."""
-        return 0
-
-    @property
-    def total_batch_size(self) -> int:
-        """Samples in a full global batch."""
-        return int(self.batch_sampler.batch_size) * PartialState().num_processes
-
-    @property
-    def total_dataset_length(self) -> int:
-        """Samples in the data."""
-        return len(self.dataset)
-
-    def skipping(self, num_batches: int) -> Any:
-        """A loader for the rest of the epoch; the number counts from its start, also where ``load_state`` has found the position."""
-        loader: PreparedLoader = self.base_dataloader
-        if not loader._begun:
-            loader.resume(loader.epoch, 0)
-        return Loader(loader.skipping(num_batches), self.rng_types)
-
-
-class DataLoaderShard(Loader):
-    """A loader under Accelerate's rule: the user's own order, a batch read ahead, the last global batch filled up from the first."""
-
-    end_of_dataloader: Any = False
-    remainder: Any = -1
-
-    def __init__(
-        self, loader: Any, rng_types: Iterable[Any] | None = None, *, device: Any = None, skip: int = 0
-    ) -> None:
-        super().__init__(loader, rng_types)
-        self.device, self.skip_batches, self.iteration = device, skip, 0
-        self.synchronized_generator = getattr(_sampler(loader) or loader.dataset, "generator", None)
-        self._start, self._opening = 0, torch.get_rng_state()
-        self._resumes = False
-
-    @property
-    def total_batch_size(self) -> int:
-        sampler = self.batch_sampler or self.sampler
-        each, split = int(sampler.batch_size), getattr(sampler, "split_batches", False)
-        return each if split else each * int(getattr(sampler, "num_processes", 1))
-
-    def set_epoch(self, epoch: int) -> None:
-        """Use the order of this epoch in the next pass."""
-        self.iteration = epoch
-        for each in (self.batch_sampler, _sampler(self.base_dataloader), self.dataset):
-            if hasattr(each, "set_epoch"):
-                each.set_epoch(epoch)
-
-    def _batches(self) -> Any:
-        self.end_of_dataloader, self.remainder = False, -1
-        with contextlib.suppress(TypeError, AttributeError):  # a stream
-            if not self.drop_last:
-                self.remainder = self.total_dataset_length % self.total_batch_size
-        self.set_epoch(self.iteration)
-        with torch.random.fork_rng(devices=()) if self._resumes else contextlib.nullcontext():
-            if self._resumes:  # the order is drawn again
-                torch.set_rng_state(self._opening)
-            self._opening = torch.get_rng_state()
-            generator = self.synchronized_generator
-            self._drawn_from = None if generator is None else generator.get_state()
-            batches, start = self._read(), max(self._start, self.skip_batches)
-            ahead = next(itertools.islice(batches, start, None), None)
-        self._start, self._resumes, self._given = 0, False, start
-        while ahead is not None:
-            batch, ahead = ahead, next(batches, None)
-            self.end_of_dataloader = ahead is None
-            yield batch
-        self.iteration += 1
-
-    def _read(self) -> Iterator[Any]:
-        for batch in self.base_dataloader:
-            yield batch if self.device is None else move(batch, self.device)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The epoch, the batches given in it, and the random numbers that its order is drawn from."""
-        inside = self in self.gradient_state.dataloader_references
-        ended, generator = inside and self.end_of_dataloader, self.synchronized_generator
-        if inside and not ended:
-            return {
-                "epoch": self.iteration,
-                "given": self._given,
-                "torch": self._opening,
-                "generator": self._drawn_from,
-            }
-        drawn = None if generator is None else generator.get_state()
-        return {"epoch": self.iteration + ended, "given": 0, "torch": None, "generator": drawn}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next pass continue there."""
-        self.iteration, self._start, self._resumes = state["epoch"], state["given"], state["torch"] is not None
-        if self._resumes:
-            self._opening = state["torch"]
-        if self.synchronized_generator is not None and state["generator"] is not None:
-            self.synchronized_generator.set_state(state["generator"])
-
-    def skipping(self, num_batches: int) -> Any:
-        other = copy.copy(self)
-        other.skip_batches, other._start = num_batches, 0
-        return other
-
-
-class DataLoaderDispatcher(DataLoaderShard):
-    """The main process reads each global batch and sends it; each process takes its slice."""
-
-    def __init__(
-        self, loader: Any, rng_types: Any = None, *, split_batches: bool, slice_fn: Any = None, **options: Any
-    ) -> None:
-        super().__init__(loader, rng_types, **options)
-        self.split_batches, self.slice_fn, self.state = split_batches, slice_fn or slice_tensors, PartialState()
-
-    def __len__(self) -> int:
-        each = 1 if self.split_batches else self.state.num_processes
-        whole, more = divmod(len(self.base_dataloader), each)
-        return whole + (more > 0 and not self.drop_last)
-
-    def _rounds(self) -> Iterator[tuple[Any, bool]]:
-        """Global batches, and whether each is the last; on the main process."""
-        batches, each = iter(self.base_dataloader), 1 if self.split_batches else self.state.num_processes
-        if not self.state.is_main_process:
-            return
-        following: list[Any] = list(itertools.islice(batches, each))
-        while following and (len(following) == each or not self.drop_last):
-            current, following = following, list(itertools.islice(batches, each))
-            last = not following or (len(following) < each and self.drop_last)
-            try:
-                yield concatenate(current), last
-            except RuntimeError as error:
-                raise RuntimeError(
-                    "dispatch_batches: the batches of one step have different shapes; use dispatch_batches=False or split_batches=True"
-                ) from error
-
-    def _read(self) -> Iterator[Any]:
-        state, rounds, first = self.state, self._rounds(), None
-        while sent := broadcast_object(state.group, next(rounds, None)):
-            batch, last = sent
-            size, n = int(find_batch_size(batch) or 0), state.num_processes
-            each, more = divmod(size, n)
-            first = slice_tensors(batch, slice(0, n)) if first is None else first
-            if last and more and not self.drop_last:
-                batch, each = concatenate([batch, first]), each + 1
-            own = slice(state.process_index * each, (state.process_index + 1) * each)
-            mine = self.slice_fn(batch, own, process_index=state.process_index, num_processes=n)
-            if last:
-                self.remainder = size
-            yield move(mine, state.device)
-
-
-def _sampler(loader: Any) -> Any:
-    """What determines the order of the samples of a plain loader."""
-    batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
-    return getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
+__all__ = ["DataLoaderDispatcher", "DataLoaderShard", "prepare_data_loader", "skip_first_batches"]
 
 
 def prepare_data_loader(
@@ -240,78 +37,28 @@ def prepare_data_loader(
     torch_device_mesh: Any = None,
 ) -> DataLoaderShard:
     """A loader under Accelerate's rule, with Accelerate's arguments."""
-    state, stream = PartialState(), isinstance(dataloader.dataset, IterableDataset)
-    n = state.num_processes if num_processes is None else num_processes
-    rank = state.process_index if process_index is None else process_index
+    state = PartialState()
     if dispatch_batches is None:
-        dispatch_batches = put_on_device and stream
+        dispatch_batches = put_on_device and isinstance(dataloader.dataset, IterableDataset)
     if dispatch_batches and not put_on_device:
         raise ValueError("dispatch_batches=True requires put_on_device=True")
-    size = getattr(dataloader.batch_sampler, "batch_size", dataloader.batch_size)
-    if split_batches and (size is None or size % n):
-        raise ValueError(f"split_batches=True: batch_size={size} must be a multiple of {n} processes")
-    where = device if put_on_device else None
-    if stream:
-        if n > 1 and not dispatch_batches:
-            dataloader = _stream_shard(dataloader, n, rank, split_batches)
-    else:
-        name = "sampler" if isinstance(dataloader.sampler, BatchSampler) else "batch_sampler"
-        batches = _seeded(getattr(dataloader, name), use_seedable_sampler, data_seed, n > 1 and not dispatch_batches)
-        if n > 1 and not dispatch_batches:
-            batches = BatchSamplerShard(batches, n, rank, split_batches, even_batches)
-        dataloader = altered(dataloader, **{name: batches})
-    if dispatch_batches:
-        return DataLoaderDispatcher(dataloader, rng_types, split_batches=split_batches, slice_fn=slice_fn_for_dispatch)
-    return DataLoaderShard(dataloader, rng_types, device=where)
-
-
-def _stream_shard(loader: Any, n: int, rank: int, split: bool) -> Any:
-    data = loader.dataset
-    if not split and getattr(data, "n_shards", 0) >= n and hasattr(data, "shard"):  # of the package datasets
-        return altered(loader, dataset=data.shard(num_shards=n, index=rank))
-    shard = IterableDatasetShard(data, loader.batch_size, loader.drop_last, n, rank, split)
-    each = loader.batch_size // n if split else loader.batch_size
-    sampler = BatchSampler(loader.sampler, each, loader.drop_last)
-    return altered(loader, dataset=shard, batch_size=each, batch_sampler=sampler)
-
-
-def _seeded(batches: Any, seedable: bool, seed: int | None, shared: bool) -> Any:
-    """The batch sampler, with a copy of its sampler whose random numbers can be set, where that is needed."""
-    sampler: Any = getattr(batches, "sampler", None)
-    if isinstance(sampler, RandomSampler) and seedable:
-        given = {
-            "replacement": sampler.replacement,
-            "num_samples": sampler._num_samples,
-            "generator": sampler.generator,
-        }
-        sampler = SeedableRandomSampler(sampler.data_source, data_seed=seed, **given)
-    elif shared and not seedable and getattr(sampler, "generator", 0) is None:
-        sampler = copy.copy(sampler)
-        sampler.generator = torch.Generator()
-        sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    if sampler is getattr(batches, "sampler", None):
-        return batches
-    batches = copy.copy(batches)
-    batches.sampler = sampler
-    return batches
+    n = state.num_processes if num_processes is None else num_processes
+    return padded_loaders.padded(
+        *(dataloader, state.group, GradientState().dataloader_references),
+        processes=(n, state.process_index if process_index is None else process_index),
+        device=device if put_on_device else None,
+        split_batches=split_batches,
+        dispatch=dispatch_batches,
+        even_batches=even_batches,
+        slice_fn=slice_fn_for_dispatch,
+        seedable=use_seedable_sampler,
+        seed=data_seed,
+        rng_types=rng_types or (),
+    )
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """A loader without its first batches: of a prepared one, or of a plain ``DataLoader``."""
-    plain = isinstance(dataloader, DataLoader)
-    return (DataLoaderShard(dataloader) if plain else dataloader).skipping(num_batches)
-
-
-def split_over(loader: Any, num_processes: int) -> Any:
-    """``split_batches`` under exact rules: the loader's batch is the global one, and each process has its part.
-
-    Raises:
-        ValueError: its size is not a multiple of the processes, or a batch sampler of another class decides it.
-    """
-    size = loader.batch_size
-    if size is None or size % num_processes:
-        raise ValueError(
-            f"split_batches=True: batch_size={size} of the DataLoader must be a multiple of {num_processes} processes"
-        )
-    each = size // num_processes
-    return altered(loader, batch_size=each, batch_sampler=BatchSampler(loader.sampler, each, loader.drop_last))
+    if isinstance(dataloader, DataLoader):
+        dataloader = DataLoaderShard(dataloader, PartialState().group, GradientState().dataloader_references)
+    return dataloader.skipping(num_batches)

@@ -89,12 +89,6 @@ def convert_to_fp32(tensor: Any) -> Any:
     return map_tensors(lambda each: each.float() if each.dtype in half else each, tensor)
 
 
-def concatenate(data: Any, dim: int = 0) -> Any:
-    """Trees of one structure as one, joined along ``dim``."""
-    first, rest = data[0], [iter(leaves(tree)) for tree in data[1:]]
-    return map_tensors(lambda tensor: torch.cat([tensor, *(next(each) for each in rest)], dim=dim), first)
-
-
 def slice_tensors(
     data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:

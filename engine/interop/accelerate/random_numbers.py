@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from engine.distributed.collectives import broadcast
+from engine.distributed.random_states import share_states
 from engine.interop.accelerate.state import PartialState
-from engine.utils.accelerator import module
 from engine.utils.seed import seed_everything
 
 
@@ -27,13 +26,4 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
     """Give each of these generators (``"torch"``, ``"cuda"``, ..., ``"generator"``) the main process's state."""
-    group = PartialState().group
-    for kind in map(str, rng_types):
-        if kind == "generator":
-            if generator is not None:
-                generator.set_state(broadcast(group, generator.get_state()))
-        elif kind == "torch":
-            torch.set_rng_state(broadcast(group, torch.get_rng_state()))
-        else:
-            numbers = module(kind)
-            numbers.set_rng_state(broadcast(group, numbers.get_rng_state()))
+    share_states(PartialState().group, rng_types, generator)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
 
+from engine.config.from_accelerate.arguments import flag_of
+from engine.config.from_accelerate.plugins import DistributedType, GradientAccumulationPlugin
 from engine.distributed.group import Group, join_here, own_environment
 from engine.distributed.per_process import only
 from engine.engine import Engine
-from engine.interop.accelerate.settings import DistributedType, GradientAccumulationPlugin
-
-
-def flag_of(name: str) -> bool:
-    """Whether a launcher has set this variable."""
-    return os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")
 
 
 class _Shared:

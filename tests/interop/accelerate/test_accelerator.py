@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import pickle
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from callbacks.loggers import CSVLogger
+from engine.config.from_accelerate import arguments as translation
 from engine.interop import accelerate
-from engine.interop.accelerate import Accelerator, AcceleratorState, PartialState, translation
+from engine.interop.accelerate import Accelerator, AcceleratorState, PartialState
 from engine.interop.accelerate import utils as u
 from engine.interop.accelerate.tracking import GeneralTracker
 
@@ -41,6 +40,11 @@ def test_plugins_become_strategies() -> None:
     found = settings(deepspeed_plugin=zero)
     assert found["strategy"] == {"name": "deepspeed", "stage": 3, "offload_optimizer": "cpu"}
     assert found["accumulate_grad_batches"] == 4
+    config = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    assert settings(deepspeed_plugin=u.DeepSpeedPlugin(hf_ds_config=config))["strategy"] == {
+        "name": "deepspeed",
+        "config": config,
+    }
     mesh = settings(parallelism_config=u.ParallelismConfig(tp_size=2, dp_shard_size=4))
     assert mesh["strategy"] == {"name": "mesh", "tp": 2, "dp_replicate": 1, "dp_shard": 4}
     compiled = settings(dynamo_plugin=u.TorchDynamoPlugin(backend="inductor", fullgraph=True))
@@ -170,17 +174,6 @@ def test_trackers(tmp_path: Path) -> None:
         accelerator.get_tracker("wandb")
 
 
-def test_a_logged_loop(tmp_path: Path) -> None:
-    from callbacks.loggers import LoggedLoop
-
-    with LoggedLoop([CSVLogger()], tmp_path, {"lr": 0.1}) as log:
-        log({"loss": 2.0})
-        log({"loss": torch.tensor(1.0)}, step=5)
-    (path,) = tmp_path.rglob("*.csv")
-    rows = list(csv.DictReader(path.open()))
-    assert [(row["step"], float(row["loss"])) for row in rows] == [("1", 2.0), ("5", 1.0)]
-
-
 def test_names_without_a_counterpart_say_what_to_use() -> None:
     from engine.interop.accelerate import load_checkpoint_and_dispatch
 
@@ -188,27 +181,6 @@ def test_names_without_a_counterpart_say_what_to_use() -> None:
         load_checkpoint_and_dispatch(None)
     with pytest.raises(AttributeError, match="nothing_like_this"):
         accelerate.nothing_like_this  # noqa: B018
-
-
-def test_batch_sizes_shrink_until_one_fits() -> None:
-    tried = []
-
-    @u.find_executable_batch_size(starting_batch_size=100)
-    def train(batch_size: int, word: str) -> str:
-        tried.append(batch_size)
-        if batch_size > 75:
-            raise RuntimeError("CUDA out of memory.")
-        return f"{word} {batch_size}"
-
-    assert train("fits") == "fits 72"
-    assert tried == [100, 90, 81, 72]
-
-    @u.find_executable_batch_size
-    def wrong(batch_size: int) -> None:
-        raise RuntimeError("a bug")
-
-    with pytest.raises(RuntimeError, match="a bug"):
-        wrong()
 
 
 def test_empty_weights() -> None:

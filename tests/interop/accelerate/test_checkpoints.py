@@ -104,7 +104,12 @@ def test_an_epoch_continues_as_accelerates_scripts_do_it(tmp_path: Path, rules: 
     accelerator, _, _, loader = prepared(rules, dataloader_config=config)
     accelerator.load_state(tmp_path / "state")
     continued = loader if stateful else accelerator.skip_first_batches(loader, 3)
-    assert torch.equal(torch.cat(list(continued)), torch.cat(rest))
+    found, ends = [], []
+    for batch in continued:
+        found.append(batch)
+        ends.append(accelerator.gradient_state.end_of_dataloader)
+    assert torch.equal(torch.cat(found), torch.cat(rest))
+    assert ends == [False, True]
     if rules == "exact":  # an unseeded order of Accelerate's depends on every random number that was drawn
         assert torch.equal(torch.cat(list(loader)), torch.cat(following))
 

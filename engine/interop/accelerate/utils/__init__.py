@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.interop.accelerate import operations, random_numbers, settings
+from engine.config.from_accelerate import plugins
+from engine.interop.accelerate import operations, random_numbers
 from engine.interop.accelerate.data_loader import skip_first_batches as skip_first_batches
 from engine.utils import accelerator, batch_sizes
 
-for _module in (settings, batch_sizes, operations, random_numbers):
+for _module in (plugins, batch_sizes, operations, random_numbers):
     globals().update(
-        {name: value for name, value in vars(_module).items() if getattr(value, "__module__", None) == _module.__name__}
+        {name: value for name, value in vars(_module).items() if getattr(value, "__module__", "").startswith("engine.")}
     )
 
 SAFE_WEIGHTS_NAME = "model.safetensors"

@@ -1,3 +1,3 @@
-"""The module :mod:`engine.interop.accelerate.settings` under the name that Accelerate has for it."""
+"""The module :mod:`engine.config.from_accelerate.plugins` under the name that Accelerate has for it."""
 
-from engine.interop.accelerate.settings import *  # noqa: F403
+from engine.config.from_accelerate.plugins import *  # noqa: F403

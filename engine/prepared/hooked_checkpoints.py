@@ -1,4 +1,4 @@
-"""Checkpoints of an :class:`Accelerator`: their names, hooks around them, and the loaders that follow Accelerate's rule."""
+"""Checkpoints of a loop of one's own: numbered, with hooks around them, and with the positions of padded loaders."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ from engine.distributed.collectives import broadcast_object
 
 
 class Checkpoints:
-    """Saves and loads for one :class:`Accelerator`."""
+    """Saves and loads for one engine.
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
+    Args:
+        naming: ``project_dir``, ``automatic_checkpoint_naming``, ``total_limit`` and ``iteration`` of its checkpoints.
+    """
+
+    def __init__(self, engine: Any, naming: Any) -> None:
+        self.engine, self.naming = engine, naming
         self.before_save: OrderedDict[int, Any] = OrderedDict()
         self.before_load: OrderedDict[int, Any] = OrderedDict()
         self._following: list[Any] = []
@@ -32,7 +36,7 @@ class Checkpoints:
         hooks[handle.id] = hook
         return handle
 
-    # -- loaders under Accelerate's rule ----------------------------------------------------------------------------------------
+    # -- padded loaders ----------------------------------------------------------------------------------------
 
     def following(self, loader: Any) -> Any:
         """Keep this loader's position in checkpoints."""
@@ -55,11 +59,8 @@ class Checkpoints:
             loader.load_state_dict(place)
 
     @contextlib.contextmanager
-    def evened(self, even_batches: bool | None) -> Iterator[bool]:
-        """Whether the last global batch is filled up in this block; ``even_batches`` decides for data with indices."""
-        if even_batches is None:
-            yield self.engine.even_batches
-            return
+    def evened(self, even_batches: bool) -> Iterator[None]:
+        """In this block ``even_batches`` decides whether the last global batch of data with indices is filled up."""
         shards = [each.batch_sampler for each in self._following if isinstance(each.batch_sampler, BatchSamplerShard)]
         if len(shards) < len(self._following):
             warnings.warn("even_batches is only supported for map-style datasets; streams are filled up", stacklevel=5)
@@ -67,7 +68,7 @@ class Checkpoints:
         try:
             for shard in shards:
                 shard.even_batches = even_batches
-            yield even_batches
+            yield
         finally:
             for shard, value in zip(shards, before, strict=True):
                 shard.even_batches = value
@@ -75,8 +76,8 @@ class Checkpoints:
     # -- saving and loading -----------------------------------------------------------------------------------------------------
 
     def save(self, output_dir: Any, wait: bool = True, facts: dict[str, Any] | None = None) -> Any:
-        """As :meth:`Accelerator.save_state`."""
-        engine, project = self.engine, self.engine.project_configuration
+        """As :meth:`engine.Engine.save_state`; the folder's name is given, or the next one."""
+        engine, project = self.engine, self.naming
         folder = Path(self._next() if project.automatic_checkpoint_naming else output_dir)
         beside, left_out = folder.with_name(f".{folder.name}.hooks"), []
         if self.before_save:
@@ -100,12 +101,10 @@ class Checkpoints:
 
     def _next(self) -> Path:
         """The next folder's name. Older ones are removed as ``total_limit`` says."""
-        engine, project = self.engine, self.engine.project_configuration
+        engine, project = self.engine, self.naming
         folder = self._project() / f"checkpoint_{project.iteration}"
         if broadcast_object(engine.group, folder.exists()):
-            raise ValueError(
-                f"{folder} exists: set accelerator.project_configuration.iteration to the number to go on with"
-            )
+            raise ValueError(f"{folder} exists: set the project's iteration to the number to go on with")
         older = self._numbered()
         if project.total_limit is not None and engine.is_main_process:
             for each in older[: max(0, len(older) + 1 - project.total_limit)]:
@@ -113,9 +112,9 @@ class Checkpoints:
         return folder
 
     def _project(self) -> Path:
-        if self.engine.project_dir is None:
-            raise ValueError("automatic_checkpoint_naming needs a folder: give Accelerator(project_dir=...)")
-        return Path(self.engine.project_dir) / "checkpoints"
+        if self.naming.project_dir is None:
+            raise ValueError("automatic_checkpoint_naming needs a folder: give project_dir")
+        return Path(self.naming.project_dir) / "checkpoints"
 
     def _numbered(self) -> list[Path]:
         """The checkpoints with numbers, oldest first."""
@@ -124,11 +123,11 @@ class Checkpoints:
         ]
         return sorted(found, key=lambda each: int(each.name.removeprefix("checkpoint_")))
 
-    def load(self, input_dir: Any, strict: bool) -> dict[str, Any]:
-        """As :meth:`Accelerator.load_state`."""
+    def load(self, input_dir: Any, strict: bool, within_epochs: bool) -> dict[str, Any]:
+        """As :meth:`engine.Engine.load_state`; not ``within_epochs``: loaders start the epoch in which they were again."""
         engine = self.engine
         if input_dir is None:
-            named = self._numbered() if engine.project_configuration.automatic_checkpoint_naming else []
+            named = self._numbered() if self.naming.automatic_checkpoint_naming else []
             if not named:
                 raise ValueError(
                     "load_state() without a folder needs automatic_checkpoint_naming, and a checkpoint in project_dir"
@@ -139,11 +138,9 @@ class Checkpoints:
             hook(remaining, str(input_dir))
         left_out = [model for model in engine.models if not any(model is each for each in remaining)]
         manifest = engine.snapshot.load(input_dir, strict, left_out)
-        if (
-            not engine.dataloader_config.use_stateful_dataloader
-        ):  # as in Accelerate, where scripts skip batches themselves
-            for loader in engine._prepared.loaders:
-                loader.resume(loader.epoch, 0)
+        if not within_epochs:
+            for loader in engine.snapshot.loaders:
+                loader.restart()
             for loader in self._following:
-                loader._start = 0
+                loader.restart()
         return dict(manifest)

@@ -6,15 +6,20 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from engine.config.from_accelerate import plugins as settings
 from engine.config.from_accelerate.file import convert
-from engine.interop.accelerate import settings
-from engine.interop.accelerate.state import flag_of
+from engine.config.from_accelerate.keys import flag
 
 _KINDS = {
     "FSDP": settings.FullyShardedDataParallelPlugin,
     "DEEPSPEED": settings.DeepSpeedPlugin,
     "MEGATRON_LM": settings.MegatronLMPlugin,
 }
+
+
+def flag_of(name: str) -> bool:
+    """Whether a launcher has set this variable."""
+    return flag(os.environ.get(name, ""))
 
 
 def engine_settings(given: Mapping[str, Any], ddp: Any) -> tuple[dict[str, Any], dict[str, Any]]:
