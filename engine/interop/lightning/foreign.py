@@ -37,11 +37,12 @@ def adapt(value: Any) -> Any:
     """
     if isinstance(value, (Callback, DataModule, TrainModule)):
         return value
-    if _base(type(value), "LightningModule"):
+    kind: Any = type(value)
+    if _base(kind, "LightningModule"):
         if "_adapted" not in vars(value):
-            vars(value)["_adapted"] = _class_for(type(value))(value)
+            vars(value)["_adapted"] = _class_for(kind)(value)
         return vars(value)["_adapted"]
-    if base := _base(type(value), "LightningDataModule"):
+    if base := _base(kind, "LightningDataModule"):
         made = LightningDataModule()
         own = (
             name
@@ -52,7 +53,7 @@ def adapt(value: Any) -> Any:
         vars(made).update({name: getattr(value, name) for name in theirs})
         made.hparams.update(value.hparams)
         return made
-    return adapted_class(type(value))(value) if _base(type(value), "Callback") else value
+    return adapted_class(kind)(value) if _base(kind, "Callback") else value
 
 
 class Foreign(LightningModule):

@@ -63,7 +63,7 @@ class LightningModule(TrainModule):
         return super().optimizers()
 
     @classmethod
-    def load_from_checkpoint(  # type: ignore[override]
+    def load_from_checkpoint(
         cls, checkpoint_path: Any, map_location: Any = None, hparams_file: None = None, strict: bool | None = None,
         weights_only: bool | None = None, **kwargs: Any,
     ) -> Self:  # fmt: skip
