@@ -13,19 +13,10 @@ from engine.module import TrainModule
 from engine.utils.log import logger
 
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-_ASKED = [
-    "log",
-    "log_dict",
-    "optimizers",
-    "lr_schedulers",
-    "manual_backward",
-    "clip_gradients",
-    "all_gather",
-    "print",
-    "toggle_optimizer",
-    "untoggle_optimizer",
-    "toggled_optimizer",
-]
+_ASKED = (
+    *("log", "log_dict", "optimizers", "lr_schedulers", "manual_backward", "clip_gradients", "all_gather", "print"),
+    *("toggle_optimizer", "untoggle_optimizer", "toggled_optimizer"),
+)
 """What a module asks of its trainer: during a run, of the adapted module."""
 _OWN = (*_ASKED, "forward", "trainer", "configure_optimizers", "configure_callbacks")
 

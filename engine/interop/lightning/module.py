@@ -58,10 +58,6 @@ class LightningModule(TrainModule):
         """Modules in it that are trained with it, and log."""
         return [child for child in self.children() if isinstance(child, LightningModule)]
 
-    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """As :meth:`engine.TrainModule.optimizers`."""
-        return super().optimizers()
-
     @classmethod
     def load_from_checkpoint(
         cls, checkpoint_path: Any, map_location: Any = None, hparams_file: None = None, strict: bool | None = None,
