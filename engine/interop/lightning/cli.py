@@ -70,7 +70,7 @@ class LightningCLI:
         found = self.config if self.subcommand is None else self.config[self.subcommand]
         if found["seed_everything"] is not False:
             seed_everything(None if found["seed_everything"] is True else found["seed_everything"])
-        self.config_init = self.parser.instantiate_classes(self.config)
+        self.config_init = self.parser.instantiate(self.config)
         self.instantiate_classes(self.config_init if self.subcommand is None else self.config_init[self.subcommand])
         if run:
             options = {
