@@ -16,28 +16,12 @@ from engine.interop.lightning.loggers import CSVLogger, TensorBoardLogger
 from engine.interop.lightning.strategies import strategy
 from engine.loop.run import Run
 
-_SAME = [
-    "accelerator",
-    "num_nodes",
-    "precision",
-    "fast_dev_run",
-    "min_epochs",
-    "min_steps",
-    "limit_train_batches",
-    "limit_val_batches",
-    "limit_test_batches",
-    "limit_predict_batches",
-    "overfit_batches",
-    "num_sanity_val_steps",
-    "log_every_n_steps",
-    "accumulate_grad_batches",
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-    "deterministic",
-    "benchmark",
-    "detect_anomaly",
-    "sync_batchnorm",
-]
+_SAME = (
+    *("accelerator", "num_nodes", "precision", "fast_dev_run", "min_epochs", "min_steps", "limit_train_batches"),
+    *("limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches", "num_sanity_val_steps"),
+    *("log_every_n_steps", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "deterministic"),
+    *("benchmark", "detect_anomaly", "sync_batchnorm"),
+)
 """Arguments that mean the same in ``Fit``; ``None`` is its default."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "plugins": (None, []),

@@ -66,12 +66,12 @@ class LightningCLI:
             self._filled(self.parser)
         as_object = isinstance(args, (Mapping, Namespace))
         self.config = self.parser.parse_object(args) if as_object else self.parser.parse_args(args)
-        self.subcommand: Any = self.config.subcommand if run else None
-        found = self.config[self.subcommand] if run else self.config
+        self.subcommand: str | None = self.config.subcommand if run else None
+        found = self.config if self.subcommand is None else self.config[self.subcommand]
         if found["seed_everything"] is not False:
             seed_everything(None if found["seed_everything"] is True else found["seed_everything"])
-        self.config_init = self.parser.instantiate_classes(self.config)
-        self.instantiate_classes(self.config_init[self.subcommand] if run else self.config_init)
+        self.config_init = self.parser.instantiate(self.config)
+        self.instantiate_classes(self.config_init if self.subcommand is None else self.config_init[self.subcommand])
         if run:
             options = {
                 key: found[key]
@@ -101,4 +101,4 @@ class LightningCLI:
         self.model, self.datamodule, options = config["model"], config.get("data"), dict(config["trainer"].as_dict())
         both = (self._trainer[1].get("callbacks"), options.get("callbacks"))
         lists = [each if isinstance(each, list) else [each] for each in both if each is not None]
-        self.trainer = self._trainer[0](**{**options, "callbacks": sum(lists, [])})
+        self.trainer = self._trainer[0](**{**options, "callbacks": [each for part in lists for each in part]})

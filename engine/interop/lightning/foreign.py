@@ -13,19 +13,10 @@ from engine.module import TrainModule
 from engine.utils.log import logger
 
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-_ASKED = [
-    "log",
-    "log_dict",
-    "optimizers",
-    "lr_schedulers",
-    "manual_backward",
-    "clip_gradients",
-    "all_gather",
-    "print",
-    "toggle_optimizer",
-    "untoggle_optimizer",
-    "toggled_optimizer",
-]
+_ASKED = (
+    *("log", "log_dict", "optimizers", "lr_schedulers", "manual_backward", "clip_gradients", "all_gather", "print"),
+    *("toggle_optimizer", "untoggle_optimizer", "toggled_optimizer"),
+)
 """What a module asks of its trainer: during a run, of the adapted module."""
 _OWN = (*_ASKED, "forward", "trainer", "configure_optimizers", "configure_callbacks")
 
@@ -37,18 +28,23 @@ def adapt(value: Any) -> Any:
     """
     if isinstance(value, (Callback, DataModule, TrainModule)):
         return value
-    if _base(type(value), "LightningModule"):
+    kind: Any = type(value)
+    if _base(kind, "LightningModule"):
         if "_adapted" not in vars(value):
-            vars(value)["_adapted"] = _class_for(type(value))(value)
+            vars(value)["_adapted"] = _class_for(kind)(value)
         return vars(value)["_adapted"]
-    if base := _base(type(value), "LightningDataModule"):
+    if base := _base(kind, "LightningDataModule"):
         made = LightningDataModule()
-        own = (name for name in dir(DataModule) if not name.startswith("_") and name not in ("attach", "trainer", "hparams"))
+        own = (
+            name
+            for name in dir(DataModule)
+            if not name.startswith("_") and name not in ("attach", "trainer", "hparams")
+        )
         theirs = (name for name in own if getattr(type(value), name, None) is not getattr(base, name, None))
         vars(made).update({name: getattr(value, name) for name in theirs})
         made.hparams.update(value.hparams)
         return made
-    return adapted_class(type(value))(value) if _base(type(value), "Callback") else value
+    return adapted_class(kind)(value) if _base(kind, "Callback") else value
 
 
 class Foreign(LightningModule):

@@ -58,12 +58,8 @@ class LightningModule(TrainModule):
         """Modules in it that are trained with it, and log."""
         return [child for child in self.children() if isinstance(child, LightningModule)]
 
-    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """As :meth:`engine.TrainModule.optimizers`."""
-        return super().optimizers()
-
     @classmethod
-    def load_from_checkpoint(  # type: ignore[override]
+    def load_from_checkpoint(
         cls, checkpoint_path: Any, map_location: Any = None, hparams_file: None = None, strict: bool | None = None,
         weights_only: bool | None = None, **kwargs: Any,
     ) -> Self:  # fmt: skip
