@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric
+from transformers import PreTrainedModel
 
 from engine.huggingface.files import Publication, adapter_names
 from engine.huggingface.loss import Count, CountedLoss, base_of
@@ -231,6 +232,20 @@ class HFModule(TrainModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The files that a checkpoint has are the model's own."""
+
+
+def as_module(value: Any) -> Any:
+    """For ``fit.run(model, loader)``: a model of transformers or peft in an :class:`HFModule` with its defaults, the same one each time.
+
+    Anything else is returned as it is.
+    """
+    if not isinstance(value, PreTrainedModel) and not (isinstance(value, nn.Module) and hasattr(value, "peft_config")):
+        return value
+    made: list[HFModule] | None = vars(value).get("_as_module")
+    if made is None:
+        made = [HFModule(value)]
+        value._as_module = made  # type: ignore[assignment]  # in a list, so that it is not a submodule
+    return made[0]
 
 
 class _Perplexity(MeanMetric):

@@ -10,7 +10,9 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
+from configparser import ConfigParser
 from functools import partial
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ from callbacks import EMA, ModelCheckpoint
 from engine import Fit, Loss
 from engine.checkpoint.export import export_checkpoint
 from engine.huggingface import HFModule, parameter_groups
+from engine.utils import adapters
 
 # peft reads an attribute that transformers is renaming.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -167,6 +170,22 @@ def test_evaluation_is_over_tokens_and_its_exponential_is_the_perplexity(tmp_pat
     assert found["val/perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)
     several = fit(tmp_path).test(module, [loader(size=3, count=10), loader(size=3, count=4)])
     assert several[0]["test/loss/dataloader_idx_0"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_fit_takes_the_model_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = ConfigParser()  # the entry points of the source tree, whatever version is installed
+    parser.read(Path(__file__).parents[2] / "setup.cfg")
+    lines = parser["options.entry_points"][adapters.GROUP].strip().splitlines()
+    points = [EntryPoint(*map(str.strip, line.split("=")), group=adapters.GROUP) for line in lines]
+    monkeypatch.setattr(adapters, "entry_points", lambda group: points if group == adapters.GROUP else [])
+    for kind in ("full", "lora"):
+        model, same = model_of(kind), model_of(kind)
+        fitted = fit(tmp_path, max_epochs=2)
+        fitted.run(model, loader())
+        fit(tmp_path, max_epochs=2).run(HFModule(same), loader())
+        assert torch.equal(logits_of(model), logits_of(same))
+        assert set(fitted.state_dict(model)) == {f"model.{name}" for name in model.state_dict()}
+        assert fitted.validate(model, loader())[0]["val/loss"] > 0
 
 
 GENERATION = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": list(range(3, 30)), "pad_token_id": 0}
