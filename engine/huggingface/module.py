@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torchmetrics import MeanMetric
 from transformers import PreTrainedModel
 
-from engine.huggingface.files import Publication, adapter_names
+from engine.huggingface.files import Publication, adapter_names, trained_names
 from engine.huggingface.loss import Count, CountedLoss, base_of
 from engine.huggingface.optimizers import make_optimizer, make_schedule, parameter_groups
 from engine.huggingface.pretrained import Pretrained
@@ -115,7 +115,7 @@ class HFModule(TrainModule):
         self._loss = CountedLoss(model, self.count)
         self._publication = Publication(model, self.tokenizer, "model.")
         if hasattr(model, "peft_config") and not self.save_base:
-            kept = {f"model.{name}" for name in adapter_names(model)}
+            kept = {f"model.{name}" for name in adapter_names(model) or trained_names(model)}
             self.register_state_dict_post_hook(partial(_keep, kept))
 
     # -- the model --------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,15 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
 from safetensors.torch import load_file, save_file
 from tiny_llama import EPOCHS, STEP, Losses, adapted, by_fit, llama, logits_of, model_of, module_of, rows, strategy
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -278,6 +286,21 @@ def test_a_checkpoint_of_an_adapter_is_the_adapter_and_resumes_on_the_same_model
     assert torch.equal(logits_of(loaded.model), logits_of(again.model))
     base = set(fit(tmp_path / "c").state_dict(again)) - names
     assert any("base_layer" in name for name in base)  # asked for, all of it is there
+
+
+@pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig, PromptEncoderConfig])
+def test_learned_prompts(config: Any, tmp_path: Path) -> None:
+    model = get_peft_model(llama(), config(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    before, settings = logits_of(model), {"max_steps": 2, "callbacks": ModelCheckpoint()}
+    if config is PromptEncoderConfig:  # its file has what a small network computes
+        with pytest.warns(UserWarning, match="save_pretrained"):
+            fit(tmp_path, **settings).run(HFModule(model, lr=0.1), loader())
+        assert not torch.equal(logits_of(model), before)
+        return
+    fit(tmp_path, **settings).run(HFModule(model, lr=0.1), loader())
+    assert not torch.equal(logits_of(model), before)
+    export_checkpoint(tmp_path, tmp_path / "out")
+    assert torch.equal(logits_of(PeftModel.from_pretrained(llama(), tmp_path / "out")), logits_of(model))
 
 
 def test_the_frozen_model_is_saved_where_asked_for(tmp_path: Path) -> None:
