@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-NONE = (None, False, 0, 0.0, "", "no", "none", "false", [], {})
+NONE: tuple[object, ...] = (None, False, 0, 0.0, "", "no", "none", "false", [], {})
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_hf", "adamw", "adamw_torch_xla", "adamw_torch_npu_fused"), "adamw"),
     **{name: name for name in ("adamw_torch_fused", "sgd", "adagrad", "rmsprop")},

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from engine.checkpoint.published import published
 from engine.huggingface.loss import base_of
+from engine.utils.log import warn_once
 
 
 class Publication:
@@ -36,7 +37,14 @@ class Publication:
             self._of_tokenizer = {} if self.tokenizer is None else _saved(self.tokenizer)
         model: Any = self.model
         if hasattr(model, "peft_config"):
-            names = {f"{self.prefix}{name}": exported for name, exported in adapter_names(model).items()}
+            known = adapter_names(model)
+            if known is None:
+                warn_once(
+                    f"fit checkpoint export cannot write the folder of a {type(model).__name__}'s adapter of this kind: use model.save_pretrained "
+                    "inside fit.gathered(module)"
+                )
+                return {}
+            names = {f"{self.prefix}{name}": exported for name, exported in known.items()}
             files = _saved(adapter_config(model))
             return published({**files, **self._of_tokenizer}, stem="adapter_model", names=names)
         config = copy.deepcopy(model.config)
@@ -50,11 +58,13 @@ class Publication:
         """Nothing: the files are the model's own."""
 
 
-def adapter_names(model: Any) -> dict[str, str]:
+def adapter_names(model: Any) -> dict[str, str] | None:
     """A ``PeftModel``'s own names of its adapter's tensors, each with the one that ``PeftModel.from_pretrained`` expects.
 
+    ``None``: the files of such an adapter have other tensors than the model (p-tuning, prefixes with a projection).
+
     Raises:
-        ValueError: the adapter's files do not have the model's tensors as they are, or there are several adapters.
+        ValueError: there are several adapters.
     """
     from peft import get_peft_model_state_dict
 
@@ -62,18 +72,25 @@ def adapter_names(model: Any) -> dict[str, str]:
         raise ValueError(
             f"the model has {len(model.peft_config)} adapters, {', '.join(model.peft_config)}: train one at a time"
         )
+    adapter, config = next(iter(model.peft_config.items()))
     inner = model.state_dict(keep_vars=True)
+    if config.is_prompt_learning:
+        own = [name for name in inner if name.startswith(f"prompt_encoder.{adapter}.")]
+        return {own[0]: "prompt_embeddings"} if own == [f"prompt_encoder.{adapter}.embedding.weight"] else None
     stand_ins: dict[str, Tensor] = {name: torch.empty(0) for name in inner}
     names = {id(tensor): name for name, tensor in stand_ins.items()}
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    try:
-        found = get_peft_model_state_dict(model, stand_ins, next(iter(model.peft_config)), save_embedding_layers=False)
-        known = {names[id(tensor)]: exported for exported, tensor in found.items()}
-    except (KeyError, RuntimeError, IndexError) as error:
-        raise ValueError(
-            f"an adapter of {type(model).__name__} of this kind is not a part of the model's tensors"
-        ) from error
-    return known | {name: name for name in sorted(trained - known.keys())}  # layers that were unfrozen besides
+    found = get_peft_model_state_dict(model, stand_ins, adapter, save_embedding_layers=False)
+    if any(id(tensor) not in names for tensor in found.values()):
+        return None
+    known = {names[id(tensor)]: exported for exported, tensor in found.items()}
+    return known | {
+        name: name for name in trained_names(model) if name not in known
+    }  # layers that were unfrozen besides
+
+
+def trained_names(model: nn.Module) -> list[str]:
+    """The names of the parameters that are trained."""
+    return [name for name, p in model.named_parameters() if p.requires_grad]
 
 
 def adapter_config(model: Any) -> Any:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric
+from transformers import PreTrainedModel
 
-from engine.huggingface.files import Publication, adapter_names
+from engine.huggingface.files import Publication, adapter_names, trained_names
 from engine.huggingface.loss import Count, CountedLoss, base_of
 from engine.huggingface.optimizers import make_optimizer, make_schedule, parameter_groups
 from engine.huggingface.pretrained import Pretrained
@@ -114,7 +115,7 @@ class HFModule(TrainModule):
         self._loss = CountedLoss(model, self.count)
         self._publication = Publication(model, self.tokenizer, "model.")
         if hasattr(model, "peft_config") and not self.save_base:
-            kept = {f"model.{name}" for name in adapter_names(model)}
+            kept = {f"model.{name}" for name in adapter_names(model) or trained_names(model)}
             self.register_state_dict_post_hook(partial(_keep, kept))
 
     # -- the model --------------------------------------------------------------------------------------------------------------
@@ -231,6 +232,20 @@ class HFModule(TrainModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The files that a checkpoint has are the model's own."""
+
+
+def as_module(value: Any) -> Any:
+    """For ``fit.run(model, loader)``: a model of transformers or peft in an :class:`HFModule` with its defaults, the same one each time.
+
+    Anything else is returned as it is.
+    """
+    if not isinstance(value, PreTrainedModel) and not (isinstance(value, nn.Module) and hasattr(value, "peft_config")):
+        return value
+    made: list[HFModule] | None = vars(value).get("_as_module")
+    if made is None:
+        made = [HFModule(value)]
+        value._as_module = made  # type: ignore[assignment]  # in a list, so that it is not a submodule
+    return made[0]
 
 
 class _Perplexity(MeanMetric):

@@ -62,7 +62,7 @@ def make_optimizer(
     """
     if not groups:
         raise ValueError("no parameter of the model is trained: all have requires_grad=False")
-    make = optimizer_class(optimizer) if isinstance(optimizer, str) else optimizer
+    make: Callable[..., Optimizer] = optimizer_class(optimizer) if isinstance(optimizer, str) else optimizer
     return make(groups, lr=lr, **options)
 
 

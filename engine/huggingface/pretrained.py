@@ -42,7 +42,7 @@ class Pretrained:
 
     def build(self) -> Any:
         """The model; without values where the strategy builds models without them (call :meth:`read` when it is sharded)."""
-        auto = AutoModelForCausalLM if self.auto is None else self.auto
+        auto: Any = AutoModelForCausalLM if self.auto is None else self.auto
         self._unread = builds_without_values()
         if self._unread:
             own = {name: value for name, value in self.options.items() if name != "revision"}
@@ -79,7 +79,9 @@ class Pretrained:
                 names.setdefault(id(tensor), []).append(name)
                 tensors[id(tensor)] = tensor
         with SavedWeights(self.folder()) as saved:
-            targets, new, missing = {}, [], []
+            targets: dict[str, Any] = {}
+            new: list[int] = []
+            missing: list[int] = []
             for key, own in names.items():
                 plain = [name.removeprefix("base_model.model.").replace(".base_layer.", ".") for name in own]
                 tried = [each for name in plain for each in (name, name.removeprefix(prefix), prefix + name)]

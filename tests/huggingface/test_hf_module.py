@@ -10,7 +10,9 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
+from configparser import ConfigParser
 from functools import partial
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,15 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
 from safetensors.torch import load_file, save_file
 from tiny_llama import EPOCHS, STEP, Losses, adapted, by_fit, llama, logits_of, model_of, module_of, rows, strategy
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -42,6 +52,7 @@ from callbacks import EMA, ModelCheckpoint
 from engine import Fit, Loss
 from engine.checkpoint.export import export_checkpoint
 from engine.huggingface import HFModule, parameter_groups
+from engine.utils import adapters
 
 # peft reads an attribute that transformers is renaming.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -169,6 +180,22 @@ def test_evaluation_is_over_tokens_and_its_exponential_is_the_perplexity(tmp_pat
     assert several[0]["test/loss/dataloader_idx_0"] == pytest.approx(expected, abs=1e-6)
 
 
+def test_fit_takes_the_model_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = ConfigParser()  # the entry points of the source tree, whatever version is installed
+    parser.read(Path(__file__).parents[2] / "setup.cfg")
+    lines = parser["options.entry_points"][adapters.GROUP].strip().splitlines()
+    points = [EntryPoint(*map(str.strip, line.split("=")), group=adapters.GROUP) for line in lines]
+    monkeypatch.setattr(adapters, "entry_points", lambda group: points if group == adapters.GROUP else [])
+    for kind in ("full", "lora"):
+        model, same = model_of(kind), model_of(kind)
+        fitted = fit(tmp_path, max_epochs=2)
+        fitted.run(model, loader())
+        fit(tmp_path, max_epochs=2).run(HFModule(same), loader())
+        assert torch.equal(logits_of(model), logits_of(same))
+        assert set(fitted.state_dict(model)) == {f"model.{name}" for name in model.state_dict()}
+        assert fitted.validate(model, loader())[0]["val/loss"] > 0
+
+
 GENERATION = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": list(range(3, 30)), "pad_token_id": 0}
 """So that sequences end at different lengths."""
 
@@ -259,6 +286,21 @@ def test_a_checkpoint_of_an_adapter_is_the_adapter_and_resumes_on_the_same_model
     assert torch.equal(logits_of(loaded.model), logits_of(again.model))
     base = set(fit(tmp_path / "c").state_dict(again)) - names
     assert any("base_layer" in name for name in base)  # asked for, all of it is there
+
+
+@pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig, PromptEncoderConfig])
+def test_learned_prompts(config: Any, tmp_path: Path) -> None:
+    model = get_peft_model(llama(), config(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    before, settings = logits_of(model), {"max_steps": 2, "callbacks": ModelCheckpoint()}
+    if config is PromptEncoderConfig:  # its file has what a small network computes
+        with pytest.warns(UserWarning, match="save_pretrained"):
+            fit(tmp_path, **settings).run(HFModule(model, lr=0.1), loader())
+        assert not torch.equal(logits_of(model), before)
+        return
+    fit(tmp_path, **settings).run(HFModule(model, lr=0.1), loader())
+    assert not torch.equal(logits_of(model), before)
+    export_checkpoint(tmp_path, tmp_path / "out")
+    assert torch.equal(logits_of(PeftModel.from_pretrained(llama(), tmp_path / "out")), logits_of(model))
 
 
 def test_the_frozen_model_is_saved_where_asked_for(tmp_path: Path) -> None:
