@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class Nothing:
     """Stands for a tracker's object on the ranks that do not log: takes every call, item and ``with`` block, and does nothing."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Nothing:
+        return self
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
