@@ -71,3 +71,25 @@ def test_a_state_dict_that_leaves_something_out(tmp_path: Path) -> None:
     assert (loaded.w.item(), loaded.frozen.item()) == (-2.0, 7.0)
     with pytest.raises(ValueError, match="frozen"):
         type("Whole", (Partly,), {"state_dict": Weight.state_dict}).load_from_checkpoint(result.last_checkpoint)
+
+
+def test_a_module_that_loads_by_itself(tmp_path: Path) -> None:
+    class Renames(Weight):
+        def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().load_state_dict({name: value * 10 for name, value in state_dict.items()}, *args, **kwargs)
+
+    result = fit(tmp_path, callbacks=ModelCheckpoint()).run(Weight(), ones(2))
+    assert result.last_checkpoint is not None
+    assert Renames.load_from_checkpoint(result.last_checkpoint).w.item() == -20.0
+    module = Renames()
+    fit(tmp_path, max_epochs=2).run(module, ones(2), resume="last")
+    assert module.w.item() == -22.0
+
+
+def test_a_state_dict_that_a_save_cannot_call(tmp_path: Path) -> None:
+    class Bare(Weight):
+        def state_dict(self) -> Any:  # type: ignore[override]
+            return {}
+
+    with pytest.raises(TypeError, match=r"Bare.state_dict\(\) cannot be called.*keep_vars=True"):
+        fit(tmp_path).run(Bare(), ones(1))
