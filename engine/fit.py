@@ -33,7 +33,7 @@ from engine.loop.lifecycle import housed, session
 from engine.loop.rank_checks import compare, compare_models
 from engine.loop.result import Result
 from engine.loop.run import Run
-from engine.loop.train import train
+from engine.loop.train import of_the_epoch, train
 from engine.loop.watching import collected, watched
 from engine.loop.whole_weights import holding, whole_state
 from engine.module import TrainModule
@@ -43,6 +43,7 @@ from engine.replay.step_watch import StepWatch
 from engine.step.precision import Precision
 from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8
+from engine.utils.adapters import adapted
 
 
 @knows_other_trainers
@@ -228,7 +229,7 @@ class Fit:
             call_all(run, run.hooks.on_fit_start)
             self._sanity_check(run)
             compare(run)
-            call_all(run, run.hooks.on_train_start)
+            of_the_epoch(run, run.hooks.on_train_start)
             with watched(run), collected(run), run.modes.training():
                 train(run)
             run.over = True
@@ -358,6 +359,7 @@ class Fit:
             ValueError: another strategy than this one's sharded the module.
             RuntimeError: the module is in a run.
         """
+        module = adapted(module)
         if module.attached:
             raise RuntimeError(
                 "Fit.state_dict() and gathered() are for a module after its run; in a callback, use run.engine.get_state_dict(module)"
@@ -385,7 +387,7 @@ class Fit:
         Raises:
             ValueError, RuntimeError: as :meth:`state_dict`.
         """
-        with holding(module, self.state_dict(module, everywhere=everywhere)):
+        with holding(adapted(module), self.state_dict(module, everywhere=everywhere)):
             yield module
 
     def _evaluate(
@@ -424,6 +426,7 @@ class Fit:
         self, module: TrainModule, stage: str, find_train_loader: Callable[[Run], None] = lambda run: None
     ) -> Iterator[Run]:
         """Meet the other processes and make the run."""
+        module = adapted(module)
         if not isinstance(module, TrainModule):
             if isinstance(getattr(module, "_orig_mod", getattr(module, "module", None)), TrainModule):
                 raise TypeError(
@@ -433,8 +436,7 @@ class Fit:
             raise TypeError(
                 f"Fit takes a TrainModule, got {type(module).__name__}: subclass engine.TrainModule, or keep your loop with engine.Engine"
             )
-        settings = self.settings
-        _check_callbacks("callbacks", settings.callbacks)
+        settings = replace(self.settings, callbacks=_own_kind("callbacks", self.settings.callbacks))
         with crew(settings) as group:
             engine = Engine(
                 strategy=settings.strategy,
@@ -461,19 +463,23 @@ class Fit:
             yield run
 
 
-def _check_callbacks(where: str, callbacks: Sequence[Any]) -> None:
-    for callback in callbacks:
+def _own_kind(where: str, callbacks: Sequence[Any]) -> tuple[Callback, ...]:
+    """The ``callbacks``, those of other libraries as ours."""
+    found = tuple(each if isinstance(each, Callback) else adapted(each) for each in callbacks)
+    for callback in found:
         if not isinstance(callback, Callback):
             raise TypeError(
                 f"{where} has {callback!r:.80} of type {type(callback).__name__}: give engine.Callback objects"
             )
+    return found
 
 
 def _with_own(module: TrainModule, callbacks: Sequence[Callback]) -> list[Callback]:
     """The callbacks with those of ``module.configure_callbacks``, which replace others of the same classes."""
     given = module.configure_callbacks()
-    own = list(given) if isinstance(given, (list, tuple)) else [given]
-    _check_callbacks(f"{type(module).__name__}.configure_callbacks", own)
+    own = _own_kind(
+        f"{type(module).__name__}.configure_callbacks", given if isinstance(given, (list, tuple)) else [given]
+    )
     return [*(c for c in callbacks if type(c) not in {type(each) for each in own}), *own]
 
 
@@ -485,7 +491,8 @@ def _configured(strategy: Strategy, settings: Settings, origins: Mapping[str, st
 
 
 def _datamodule(datamodule: DataModule | None, loader: Any) -> tuple[DataModule | None, Any]:
-    """A data module may be passed instead of a loader."""
+    """A data module may be passed instead of a loader, and be one of another library."""
+    datamodule, loader = (adapted(each) if hasattr(each, "train_dataloader") else each for each in (datamodule, loader))
     if isinstance(loader, DataModule):
         if datamodule is not None:
             raise ValueError("two data modules were given: one instead of the loader, one as datamodule=")

@@ -115,18 +115,18 @@ class DataModule:
         return initial(self)
 
     @classmethod
-    def load_from_checkpoint(cls, path: str | Path, **overrides: Any) -> Self:
+    def load_from_checkpoint(cls, checkpoint_path: str | Path, **overrides: Any) -> Self:
         """A new data module of this class with a checkpoint's hyperparameters and state; opening it runs no code from it.
 
         Args:
-            path: a checkpoint, or a folder, whose newest checkpoint is used; a directory or a URL that fsspec knows.
+            checkpoint_path: a checkpoint, or a folder, whose newest checkpoint is used; a directory or a URL that fsspec knows.
             overrides: other arguments of the constructor; they win over the saved hyperparameters.
 
         Raises:
             FileNotFoundError, DamagedCheckpoint: there is none, or it is damaged.
             TypeError: a constructor argument is missing, or an override is not one; the message names it.
         """
-        return load_datamodule(cls, path, overrides)
+        return load_datamodule(cls, checkpoint_path, overrides)
 
     @classmethod
     def from_datasets(

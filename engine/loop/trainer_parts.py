@@ -94,3 +94,8 @@ class StrategyView:
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """``obj`` of the rank ``src``, on every rank (tensors in it on the CPU); all ranks call this."""
         return broadcast_object(self._engine.group, obj, src)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any (``all=False``), have decided so; all ranks call this."""
+        votes = int(self._engine.reduce(torch.tensor(int(decision), device=self.root_device)))
+        return votes == self.world_size if all else votes > 0

@@ -1,7 +1,6 @@
 """Lightning's names over this library: ``import engine.interop.lightning as L``, and a Lightning project runs.
 
-Submodules have Lightning's paths too (``callbacks.early_stopping``, ``utilities.types``, ``trainer.states``, ``pytorch.callbacks``): the names of
-several of them stand in one file here.
+Submodules have Lightning's paths (``callbacks.early_stopping``, ``utilities.types``, ``pytorch.trainer.states``); several of them are one file here.
 """
 
 from __future__ import annotations
@@ -22,36 +21,41 @@ from engine.interop.lightning.foreign import adapt as adapt
 from engine.interop.lightning.module import LightningDataModule as LightningDataModule
 from engine.interop.lightning.module import LightningModule as LightningModule
 from engine.interop.lightning.trainer import Trainer as Trainer
-from engine.utils.seed import seed_everything as seed_everything
+from engine.interop.lightning.utilities import seed_everything as seed_everything
 
+_CALLBACKS = """callback checkpoint device_stats_monitor early_stopping finetuning gradient_accumulation_scheduler lambda_function lr_finder
+    lr_monitor model_checkpoint model_summary batch_size_finder prediction_writer progress progress.rich_progress progress.tqdm_progress
+    progress.progress_bar pruning stochastic_weight_avg timer weight_averaging on_exception_checkpoint rich_model_summary"""
+_UTILITIES = "types rank_zero exceptions combined_loader seed enums model_helpers parsing grads distributed model_summary apply_func"
 _PATHS = {
-    callbacks: "callbacks callbacks.callback callbacks.checkpoint callbacks.device_stats_monitor callbacks.early_stopping callbacks.finetuning "
-    "callbacks.gradient_accumulation_scheduler callbacks.lambda_function callbacks.lr_finder callbacks.lr_monitor callbacks.model_checkpoint "
-    "callbacks.model_summary callbacks.batch_size_finder callbacks.prediction_writer callbacks.progress callbacks.progress.rich_progress "
-    "callbacks.progress.tqdm_progress callbacks.progress.progress_bar callbacks.pruning callbacks.stochastic_weight_avg callbacks.timer "
-    "callbacks.weight_averaging callbacks.on_exception_checkpoint callbacks.rich_model_summary profilers",
-    core: "core core.module core.datamodule core.mixins core.hooks core.optimizer core.saving",
-    loggers: "loggers loggers.logger loggers.base loggers.csv_logs loggers.tensorboard loggers.wandb loggers.mlflow",
-    strategies: "strategies strategies.ddp strategies.fsdp strategies.deepspeed strategies.strategy strategies.model_parallel",
-    trainer: "trainer trainer.trainer",
-    utilities: "utilities utilities.types utilities.rank_zero utilities.exceptions utilities.combined_loader utilities.seed utilities.enums "
-    "utilities.model_helpers utilities.parsing utilities.grads utilities.distributed trainer.states tuner tuner.tuning accelerators",
-    cli: "cli",
+    callbacks: ["callbacks", "profilers", *(f"callbacks.{name}" for name in _CALLBACKS.split())],
+    core: ["core", *(f"core.{name}" for name in ["module", "datamodule", "mixins", "hooks", "optimizer", "saving"])],
+    loggers: [
+        "loggers",
+        *(f"loggers.{name}" for name in ["logger", "base", "csv_logs", "tensorboard", "wandb", "mlflow"]),
+    ],
+    strategies: [
+        "strategies",
+        *(f"strategies.{name}" for name in ["ddp", "fsdp", "deepspeed", "strategy", "model_parallel"]),
+    ],
+    trainer: ["trainer", "trainer.trainer"],
+    utilities: [
+        "utilities",
+        "trainer.states",
+        "tuner",
+        "tuner.tuning",
+        "accelerators",
+        *(f"utilities.{name}" for name in _UTILITIES.split()),
+    ],
+    cli: ["cli"],
 }
-pytorch = sys.modules[__name__]
-tuner = utilities
-profilers = callbacks
-_ELSEWHERE = {
-    "Fabric": "use engine.Engine",
-    "plugins": "use Trainer(precision=..., strategy=...)",
-    "demos": "Lightning's own",
-}
+pytorch, tuner, accelerators, profilers = sys.modules[__name__], utilities, utilities, callbacks
+_ELSEWHERE = {"Fabric": ": use engine.Engine", "plugins": ": use Trainer(precision=..., strategy=...)"}
 sys.modules[f"{__name__}.pytorch"] = pytorch
 for _file, _paths in _PATHS.items():
-    for _path in _paths.split():
+    for _path in _paths:
         sys.modules[f"{__name__}.{_path}"] = sys.modules[f"{__name__}.pytorch.{_path}"] = _file
 
 
 def __getattr__(name: str) -> NoReturn:
-    said = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{said}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_ELSEWHERE.get(name, '')}")

@@ -16,14 +16,30 @@ from engine.interop.lightning.loggers import CSVLogger, TensorBoardLogger
 from engine.interop.lightning.strategies import strategy
 from engine.loop.run import Run
 
-SAME = (
-    *("accelerator", "num_nodes", "precision", "fast_dev_run", "min_epochs", "min_steps", "limit_train_batches"),
-    *("limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches", "num_sanity_val_steps"),
-    *("log_every_n_steps", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "deterministic"),
-    *("benchmark", "detect_anomaly", "sync_batchnorm"),
-)
+_SAME = [
+    "accelerator",
+    "num_nodes",
+    "precision",
+    "fast_dev_run",
+    "min_epochs",
+    "min_steps",
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+    "overfit_batches",
+    "num_sanity_val_steps",
+    "log_every_n_steps",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "deterministic",
+    "benchmark",
+    "detect_anomaly",
+    "sync_batchnorm",
+]
 """Arguments that mean the same in ``Fit``; ``None`` is its default."""
-NEUTRAL = {
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "plugins": (None, []),
     "reload_dataloaders_every_n_epochs": (0,),
     "enable_autolog_hparams": (True,),
@@ -31,7 +47,12 @@ NEUTRAL = {
     "use_distributed_sampler": (True,),
 }
 """Arguments without a counterpart: the values under which nothing is asked for."""
-PROFILERS = {"simple": named.SimpleProfiler, "pytorch": named.PyTorchProfiler}
+_PROFILERS = {"simple": named.SimpleProfiler, "pytorch": named.PyTorchProfiler}
+_DEFAULTS = (
+    ("enable_progress_bar", named.ProgressBar, named.RichProgressBar),
+    ("enable_model_summary", named.ModelSummary, named.ModelSummary),
+    ("enable_checkpointing", named.Checkpoint, named.ModelCheckpoint),
+)
 
 
 @dataclass
@@ -53,26 +74,25 @@ def translate(given: Mapping[str, Any]) -> Translated:
     Raises:
         ValueError, TypeError: one that has no counterpart, or contradicts another; the message names what to use.
     """
-    for name, neutral in NEUTRAL.items():
+    for name, neutral in _NEUTRAL.items():
         if given[name] not in neutral:
             raise ValueError(f"Trainer({name}={given[name]!r}) has no counterpart{hint(name, ())}")
-    settings = {name: given[name] for name in SAME if given[name] is not None} | _limits(given)
+    settings = {name: given[name] for name in _SAME if given[name] is not None} | _limits(given)
     if given["devices"] != "auto":
         settings["devices"] = "auto" if given["devices"] in (-1, "-1") else given["devices"]
     if given["strategy"] != "auto":
         settings["strategy"] = strategy(given["strategy"])
     if given["barebones"]:
         settings |= {"log_every_n_steps": 0, "num_sanity_val_steps": 0}
-    loggers, profiler = _loggers(given), given["profiler"]
-    first = next((each.root_dir for each in loggers if getattr(each, "root_dir", None) is not None), None)
-    root = Path(given["default_root_dir"] or ".")
-    settings["root_dir"] = first or (root / "lightning_logs" if loggers else root)
+    loggers, profiler, root = _loggers(given), given["profiler"], Path(given["default_root_dir"] or ".")
+    placed = next((each.root_dir for each in loggers if getattr(each, "root_dir", None) is not None), None)
+    settings["root_dir"] = placed or (root / "lightning_logs" if loggers else root)
     if isinstance(profiler, str):
-        if profiler not in PROFILERS:
+        if profiler not in _PROFILERS:
             raise ValueError(
-                f"Trainer(profiler={profiler!r}): possible are {', '.join(PROFILERS)}, or one of these objects"
+                f"Trainer(profiler={profiler!r}): possible are {', '.join(_PROFILERS)}, or one of these objects"
             )
-        profiler = PROFILERS[profiler]()
+        profiler = _PROFILERS[profiler]()
     found = Translated(settings, loggers, _callbacks(given, settings), [] if profiler is None else [profiler])
     _validation(given, found)
     return found
@@ -82,13 +102,9 @@ def _limits(given: Mapping[str, Any]) -> dict[str, Any]:
     epochs, steps, time = given["max_epochs"], given["max_steps"], given["max_time"]
     if epochs is None and steps == -1 and time is None:
         epochs = 1000
-    found = {
-        "max_epochs": None if epochs == -1 else epochs,
-        "max_steps": None if steps == -1 else steps,
-        "max_time": timedelta(**time) if isinstance(time, Mapping) else time,
-    }
-    limits = {name: value for name, value in found.items() if value is not None}
-    return limits or {"max_steps": NEVER}
+    time = timedelta(**time) if isinstance(time, Mapping) else time
+    asked = (("max_epochs", epochs), ("max_steps", steps), ("max_time", time))
+    return {name: value for name, value in asked if value not in (None, -1)} or {"max_steps": NEVER}
 
 
 def _loggers(given: Mapping[str, Any]) -> list[Any]:
@@ -102,46 +118,40 @@ def _loggers(given: Mapping[str, Any]) -> list[Any]:
 
 
 def _callbacks(given: Mapping[str, Any], settings: dict[str, Any]) -> list[Any]:
-    asked = given["callbacks"]
+    asked, bare = given["callbacks"], given["barebones"]
     mine = [] if asked is None else list(asked) if isinstance(asked, (list, tuple)) else [asked]
-    defaults = (
-        ("enable_progress_bar", named.ProgressBar, named.RichProgressBar),
-        ("enable_model_summary", named.ModelSummary, named.ModelSummary),
-        ("enable_checkpointing", named.Checkpoint, named.ModelCheckpoint),
-    )
-    for name, kind, default in defaults:
+    for name, kind, default in _DEFAULTS:
         there, on = any(isinstance(each, kind) for each in mine), given[name]
-        if there and (on is False or given["barebones"]):
-            off = f"{name}=False" if on is False else "barebones=True"
-            raise ValueError(f"Trainer({off}) with a {kind.__name__} in callbacks: leave one of them out")
-        if on and given["barebones"]:
-            raise ValueError(f"Trainer(barebones=True, {name}=True): leave one of them out")
-        if not there and on is not False and not given["barebones"]:
+        if (there and on is False) or (bare and (there or on)):
+            raise ValueError(
+                f"Trainer({name}={on}, barebones={bare}) contradicts the {kind.__name__} in callbacks, or the other: leave one out"
+            )
+        if not there and on is not False and not bare:
             mine.append(default())
-    for each in mine:
-        if isinstance(each, named.GradientAccumulationScheduler):
-            if given["accumulate_grad_batches"] != 1:
-                raise ValueError(
-                    "accumulate_grad_batches and a GradientAccumulationScheduler were given: leave one of them out"
-                )
-            settings["accumulate_grad_batches"] = each.scheduling
+    for each in (each for each in mine if isinstance(each, named.GradientAccumulationScheduler)):
+        if given["accumulate_grad_batches"] != 1:
+            raise ValueError("accumulate_grad_batches and a GradientAccumulationScheduler were given: leave one out")
+        settings["accumulate_grad_batches"] = each.scheduling
     return sorted(mine, key=lambda each: isinstance(each, named.Checkpoint))
 
 
 def _validation(given: Mapping[str, Any], found: Translated) -> None:
-    interval, epochs = given["val_check_interval"], given["check_val_every_n_epoch"]
-    interval = timedelta(**interval) if isinstance(interval, Mapping) else interval
-    asked = f"Trainer(val_check_interval={interval!r}, check_val_every_n_epoch={epochs})"
-    if isinstance(interval, (str, timedelta)):
-        if epochs not in (None, 1):
-            raise ValueError(f"{asked}: a time has no epochs here; leave the second out")
+    asked, epochs = given["val_check_interval"], given["check_val_every_n_epoch"]
+    interval: Any = timedelta(**asked) if isinstance(asked, Mapping) else asked
+    in_time = isinstance(interval, (str, timedelta))
+    if (
+        (in_time and epochs not in (None, 1))
+        or (epochs is None and not in_time and not isinstance(interval, int))
+        or interval == 0
+    ):
+        raise ValueError(
+            f"Trainer(val_check_interval={interval!r}, check_val_every_n_epoch={epochs}): give a time without epochs, with None a number of "
+            "batches (an int); limit_val_batches=0 switches validation off"
+        )
+    if in_time:
         found.settings["val_every"] = interval
-    elif epochs is None and not isinstance(interval, int):
-        raise ValueError(f"{asked}: give val_check_interval as an int, a number of batches")
     elif interval is None or (interval == 1 and isinstance(interval, float)):
         found.settings["val_every"] = f"{epochs} epochs"
-    elif not interval:
-        raise ValueError(f"{asked}: give limit_val_batches=0 to switch validation off")
     else:
         found.batches = interval, epochs
 
@@ -157,20 +167,6 @@ class InBatches(Every):
         super().__init__(None)
         self.run, self.interval, self.epochs = run, interval, epochs
 
-    def start(self, step: int, epochs: Any = None) -> None:
-        length, window, batches = self.run.num_train_batches, self.run.window_at(self.run.epoch), self.batches
-        if batches is None or batches == length:
-            return
-        if self.epochs is not None and length is not None and batches > length:
-            raise ValueError(
-                f"val_check_interval={self.interval} is more than the {length} batches of an epoch: give check_val_every_n_epoch=None to count "
-                "over epochs, or a smaller one"
-            )
-        if batches % window:
-            raise ValueError(
-                f"validation every {batches} batches with {window} batches in an optimizer step: it comes after a step; give a multiple of {window}"
-            )
-
     @property
     def batches(self) -> int | None:
         """Between two validations; ``None``: the epoch's, whose number is not known."""
@@ -184,18 +180,25 @@ class InBatches(Every):
         """Micro-batches so far."""
         return self.run.state.batches if self.epochs is None else self.run.state.batch_idx
 
+    def start(self, step: int, epochs: Any = None) -> None:
+        length, window, batches = self.run.num_train_batches, self.run.window_at(self.run.epoch), self.batches
+        too_many = batches is not None and self.epochs is not None and length is not None and batches > length
+        if too_many or (batches is not None and batches != length and batches % window):
+            raise ValueError(
+                f"val_check_interval={self.interval}: validation every {batches} batches, in epochs of {length}, with {window} in an optimizer "
+                f"step: give a multiple of {window} that an epoch has, or check_val_every_n_epoch=None to count over epochs"
+            )
+
     def due(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Any = None) -> bool:
-        batches = self.batches
         if self.epochs is not None and (self.run.state.epoch + 1) % self.epochs:
             return False
         if epoch_end is not None and self.run.num_train_batches is None:
             return True
-        return batches is not None and self.done > 0 and self.done % batches == 0
+        return self.batches is not None and self.done > 0 and self.done % self.batches == 0
 
     def next_step(self, step: int) -> int:
-        batches = self.batches
-        if batches is None:
+        if self.batches is None:
             return NEVER
         if not self.run.module.automatic_optimization:
             return step  # the module's steps are not counted in batches
-        return step + max(1, (batches - self.done % batches) // self.run.window_at(self.run.state.epoch))
+        return step + max(1, (self.batches - self.done % self.batches) // self.run.window_at(self.run.state.epoch))

@@ -8,11 +8,11 @@ from typing import Any
 
 from engine.callback import Callback as OwnCallback
 
+_NOT_THEIRS = ("on_before_log", "on_log", "on_media", "on_checkpoint_saved", "on_checkpoint_removed")
 EVENTS = tuple(
     name
     for name in vars(OwnCallback)
-    if (name.startswith("on_") or name in ("setup", "teardown"))
-    and name not in ("on_before_log", "on_log", "on_media", "on_checkpoint_saved", "on_checkpoint_removed")
+    if (name.startswith("on_") or name in ("setup", "teardown")) and name not in _NOT_THEIRS
 )
 """Those that Lightning has too."""
 
@@ -20,7 +20,7 @@ EVENTS = tuple(
 class Callback(OwnCallback):
     """Subclass it as Lightning's: its events get ``(trainer, pl_module, ...)``, here and in a plain :class:`engine.Fit`.
 
-    A class that also inherits from a callback of this library may override its events with Lightning's signature, and call them by ``super()``.
+    A class that also inherits from a callback of this library may override that one's events, with Lightning's signature.
     """
 
     idle = False
@@ -31,21 +31,20 @@ class Callback(OwnCallback):
         for event in EVENTS:
             owner = next(each for each in cls.__mro__ if event in vars(each))
             method = vars(owner)[event]
-            if owner is OwnCallback or hasattr(method, "translates"):
-                continue
-            ours = issubclass(owner, OwnCallback) and not issubclass(owner, Callback)
-            setattr(cls, event, _with_run(method) if ours else _with_trainer(method))
+            if owner is not OwnCallback and not hasattr(method, "translates"):
+                ours = issubclass(owner, OwnCallback) and not issubclass(owner, Callback)
+                setattr(cls, event, _with_run(method) if ours else _with_trainer(method))
 
     def _generate_state_key(self, **values: Any) -> str:
         return f"{type(self).__qualname__}{values!r}"
 
 
 def _with_trainer(method: Callable[..., Any]) -> Callable[..., Any]:
-    """An event with Lightning's signature, which a run calls, or a subclass's by ``super()``."""
+    """An event with Lightning's signature, which a run calls, or a subclass. What it returns has no meaning there."""
 
     @functools.wraps(method)
-    def event(self: Any, run: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        return method(self, getattr(run, "trainer", run), vars(module).get("foreign", module), *args, **kwargs)
+    def event(self: Any, run: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        method(self, getattr(run, "trainer", run), vars(module).get("foreign", module), *args, **kwargs)
 
     event.translates = True  # type: ignore[attr-defined]
     return event
@@ -76,13 +75,15 @@ class Adapted(Callback):
         base = next(each for each in reversed(type(callback).__mro__) if hasattr(each, "on_train_batch_end"))
         for event in (*EVENTS, "state_dict", "load_state_dict"):
             method = getattr(callback, event)
-            if getattr(method, "__func__", None) is getattr(base, event):
-                continue
-            if event in EVENTS:
-                listens(self, event, method)
-            else:
-                setattr(self, event, method)
+            if getattr(method, "__func__", None) is not getattr(base, event):
+                listens(self, event, method) if event in EVENTS else setattr(self, event, method)
 
     @property
     def state_key(self) -> str:
         return str(self.callback.state_key)
+
+
+@functools.cache
+def adapted_class(kind: Any) -> type[Adapted]:
+    """The class of the callbacks that stand for objects of ``kind``: a module's replace a trainer's of the same class."""
+    return type(kind.__name__, (Adapted,), {})

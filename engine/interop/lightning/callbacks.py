@@ -10,13 +10,18 @@ from typing import Any
 import torch
 
 import engine.callbacks as own
-from engine.config.duration import parse
 from engine.interop.lightning.callback import EVENTS, Callback, listens
 from engine.interop.lightning.refused import ANY, refused_class, translated
 from engine.utils.log import logger
 
 _FIELD = re.compile(r"\{([^}:!\[]+)")
 _TALK = (ANY, "")
+_WITHOUT = {
+    "device": (None, "averages are on the device of the weights"),
+    "initial_denom_lr": (10.0, "give backbone_initial_ratio_lr"),
+    **dict.fromkeys(("theme", "console_kwargs"), (None, "give callbacks.RichProgressBar(console=...)")),
+    **dict.fromkeys(("verbose", "rounding", "refresh_rate", "leave", "process_position", "log_rank_zero_only"), _TALK),
+}
 
 
 class Checkpoint(Callback):
@@ -24,105 +29,50 @@ class Checkpoint(Callback):
 
 
 class ProgressBar(Callback):
-    """The base of progress bars."""
+    """The base of progress bars. They are drawn by time, whatever ``refresh_rate`` is; 0 switches one off."""
 
 
-def _named(
-    name: str,
-    of: type[Any],
-    order: str = "",
-    without: Any = None,
-    renamed: Any = None,
-    base: type = Callback,
-    **fixed: Any,
-) -> Any:
-    """``of`` under Lightning's ``name``, with its positional arguments in Lightning's ``order``.
-
-    Args:
-        without: as :func:`engine.interop.lightning.refused.translated`.
-        renamed: our name of an argument, by Lightning's.
-        fixed: our arguments that Lightning does not have.
-    """
+def _named(name: str, of: Any, order: str = "", base: type = Callback, without: Any = None, **fixed: Any) -> Any:
+    """``of`` under Lightning's ``name``, with its positional arguments in Lightning's ``order``, and our ``fixed`` ones."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = translated(name, order, args, kwargs, without or {})
-        of.__init__(self, **{(renamed or {}).get(key, key): value for key, value in given.items()}, **fixed)
+        given = translated(name, order, args, kwargs, _WITHOUT | (without or {}))
+        of.__init__(self, **given, **fixed)
         self.idle = base is ProgressBar and kwargs.get("refresh_rate", [*args, 1][0]) == 0
 
-    content = {
-        "__init__": init,
-        "__doc__": f"Lightning's arguments of :class:`callbacks.{name}`.",
-        "__module__": __name__,
-    }
+    doc = f"Lightning's arguments of :class:`callbacks.{of.__name__}`."
+    content = {"__init__": init, "__doc__": doc, "__module__": __name__}
     return new_class(name, (base, of), {}, lambda space: space.update(content))
 
 
-_DEVICE = {"device": (None, "averages are on the device of the weights")}
-_LOTTERY = (False, "weights are not put back to their first values: give use_lottery_ticket_hypothesis=False")
-_THEME = (None, "give callbacks.RichProgressBar(console=...)")
-_BEFORE = "call callbacks.{} before the training, and set what it finds"
-LearningRateMonitor = _named(
-    "LearningRateMonitor", own.LearningRateMonitor, "logging_interval log_momentum log_weight_decay"
-)
+_EMA = "device use_buffers decay update_every_n_steps update_starting_at_step update_starting_at_epoch"
+_SWA = "swa_lrs swa_epoch_start annealing_epochs annealing_strategy avg_fn device"
+_BACKBONE = "unfreeze_backbone_at_epoch lambda_func backbone_initial_ratio_lr backbone_initial_lr should_align initial_denom_lr train_bn verbose"
+LearningRateMonitor = _named("LearningRateMonitor", own.LearningRateMonitor, "logging_interval log_momentum log_weight_decay")  # fmt: skip
 DeviceStatsMonitor = _named("DeviceStatsMonitor", own.DeviceStatsMonitor, "cpu_stats")
-WeightAveraging = _named("WeightAveraging", own.WeightAveraging, "device use_buffers", _DEVICE)
-EMAWeightAveraging = _named(
-    "EMAWeightAveraging",
-    own.EMA,
-    "device use_buffers decay update_every_n_steps update_starting_at_step update_starting_at_epoch",
-    _DEVICE,
-)
-StochasticWeightAveraging = _named(
-    "StochasticWeightAveraging",
-    own.SWA,
-    "swa_lrs swa_epoch_start annealing_epochs annealing_strategy avg_fn device",
-    {"device": _TALK},
-)
+WeightAveraging = _named("WeightAveraging", own.WeightAveraging, "device use_buffers")
+EMAWeightAveraging = _named("EMAWeightAveraging", own.EMA, _EMA)
+StochasticWeightAveraging = _named("StochasticWeightAveraging", own.SWA, _SWA, without={"device": _TALK})
 BaseFinetuning = _named("BaseFinetuning", own.BaseFinetuning)
-BackboneFinetuning = _named(
-    "BackboneFinetuning",
-    own.BackboneFinetuning,
-    "unfreeze_backbone_at_epoch lambda_func backbone_initial_ratio_lr backbone_initial_lr should_align initial_denom_lr train_bn",
-    {"initial_denom_lr": (10.0, "give backbone_initial_ratio_lr"), "verbose": _TALK, "rounding": _TALK},
-)
-ModelPruning = _named(
-    "ModelPruning",
-    own.Pruning,
-    "pruning_fn parameters_to_prune parameter_names use_global_unstructured amount apply_pruning make_pruning_permanent",
-    {
-        "use_lottery_ticket_hypothesis": _LOTTERY,
-        "resample_parameters": _LOTTERY,
-        "prune_on_train_epoch_end": (True, "pruning is between two epochs"),
-        "verbose": _TALK,
-    },
-    {"make_pruning_permanent": "make_permanent"},
-)
+BackboneFinetuning = _named("BackboneFinetuning", own.BackboneFinetuning, _BACKBONE)
 ModelSummary = RichModelSummary = _named("ModelSummary", own.ModelSummary, "max_depth", measure=False)
-RichProgressBar = _named(
-    "RichProgressBar",
-    own.RichProgressBar,
-    "refresh_rate leave theme console_kwargs",
-    {"refresh_rate": _TALK, "leave": _TALK, "theme": _THEME, "console_kwargs": _THEME},  # it is drawn by time
-    base=ProgressBar,
-)
-TQDMProgressBar = _named(
-    "TQDMProgressBar",
-    own.TQDMProgressBar,
-    "refresh_rate process_position leave",
-    {"refresh_rate": _TALK, "process_position": _TALK, "leave": _TALK},
-    base=ProgressBar,
-)
+RichProgressBar = _named("RichProgressBar", own.RichProgressBar, "refresh_rate leave theme console_kwargs", ProgressBar)
+TQDMProgressBar = _named("TQDMProgressBar", own.TQDMProgressBar, "refresh_rate process_position leave", ProgressBar)
 SimpleProfiler = _named("SimpleProfiler", own.SimpleProfiler, "dirpath filename extended")
 PyTorchProfiler = _named("PyTorchProfiler", own.Profiler)
 Profiler = Callback
 AdvancedProfiler = refused_class("AdvancedProfiler", "use SimpleProfiler, PyTorchProfiler, or python -m cProfile")
-BatchSizeFinder = refused_class("BatchSizeFinder", _BEFORE.format("find_batch_size(module, loader)"))
-LearningRateFinder = refused_class("LearningRateFinder", _BEFORE.format("find_lr(module, loader)"))
-OnExceptionCheckpoint = refused_class(
-    "OnExceptionCheckpoint", "ModelCheckpoint saves the last complete step after an error"
+BatchSizeFinder = refused_class(
+    "BatchSizeFinder", "call callbacks.find_batch_size(module, loader), and set what it finds"
 )
+LearningRateFinder = refused_class(
+    "LearningRateFinder", "call callbacks.find_lr(module, loader), and set what it finds"
+)
+ModelPruning = refused_class("ModelPruning", "use callbacks.Pruning(...)")
+OnExceptionCheckpoint = refused_class("OnExceptionCheckpoint", "ModelCheckpoint saves the last complete step after an error")  # fmt: skip
 SpikeDetection = refused_class("SpikeDetection", "use callbacks.SpikeGuard()")
 ThroughputMonitor = refused_class("ThroughputMonitor", "use callbacks.ThroughputMonitor()")
+Timer = refused_class("Timer", "give Trainer(max_time=...)")
 
 
 class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
@@ -131,54 +81,36 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
     FILE_EXTENSION = ".ckpt"
 
     def __init__(
-        self,
-        dirpath: Any = None,
-        filename: str | None = None,
-        monitor: str | None = None,
-        verbose: bool = False,
-        save_last: bool | str | None = None,
-        save_top_k: int = 1,
-        save_on_exception: bool = False,
-        save_weights_only: bool = False,
-        mode: Any = "min",
-        auto_insert_metric_name: bool = True,
-        every_n_train_steps: int | None = None,
-        train_time_interval: timedelta | None = None,
-        every_n_epochs: int | None = None,
-        save_on_train_epoch_end: bool | None = None,
-        enable_version_counter: bool = True,
-    ) -> None:
+        self, dirpath: Any = None, filename: str | None = None, monitor: str | None = None, verbose: bool = False,
+        save_last: bool | str | None = None, save_top_k: int = 1, save_on_exception: bool = False,
+        save_weights_only: bool = False, mode: Any = "min", auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None, train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None, save_on_train_epoch_end: bool | None = None, enable_version_counter: bool = True,
+    ) -> None:  # fmt: skip
         if save_weights_only:
-            logger.warning(
-                "ModelCheckpoint(save_weights_only=True): checkpoints are complete; 'fit checkpoint export' writes weights only"
-            )
-        default = every_n_train_steps is train_time_interval is every_n_epochs is None
-        when = [every_n_train_steps, train_time_interval, "1 epochs" if default else None]
-        every: list[Any] = [each for each in when if each] + ([f"{every_n_epochs} epochs"] if every_n_epochs else [])
+            said = "ModelCheckpoint(save_weights_only=True): checkpoints are complete; 'fit checkpoint export' writes weights only"
+            logger.warning(said)
+        default = all(each is None for each in (every_n_train_steps, train_time_interval, every_n_epochs))
+        epochs = f"{1 if default else every_n_epochs} epochs" if default or every_n_epochs else None
+        every: list[Any] = [each for each in (every_n_train_steps, train_time_interval, epochs) if each]
         if len(every) > 1:
             raise ValueError(f"ModelCheckpoint saves every {every[0]} and every {every[1]}: give one of them")
         name = "{epoch}-{step}" if filename is None else filename
         name = _FIELD.sub(r"\1={\1", name) if auto_insert_metric_name else name
         self.idle = not save_top_k and not save_last
         self._names_last, self._trains_last, self._run = save_last, save_on_train_epoch_end, None
+        kept = (monitor, mode, save_top_k, bool(save_last) or self.idle, None, dirpath, name + self.FILE_EXTENSION)
         own.ModelCheckpoint.__init__(
-            self,
-            *(next(iter(every), None), monitor, mode, save_top_k, bool(save_last) or self.idle, None, dirpath),
-            filename=name + self.FILE_EXTENSION,
-            asynchronous=False,  # the file that a name promises is there
-        )
+            self, next(iter(every), None), *kept, asynchronous=False
+        )  # a path is there when it is named
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if stage == "fit":
-            self._run = trainer.run
+        self._run = trainer.run if stage == "fit" else self._run
         own.ModelCheckpoint.setup(self, trainer.run, pl_module, stage)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self._trains_last and self.monitor is not None and trainer.run.val_loaders:
-            raise ValueError(
-                f"ModelCheckpoint(monitor={self.monitor!r}, save_on_train_epoch_end=True): with validation, a score is taken after it; leave "
-                "the second out"
-            )
+            raise ValueError("ModelCheckpoint(save_on_train_epoch_end=True): with validation, a score is taken after it; leave it out")  # fmt: skip
         own.ModelCheckpoint.on_train_start(self, trainer.run, pl_module)
 
     @property
@@ -209,11 +141,8 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
 class EarlyStopping(Callback, own.EarlyStopping):
     """Lightning's arguments of :class:`callbacks.EarlyStopping`."""
 
-    def __init__(
-        self, *args: Any, strict: bool = True, check_on_train_epoch_end: bool | None = None, **kwargs: Any
-    ) -> None:
-        order = "monitor min_delta patience verbose mode"
-        given = translated("EarlyStopping", order, args, kwargs, {"verbose": _TALK, "log_rank_zero_only": _TALK})
+    def __init__(self, *args: Any, strict: bool = True, check_on_train_epoch_end: bool | None = None, **kwargs: Any) -> None:  # fmt: skip
+        given = translated("EarlyStopping", "monitor min_delta patience verbose mode", args, kwargs, _WITHOUT)
         own.EarlyStopping.__init__(self, **{**given, "min_delta": abs(given.get("min_delta", 0.0))})
         self.strict, self._trains_last = strict, check_on_train_epoch_end
 
@@ -240,32 +169,6 @@ class GradientAccumulationScheduler(Callback):
             raise ValueError(f"GradientAccumulationScheduler: give Fit(accumulate_grad_batches={self.scheduling})")
 
 
-class Timer(Callback):
-    """Stops the training after a ``duration`` of it, resumed parts included, at a step's or an epoch's end (``interval``)."""
-
-    def __init__(self, duration: Any = None, interval: str = "step", verbose: bool = True) -> None:
-        if interval not in ("step", "epoch"):
-            raise ValueError(f"Timer(interval={interval!r}): it must be 'step' or 'epoch'")
-        found = parse(timedelta(**duration) if isinstance(duration, dict) else duration)
-        self._seconds, self._run = None if found is None else found.value, None
-        listens(self, "on_train_batch_end" if interval == "step" else "on_train_epoch_end", self._check)
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._run = trainer.run
-
-    def time_elapsed(self, stage: str = "train") -> float:
-        """Seconds of training so far."""
-        return 0.0 if self._run is None else self._run.elapsed_s
-
-    def time_remaining(self, stage: str = "train") -> float | None:
-        """Seconds left; ``None`` without a ``duration``."""
-        return None if self._seconds is None else self._seconds - self.time_elapsed()
-
-    def _check(self, trainer: Any, *event: Any) -> None:
-        if self._seconds is not None and self.time_elapsed() >= self._seconds:
-            trainer.run.stop(f"Timer: {self._seconds:g} s are over")
-
-
 class LambdaCallback(Callback):
     """Functions as a callback: ``LambdaCallback(on_train_start=lambda trainer, pl_module: ...)``."""
 
@@ -282,6 +185,9 @@ class BasePredictionWriter(Callback):
     ``write_on_epoch_end(trainer, pl_module, predictions, batch_indices)``. ``batch_indices`` is ``None``: batches are dealt to the ranks in
     turn, so that batch ``i`` of a rank is number ``i * world_size + rank`` in the data's order."""
 
+    write_on_batch_end: Any
+    write_on_epoch_end: Any
+
     def __init__(self, write_interval: str = "batch") -> None:
         if write_interval not in ("batch", "epoch", "batch_and_epoch"):
             raise ValueError(f"write_interval={write_interval!r}: it must be 'batch', 'epoch' or 'batch_and_epoch'")
@@ -295,11 +201,11 @@ class BasePredictionWriter(Callback):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if "batch" in self.interval:
-            self.write_on_batch_end(trainer, pl_module, outputs, None, batch, batch_idx, dataloader_idx)  # type: ignore[attr-defined]
+            self.write_on_batch_end(trainer, pl_module, outputs, None, batch, batch_idx, dataloader_idx)
         if "epoch" in self.interval:
             self._kept[dataloader_idx].append(outputs)
 
     def on_predict_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if "epoch" in self.interval:
             found = self._kept[0] if len(self._kept) == 1 else self._kept
-            self.write_on_epoch_end(trainer, pl_module, found, None)  # type: ignore[attr-defined]
+            self.write_on_epoch_end(trainer, pl_module, found, None)

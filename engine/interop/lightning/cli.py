@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 
-from engine.interop.lightning.callback import Callback
+from engine.callback import Callback
 from engine.interop.lightning.module import LightningDataModule, LightningModule
-from engine.interop.lightning.refused import ANY, translated
 from engine.interop.lightning.trainer import Trainer
-from engine.utils.seed import seed_everything
+from engine.interop.lightning.utilities import seed_everything
 
 ArgsType = Any
+OptimizerCallable = LRSchedulerCallable = Callable[..., Any]
 _COMMANDS = ("fit", "validate", "test", "predict")
-_WITHOUT = {
-    "auto_configure_optimizers": (ANY, ""),  # it asks for nothing: optimizers are the module's, or add_argument's
-    "parser_class": (None, "override add_arguments_to_parser"),
-    "save_config_callback": (ANY, ""),
-    "save_config_kwargs": (None, "the settings of a run are in its folder and its checkpoints"),
-}
+_DATA = {"model", "datamodule", "dataloaders", "train_dataloaders", "val_dataloaders"}
 
 
 class LightningArgumentParser(ArgumentParser):
@@ -45,66 +40,56 @@ class LightningCLI:
     """
 
     def __init__(
-        self,
-        model_class: Any = None,
-        datamodule_class: Any = None,
-        *,
-        trainer_class: Any = Trainer,
-        trainer_defaults: Mapping[str, Any] | None = None,
-        seed_everything_default: bool | int = True,
-        parser_kwargs: Mapping[str, Any] | None = None,
-        subclass_mode_model: bool = False,
-        subclass_mode_data: bool = False,
-        args: ArgsType = None,
-        run: bool = True,
-        **options: Any,
-    ) -> None:
-        for name in translated("LightningCLI", "", (), options, _WITHOUT):
-            raise TypeError(f"LightningCLI() got an unexpected argument {name!r}")
-        self._trainer = trainer_class, dict(trainer_defaults or {})
+        self, model_class: Any = None, datamodule_class: Any = None, save_config_callback: Any = SaveConfigCallback,
+        save_config_kwargs: Any = None, trainer_class: Any = Trainer, trainer_defaults: Mapping[str, Any] | None = None,
+        seed_everything_default: bool | int = True, parser_kwargs: Mapping[str, Any] | None = None,
+        subclass_mode_model: bool = False, subclass_mode_data: bool = False, args: ArgsType = None, run: bool = True,
+        auto_configure_optimizers: bool = True,
+    ) -> None:  # fmt: skip
+        if save_config_kwargs is not None:
+            raise ValueError(
+                "LightningCLI(save_config_kwargs=...): a run's settings are in its folder and its checkpoints"
+            )
+        self._trainer, self._seed = (trainer_class, dict(trainer_defaults or {})), seed_everything_default
         self._classes = (
             ("model", model_class or LightningModule, subclass_mode_model or model_class is None),
             ("data", datamodule_class or LightningDataModule, subclass_mode_data or datamodule_class is None),
         )
-        self._seed = int(seed_everything_default) if seed_everything_default is not True else True
         self.parser = LightningArgumentParser(**parser_kwargs or {})
-        self.subcommand = None
         if run:
             commands = self.parser.add_subcommands()
             for name in _COMMANDS:
                 own = self._filled(LightningArgumentParser(**parser_kwargs or {}))
-                own.add_method_arguments(
-                    Trainer, name, skip={"model", "datamodule", "dataloaders", "train_dataloaders", "val_dataloaders"}
-                )
+                own.add_method_arguments(trainer_class, name, skip=set(_DATA))
                 commands.add_subcommand(name, own)
         else:
             self._filled(self.parser)
-        given = (
-            self.parser.parse_object(args) if isinstance(args, (Mapping, Namespace)) else self.parser.parse_args(args)
-        )
-        self.config = given
-        if run:
-            self.subcommand = given.subcommand
-        found = given[self.subcommand] if run else given
-        seed = found.get("seed_everything")
-        if seed is not None and seed is not False:
-            seed_everything(0 if seed is True else int(seed))
-        self.config_init = self.parser.instantiate_classes(given)
+        as_object = isinstance(args, (Mapping, Namespace))
+        self.config = self.parser.parse_object(args) if as_object else self.parser.parse_args(args)
+        self.subcommand: Any = self.config.subcommand if run else None
+        found = self.config[self.subcommand] if run else self.config
+        if found["seed_everything"] is not False:
+            seed_everything(None if found["seed_everything"] is True else found["seed_everything"])
+        self.config_init = self.parser.instantiate_classes(self.config)
         self.instantiate_classes(self.config_init[self.subcommand] if run else self.config_init)
         if run:
-            self._run(found)
+            options = {
+                key: found[key]
+                for key in ("ckpt_path", "weights_only", "verbose", "return_predictions")
+                if key in found
+            }
+            getattr(self, f"before_{self.subcommand}", lambda: None)()
+            getattr(self.trainer, str(self.subcommand))(self.model, datamodule=self.datamodule, **options)
+            getattr(self, f"after_{self.subcommand}", lambda: None)()
 
     def _filled(self, parser: LightningArgumentParser) -> LightningArgumentParser:
         parser.add_argument("-c", "--config", action=ActionConfigFile, help="a YAML file")
         parser.add_argument("--seed_everything", type=bool | int, default=self._seed, help="of python, numpy and torch")
         parser.add_class_arguments(self._trainer[0], "trainer", fail_untyped=False, instantiate=False)
-        parser.set_defaults(
-            {f"trainer.{name}": value for name, value in self._trainer[1].items() if name != "callbacks"}
-        )
+        defaults = {f"trainer.{name}": value for name, value in self._trainer[1].items() if name != "callbacks"}
+        parser.set_defaults(defaults)
         for key, kind, any_subclass in self._classes:
-            needed = key == "model"
-            if needed or kind is not LightningDataModule or any_subclass:
-                parser.add_lightning_class_args(kind, key, any_subclass, required=needed)
+            parser.add_lightning_class_args(kind, key, any_subclass, required=key == "model")
         self.add_arguments_to_parser(parser)
         return parser
 
@@ -112,22 +97,8 @@ class LightningCLI:
         """Override it to add arguments, or links between them."""
 
     def instantiate_classes(self, config: Any) -> None:
-        """Make ``model``, ``datamodule`` and ``trainer``."""
-        self.model, self.datamodule = config["model"], config.get("data")
-        options = dict(config["trainer"].as_dict() if isinstance(config["trainer"], Namespace) else config["trainer"])
-        more = self._trainer[1].get("callbacks")
-        if more is not None:
-            given = options.get("callbacks") or []
-            options["callbacks"] = [
-                *(more if isinstance(more, (list, tuple)) else [more]),
-                *(given if isinstance(given, list) else [given]),
-            ]
-        self.trainer = self._trainer[0](**options)
-
-    def _run(self, config: Any) -> None:
-        command = str(self.subcommand)
-        names = ("ckpt_path", "weights_only", "verbose", "return_predictions")
-        options = {name: config[name] for name in names if name in config}
-        getattr(self, f"before_{command}", lambda: None)()
-        getattr(self.trainer, command)(self.model, datamodule=self.datamodule, **options)
-        getattr(self, f"after_{command}", lambda: None)()
+        """Make ``trainer``, with those callbacks of ``trainer_defaults`` first; ``model`` and ``datamodule`` are made already."""
+        self.model, self.datamodule, options = config["model"], config.get("data"), dict(config["trainer"].as_dict())
+        both = (self._trainer[1].get("callbacks"), options.get("callbacks"))
+        lists = [each if isinstance(each, list) else [each] for each in both if each is not None]
+        self.trainer = self._trainer[0](**{**options, "callbacks": sum(lists, [])})

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Self
 
-from torch import nn
-
 from engine.data.datamodule import DataModule
-from engine.interop.lightning.ckpt import readable
+from engine.interop.lightning import ckpt
 from engine.module import TrainModule
+from engine.step.wrappers import PreparedOptimizer as LightningOptimizer  # noqa: F401
 
 
 class LightningModule(TrainModule):
-    """:class:`engine.TrainModule` as a Lightning project calls it: ``self.trainer`` is the ``Trainer``."""
+    """:class:`engine.TrainModule` as a Lightning project calls it: ``self.trainer`` is the ``Trainer``, also after a run."""
 
+    CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
+    CHECKPOINT_HYPER_PARAMS_NAME, CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_name", "hparams_type"
     _trainer: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -30,28 +30,33 @@ class LightningModule(TrainModule):
         Raises:
             RuntimeError: there is none.
         """
-        if self._trainer is None and self._context is None:
+        if self._trainer is not None:
+            return self._trainer
+        if self._context is None:
             raise RuntimeError(f"{type(self).__qualname__} is not attached to a `Trainer`.")
-        return self._trainer if self._trainer is not None else self._context.trainer  # type: ignore[union-attr]
+        return self._context.trainer  # type: ignore[attr-defined]
 
     @trainer.setter
     def trainer(self, trainer: Any) -> None:
-        for child in self.children():
-            if isinstance(child, LightningModule):
-                child.trainer = trainer
         self._trainer = trainer
 
     def attach(self, context: Any) -> None:
         if context is not None and self._trainer is not None:
             self._trainer.joins(context)
         super().attach(context)
-        for child in _parts(self):
+        for child in self._parts():
+            if context is not None:
+                child.trainer = self.trainer
             child.attach(context)
 
     def log_with(self, record: Any) -> None:
         super().log_with(record)
-        for child in _parts(self):
+        for child in self._parts():
             child.log_with(record)
+
+    def _parts(self) -> list[LightningModule]:
+        """Modules in it that are trained with it, and log."""
+        return [child for child in self.children() if isinstance(child, LightningModule)]
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """As :meth:`engine.TrainModule.optimizers`."""
@@ -59,32 +64,31 @@ class LightningModule(TrainModule):
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]
-        cls,
-        checkpoint_path: str | Path,
-        map_location: Any = None,
-        hparams_file: Any = None,
-        strict: bool | None = None,
-        weights_only: bool | None = None,
-        **kwargs: Any,
-    ) -> Self:
-        """As :meth:`engine.TrainModule.load_from_checkpoint`, also of one-file checkpoints, Lightning's too: only tensors and plain values are
-        unpickled, whatever ``weights_only`` is."""
+        cls, checkpoint_path: Any, map_location: Any = None, hparams_file: None = None, strict: bool | None = None,
+        weights_only: bool | None = None, **kwargs: Any,
+    ) -> Self:  # fmt: skip
+        """As :meth:`engine.TrainModule.load_from_checkpoint`, of one-file checkpoints too (of pickles only tensors and plain values are read,
+        whatever ``weights_only`` is). ``hparams_file``: give the hyperparameters as arguments."""
         if hparams_file is not None:
             raise ValueError("load_from_checkpoint(hparams_file=...): give the hyperparameters as arguments")
         device = next(iter(map_location.values()), None) if isinstance(map_location, dict) else map_location
-        with readable(checkpoint_path) as path:
+        with ckpt.readable(checkpoint_path) as path:
             return super().load_from_checkpoint(path, strict=strict is not False, map_location=device, **kwargs)
 
 
-def _parts(module: nn.Module) -> list[TrainModule]:
-    """Modules in it that are trained with it, and log."""
-    return [child for child in module.children() if isinstance(child, TrainModule)]
-
-
 class LightningDataModule(DataModule):
-    """:class:`engine.DataModule` with ``self.trainer``."""
+    """:class:`engine.DataModule` with ``self.trainer``, which is ``None`` before a run."""
 
+    CHECKPOINT_HYPER_PARAMS_KEY = "datamodule_hyper_parameters"
+    CHECKPOINT_HYPER_PARAMS_NAME, CHECKPOINT_HYPER_PARAMS_TYPE = "datamodule_hparams_name", "datamodule_hparams_type"
     trainer: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "trainer": None}
+
+    def attach(self, run: Any) -> None:
+        super().attach(run)
+        self.trainer = self.trainer if run is None else run.trainer

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Never
+from typing import Any
 
 ANY = object()
-"""A value of an argument that changes nothing here, whatever it is: a message, a layout."""
+"""Any value of an argument changes nothing here: a message, a layout."""
 
 
 def translated(
-    call: str, order: str, args: tuple[Any, ...], given: Mapping[str, Any], without: Mapping[str, Any]
+    call: str, order: str, args: Any, given: Mapping[str, Any], without: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Lightning's arguments of ``call`` by name, without those that have no counterpart.
+    """Lightning's arguments of ``call`` by name (``order``: the positional ones'), except those that have no counterpart.
 
-    Args:
-        order: the names of positional arguments.
-        without: by argument without a counterpart, the value under which nothing is asked for (:data:`ANY`), and what to do instead.
+    ``without``: each of these, with the value that asks for nothing (:data:`ANY`), and what to do instead of another.
 
     Raises:
-        TypeError, ValueError: too many arguments, or one that asks for what there is not; the message says what to do.
+        TypeError, ValueError: too many arguments, or one that asks for what there is not.
     """
     names = order.split()
     if len(args) > len(names):
@@ -32,9 +30,9 @@ def translated(
 
 
 def refused_class(name: str, instead: str) -> type[Any]:
-    """A class that can be imported and named, and not made: making it is an error that says what to use ``instead``."""
+    """A class that can be imported, and not made: that is an error that says what to use ``instead``."""
 
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> Never:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(f"{name} has no counterpart: {instead}")
 
-    return type(name, (), {"__init__": refuse, "__doc__": f"Cannot be made: {instead}."})
+    return type(name, (), {"__init__": refuse, "refused": instead, "__doc__": f"Cannot be made: {instead}."})

@@ -13,7 +13,7 @@ from engine.distributed.environment import detect
 from engine.fit import Fit
 from engine.interop.lightning import ckpt
 from engine.interop.lightning.arguments import InBatches, translate
-from engine.interop.lightning.foreign import adapted, callback_of
+from engine.interop.lightning.foreign import adapt
 from engine.interop.lightning.loggers import AdaptedLogger, Logger, WrappedLogger
 from engine.interop.lightning.module import LightningModule
 from engine.loop.result import Result, TrainState
@@ -53,7 +53,7 @@ class Trainer(TrainerView):
         found = translate(given)
         self._given, self._batches, self._callbacks, self._loggers = given, found.batches, found.callbacks, found.loggers
         active = [*found.profilers, *(each for each in found.callbacks if not getattr(each, "idle", False))]
-        self._fit = Fit(**found.settings, callbacks=[*map(_logger, found.loggers), *map(callback_of, active)])
+        self._fit = Fit(**found.settings, callbacks=[*map(_logger, found.loggers), *map(adapt, active)])
         self._module: Any = None
         self._trained: Any = None
         self._datamodule: Any = None
@@ -79,16 +79,14 @@ class Trainer(TrainerView):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:  # fmt: skip
         """One dict of metrics per loader. Without a ``model`` it is the latest one, with the best checkpoint, if there is one."""
-        found: list[dict[str, float]] = self._evaluate("validate", model, dataloaders, ckpt_path, datamodule, verbose)
-        return found
+        return self._evaluate("validate", model, dataloaders, ckpt_path, datamodule, verbose)
 
     def test(
         self, model: Any = None, dataloaders: Any = None, ckpt_path: Any = None, verbose: bool = True, datamodule: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:  # fmt: skip
         """As :meth:`validate`, with ``test_step``."""
-        found: list[dict[str, float]] = self._evaluate("test", model, dataloaders, ckpt_path, datamodule, verbose)
-        return found
+        return self._evaluate("test", model, dataloaders, ckpt_path, datamodule, verbose)
 
     def predict(
         self, model: Any = None, dataloaders: Any = None, datamodule: Any = None, return_predictions: bool | None = None,
@@ -120,7 +118,7 @@ class Trainer(TrainerView):
     def _enter(self, model: Any, loaders: Any, datamodule: Any) -> tuple[Any, Any, Any]:
         if datamodule is None and hasattr(loaders, "prepare_data") and hasattr(loaders, "setup"):
             loaders, datamodule = None, loaders
-        model, datamodule = adapted(model), None if datamodule is None else adapted(datamodule)
+        model, datamodule = adapt(model), adapt(datamodule)
         if not isinstance(model, LightningModule):
             raise TypeError(f"Trainer takes a LightningModule, got {type(model).__name__}; engine.Fit takes a TrainModule")
         self._module, self._datamodule = model, datamodule
@@ -139,7 +137,7 @@ class Trainer(TrainerView):
         if self._batches is not None:
             run.val_every = InBatches(run, *self._batches)
 
-    def save_checkpoint(
+    def save_checkpoint(  # type: ignore[override]
         self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None, *, pickle: bool = False
     ) -> None:
         """Save the latest training as one file, in it and after it; all ranks call this together.
@@ -170,11 +168,14 @@ class Trainer(TrainerView):
         return Values() if isinstance(self._run, _Before) else super().callback_metrics
 
     @property
+    def _stage(self) -> str:
+        return super()._stage if self._module is not None and self._module.attached else ""
+
+    @property
     def state(self) -> Any:
         """As the view's; ``"finished"`` after a run."""
         found = super().state
-        running = self._module is not None and self._module.attached
-        return found if running or found.stopped else replace(found, status="finished" if found.fn else "initializing")
+        return found if self._stage or found.stopped else replace(found, status="finished" if found.fn else "initializing")
 
 
 class _Before:

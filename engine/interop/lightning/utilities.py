@@ -1,4 +1,4 @@
-"""Lightning's small helpers and types: ``utilities`` with its submodules, and ``trainer.states``."""
+"""Lightning's small helpers and types: ``utilities`` with its submodules, ``trainer.states``, ``tuner``, ``accelerators``."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.config.hyperparameters import HParams
+from engine.config.hyperparameters import HParams as AttributeDict  # noqa: F401
 from engine.data.combined_loaders import CombinedLoader as CombinedLoader
 from engine.data.datamodule import DataModule
 from engine.distributed.environment import detect
 from engine.interop.lightning.callback import Callback
+from engine.interop.lightning.callbacks import ModelSummary as ModelSummary
 from engine.interop.lightning.refused import refused_class
 from engine.module import TrainModule
-from engine.step.optimizers import Schedule
+from engine.step.optimizers import Schedule as LRSchedulerConfig  # noqa: F401
+from engine.utils import seed
 from engine.utils.overrides import overridden
-from engine.utils.seed import isolated
-from engine.utils.tree import move
+from engine.utils.seed import isolated as isolate_rng  # noqa: F401
+from engine.utils.tree import move as move_data_to_device  # noqa: F401
 
 STEP_OUTPUT = EPOCH_OUTPUT = TRAIN_DATALOADERS = EVAL_DATALOADERS = OptimizerLRScheduler = LRSchedulerTypeUnion = Any
-_METRIC = _EVALUATE_OUTPUT = _PREDICT_OUTPUT = _OUT_DICT = _PATH = LRSchedulerPLType = LRSchedulerConfigType = Any
-OptimizerConfig = OptimizerLRSchedulerConfig = Any
-LRSchedulerConfig = Schedule
-AttributeDict = HParams
+_METRIC = _EVALUATE_OUTPUT = _PREDICT_OUTPUT = _OUT_DICT = _PATH = _MAP_LOCATION_TYPE = LRSchedulerPLType = Any
+OptimizerConfig = OptimizerLRSchedulerConfig = LRSchedulerConfigType = Any
 MisconfigurationException = ValueError
-isolate_rng = isolated
 Tuner = refused_class("Tuner", "call callbacks.find_lr(module, loader) or find_batch_size, and set what it finds")
-Accelerator = CPUAccelerator = CUDAAccelerator = refused_class(
-    "Accelerator", "give Trainer(accelerator='cpu' or 'gpu')"
-)
+Accelerator = CPUAccelerator = refused_class("Accelerator", "give Trainer(accelerator='cpu' or 'gpu')")
+CUDAAccelerator = refused_class("CUDAAccelerator", "give Trainer(accelerator='cuda')")
+CUDAAccelerator.is_available = staticmethod(torch.cuda.is_available)
 
 
 class TrainerFn(StrEnum):
@@ -49,11 +48,6 @@ class RunningStage(StrEnum):
     """What is under way."""
 
     TRAINING, SANITY_CHECKING, VALIDATING, TESTING, PREDICTING = "train", "sanity_check", "validate", "test", "predict"
-
-    @property
-    def evaluating(self) -> bool:
-        """Validating or testing."""
-        return self in (self.VALIDATING, self.TESTING, self.SANITY_CHECKING)
 
 
 class TrainerStatus(StrEnum):
@@ -68,6 +62,11 @@ class GradClipAlgorithmType(StrEnum):
     VALUE, NORM = "value", "norm"
 
 
+def seed_everything(value: int | None = None, workers: bool = False, verbose: bool = True) -> int:
+    """:func:`engine.seed_everything`; ``None``: ``PL_GLOBAL_SEED``, else 0. Loaders' ``workers`` have seeds of their own in any case."""
+    return seed.seed_everything(int(os.environ.get("PL_GLOBAL_SEED", 0)) if value is None else value)
+
+
 def rank_zero_only(function: Callable[..., Any], default: Any = None) -> Callable[..., Any]:
     """Decorator: the ``function`` runs on rank 0; other ranks get ``default``."""
 
@@ -78,34 +77,21 @@ def rank_zero_only(function: Callable[..., Any], default: Any = None) -> Callabl
     return on_rank_zero
 
 
-_log = logging.getLogger("engine.interop.lightning")
-rank_zero_info = rank_zero_only(_log.info)
-rank_zero_debug = rank_zero_only(_log.debug)
+rank_zero_info = rank_zero_only(logging.getLogger("engine.interop.lightning").info)
+rank_zero_debug = rank_zero_only(logging.getLogger("engine.interop.lightning").debug)
 rank_zero_warn = rank_zero_deprecation = rank_zero_only(functools.partial(warnings.warn, stacklevel=3))
 
 
 def is_overridden(method_name: str, instance: Any, parent: type | None = None) -> bool:
     """Whether ``instance`` overrides this method of ``parent``, by default of our class."""
     known = (kind for kind in (TrainModule, DataModule, Callback) if isinstance(instance, kind))
-    base = parent or next(known, None)
-    if base is None:
-        raise ValueError("is_overridden: give a parent")
-    return overridden(instance, method_name, base)
+    return overridden(instance, method_name, parent or next(known, object))
 
 
 def get_init_args(frame: Any) -> dict[str, Any]:
     """The arguments of the ``__init__`` that runs in ``frame``."""
-    _, _, _, values = inspect.getargvalues(frame)
-    cls = values.get("__class__")
-    if cls is None:
-        return {}
-    own = [name for name in inspect.signature(cls.__init__).parameters if name not in ("self", "args", "kwargs")]
-    return {name: values[name] for name in own if name in values} | values.get("kwargs", {})
-
-
-def move_data_to_device(batch: Any, device: Any) -> Any:
-    """The tensors of ``batch`` on the ``device``."""
-    return move(batch, torch.device(device))
+    names, _, rest, values = inspect.getargvalues(frame)
+    return {name: values[name] for name in names[1:]} | (values[rest] if rest else {})
 
 
 def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, torch.Tensor]:

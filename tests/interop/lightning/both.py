@@ -42,7 +42,7 @@ def data(samples: int = 40, batch_size: int = 4) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=batch_size)
 
 
-def module(L: Any, automatic: bool = True) -> Any:  # noqa: N803  as users import it
+def module(L: Any, automatic: bool = True) -> Any:
     """A new module of a class that is made for ``L``; it remembers its events in ``seen``."""
 
     class Net(L.LightningModule):
@@ -69,7 +69,7 @@ def module(L: Any, automatic: bool = True) -> Any:  # noqa: N803  as users impor
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val", self.loss(batch))
 
-        def test_step(self, batch: Any, batch_idx: int) -> None:
+        def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             self.log("test", self.loss(batch))
 
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
@@ -93,7 +93,7 @@ def _noting(event: str) -> Any:
     return hook
 
 
-def watcher(L: Any) -> Any:  # noqa: N803
+def watcher(L: Any) -> Any:
     """A callback that remembers its events, with the trainer's counters."""
 
     def noting(event: str) -> Any:
@@ -102,15 +102,20 @@ def watcher(L: Any) -> Any:  # noqa: N803
 
         return hook
 
-    Watcher = type("Watcher", (L.Callback,), {event: noting(event) for event in EVENTS})  # noqa: N806
+    Watcher = type("Watcher", (L.Callback,), {event: noting(event) for event in EVENTS})
     made = Watcher()
     made.seen = []
     return made
 
 
-def trainer(L: Any, folder: Path, **options: Any) -> Any:  # noqa: N803
+def trainer(L: Any, folder: Path, **options: Any) -> Any:
     """A quiet trainer on the CPU."""
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
+    quiet = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": False,
+        "enable_checkpointing": False,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return L.Trainer(accelerator="cpu", default_root_dir=folder, **quiet | options)

@@ -1,0 +1,63 @@
+"""One-file checkpoints: ours and Lightning's, each read by both."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from both import OURS, THEIRS, data, module, quietly, trainer, weights
+
+
+@pytest.mark.parametrize("writer", [THEIRS, OURS], ids=["theirs", "ours"])
+def test_a_training_resumes_from_one_file(writer: Any, tmp_path: Path) -> None:
+    expected, net = module(OURS), module(writer)
+    trainer(OURS, tmp_path, max_epochs=4).fit(expected, data(), data())
+    first = trainer(writer, tmp_path, max_epochs=2)
+    quietly(first.fit, net, data(), data())
+    quietly(first.save_checkpoint, tmp_path / "x.ckpt")
+    loaded = type(module(OURS)).load_from_checkpoint(tmp_path / "x.ckpt", map_location="cpu", lr=0.3)
+    torch.testing.assert_close(weights(loaded), weights(net))
+    assert dict(loaded.hparams) == {"width": 5, "lr": 0.3}
+    second, resumed = trainer(OURS, tmp_path, max_epochs=4), module(OURS)
+    second.fit(resumed, data(), data(), ckpt_path=tmp_path / "x.ckpt")
+    assert (second.current_epoch, second.global_step) == (4, 40)
+    torch.testing.assert_close(weights(resumed), weights(expected), rtol=0, atol=1e-6)
+
+
+def test_the_file_is_a_zip_without_a_pickle(tmp_path: Path) -> None:
+    fitted = trainer(OURS, tmp_path, max_epochs=1)
+    fitted.fit(module(OURS), data())
+    fitted.save_checkpoint(tmp_path / "x.ckpt")
+    fitted.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    with zipfile.ZipFile(tmp_path / "x.ckpt") as archive:
+        names = archive.namelist()
+    assert "manifest.json" in names
+    assert {Path(name).suffix for name in names} <= {".json", ".safetensors", ""}
+    with pytest.raises(ValueError, match="0 optimizer"):
+        trainer(OURS, tmp_path, max_epochs=2).fit(module(OURS), data(), ckpt_path=tmp_path / "weights.ckpt")
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt*")) == ["weights.ckpt", "x.ckpt"]
+
+
+def test_lightning_reads_the_pickle_that_was_asked_for(tmp_path: Path) -> None:
+    net, fitted = module(OURS), trainer(OURS, tmp_path, max_epochs=1)
+    fitted.fit(net, data())
+    fitted.save_checkpoint(tmp_path / "x.ckpt", pickle=True)
+    theirs = quietly(type(module(THEIRS)).load_from_checkpoint, tmp_path / "x.ckpt")
+    torch.testing.assert_close(weights(theirs), weights(net))
+    assert dict(theirs.hparams) == {"width": 5, "lr": 0.05}
+    metrics = trainer(OURS, tmp_path).validate(module(OURS), data(), ckpt_path=tmp_path / "x.ckpt")
+    assert metrics == fitted.validate(net, data())
+
+
+def test_a_pickle_with_code_is_refused(tmp_path: Path) -> None:
+    torch.save({"state_dict": {}, "run": print}, tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match="print"):
+        type(module(OURS)).load_from_checkpoint(tmp_path / "x.ckpt")
+
+
+def test_there_must_be_a_training(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="has not trained"):
+        trainer(OURS, tmp_path).save_checkpoint(tmp_path / "x.ckpt")
