@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine import Callback, Run
-
-if TYPE_CHECKING:
-    from .base import Moment
 
 
 class Nothing:
@@ -136,8 +132,3 @@ class Direct(Callback):
         if self._of is None:
             raise AttributeError(f"{type(self).__name__}.{what} is there during a run only")
         return self._of
-
-
-def at_step(moment: Moment, step: int | None) -> Moment:
-    """``moment``, at another ``step`` if one is given."""
-    return moment if step is None else replace(moment, step=int(step))
