@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 
 from engine import Run
 
-from .direct import Direct, at_step
+from .direct import Direct
 from .progress import START, Position, Progress
 from .sender import Item, Sender
 
@@ -168,7 +168,7 @@ class Logger(Direct):
 
     def _send_values(self, run: Run, values: dict[str, float], step: int | None) -> None:
         if (at := self._now(run)) is not None:
-            self._put(self._position, values, at_step(at, step))
+            self._put(self._position, values, at if step is None else replace(at, step=int(step)))
 
     def _send_settings(self, values: Mapping[str, Any]) -> None:
         self._give(Item(partial(self.describe, flat(values))))

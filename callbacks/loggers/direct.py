@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine import Callback, Run
-
-if TYPE_CHECKING:
-    from .base import Moment
 
 
 class Nothing:
     """Stands for a tracker's object on the ranks that do not log: takes every call, item and ``with`` block, and does nothing."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Nothing:
+        return self
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -135,8 +132,3 @@ class Direct(Callback):
         if self._of is None:
             raise AttributeError(f"{type(self).__name__}.{what} is there during a run only")
         return self._of
-
-
-def at_step(moment: Moment, step: int | None) -> Moment:
-    """``moment``, at another ``step`` if one is given."""
-    return moment if step is None else replace(moment, step=int(step))

@@ -12,6 +12,7 @@ from engine.checkpoint.directory import SHARED, Opened
 from engine.checkpoint.field_checks import SHARED_FORM, Fields, checked
 from engine.checkpoint.files import printable
 from engine.checkpoint.reader import Source, own_state
+from engine.checkpoint.user_entries import Entries
 from engine.checkpoint.user_paths import opened
 from engine.config.hyperparameters import constructor_arguments, replaced_by_defaults
 from engine.utils.log import logger
@@ -29,7 +30,12 @@ def load_module(
         module: Any = _construct(cls, path, shared, "", texts if isinstance(texts, dict) else {}, overrides)
         module.configure_model()
         module.built = True
-        module.on_load_checkpoint(shared.get("user") or {})
+        counters = found.manifest.get("counters")
+        known = (
+            {"epoch": counters.get("epoch"), "global_step": counters.get("step")} if isinstance(counters, dict) else {}
+        )
+        known["hyper_parameters"] = dict(shared.get("hparams", {}))
+        module.on_load_checkpoint(Entries(shared.get("user") or {}, known))
         report = Source(found, weights).load_model(module, own_state(module), strict and module.strict_loading)
         if report:
             logger.warning("%s fits in part: %s", path, report)

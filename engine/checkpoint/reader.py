@@ -17,6 +17,7 @@ from engine.checkpoint.tensors import Stored
 from engine.config.hyperparameters import HParams
 from engine.config.masked import HIDDEN
 from engine.utils.errors import DoesNotFit
+from engine.utils.overrides import overridden
 
 
 @dataclass
@@ -186,6 +187,8 @@ class Source:
         Raises:
             ValueError: it does not fit; nothing was read.
         """
+        if overridden(module, "load_state_dict", nn.Module):
+            return self._load_whole(module, own, strict)
         report = self.check(module, own, strict)
         wrong = {text.split(" ")[0] for text in report.other_shapes}
         direct = {id(t) for t in (*module.parameters(), *module.buffers())}
@@ -201,6 +204,19 @@ class Source:
         if rest:
             module.load_state_dict(rest, strict=False)
         return report
+
+    def _load_whole(self, module: nn.Module, own: Mapping[str, Any], strict: bool) -> Report:
+        """Fill a module by its own ``load_state_dict``, which gets all of the saved state."""
+        if any(isinstance(value, Tensor) and (value.is_meta or hasattr(value, "placements")) for value in own.values()):
+            raise ValueError(
+                f"{type(module).__name__} overrides load_state_dict, which cannot be called where each rank has a part of the parameters: remove it, "
+                "or use strategy='ddp'"
+            )
+        state: dict[str, Any] = {name: whole(self.stored(name)) for name in (*self._model.stored, *self.aliases)}
+        self.read_model(state)
+        left = module.load_state_dict({**state, **self.extra}, strict=strict)
+        missing, unexpected = ([], []) if left is None else (left.missing_keys, left.unexpected_keys)
+        return Report(list(missing), list(unexpected), [], [])
 
     def read_optim(self, tree: Any, like: Callable[[Stored], Tensor]) -> Any:
         """``tree`` with each :class:`Stored` read into the tensor that ``like`` returns for it."""

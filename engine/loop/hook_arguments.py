@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from engine.utils.overrides import overridden
 
 Method = Callable[..., Any]
@@ -69,6 +71,13 @@ def check(module: Any, base: type) -> None:
     Raises:
         TypeError: one takes other arguments.
     """
+    if overridden(module, "state_dict", nn.Module):
+        takes = inspect.signature(module.state_dict)
+        if not _binds(takes, [], ["keep_vars"]):
+            raise TypeError(
+                f"{type(module).__name__}.state_dict({', '.join(takes.parameters)}) cannot be called: a save calls it with keep_vars=True; give it "
+                "torch's arguments, state_dict(self, *args, **kwargs)"
+            )
     for name in BESIDES_EVENTS:
         if hasattr(base, name) and overridden(module, name, base):
             fitted(getattr(module, name), module, name, base)

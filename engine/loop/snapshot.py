@@ -27,6 +27,7 @@ from engine.checkpoint.resume import (
     opening,
     rebase,
 )
+from engine.checkpoint.user_entries import Entries
 from engine.checkpoint.writer import Content, stepped
 from engine.config.hyperparameters import as_data
 from engine.config.masked import without_secrets
@@ -46,8 +47,11 @@ from engine.utils.seed import restore
 def content(run: Run, score: Mapping[str, Any] | None = None) -> Content:
     """This rank's content of a checkpoint at this moment."""
     shared, strategy = _shared(run), run.engine.strategy
-    for hook in run.hooks.on_save_checkpoint:
-        hook(run, run.module, shared["user"])
+    if run.hooks.on_save_checkpoint:
+        entries = Entries({}, _facts(run))
+        for hook in run.hooks.on_save_checkpoint:
+            hook(run, run.module, entries)
+        shared["user"] = dict(entries)
     others = weights(run.callbacks, run, run.module)
     shared["callbacks"] = states(run.callbacks)
     facts = {
@@ -246,8 +250,9 @@ def _go_on_with_run(run: Run, loaded: Loaded, shared: Any) -> None:
         lambda states: load_states(run.callbacks, states, loaded.path, loaded.give),
         shared["callbacks"],
     )
+    entries = Entries(shared["user"], _facts(run))
     for hook in run.hooks.on_load_checkpoint:
-        hook(run, run.module, shared["user"])
+        hook(run, run.module, entries)
     for name, tensors in weights(run.callbacks, run, run.module).items():  # hooks may have added parameters
         loaded.source.others.read_into(name, tensors)
     if shared["user"] and not run.hooks.on_load_checkpoint:
@@ -257,6 +262,11 @@ def _go_on_with_run(run: Run, loaded: Loaded, shared: Any) -> None:
             loaded.path,
             names,
         )
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    """What hooks may read besides their entries."""
+    return {"epoch": run.state.epoch, "global_step": run.state.step, "hyper_parameters": dict(run.module.hparams)}
 
 
 def _take_counters(run: Run, values: Mapping[str, Any]) -> None:

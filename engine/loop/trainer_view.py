@@ -11,26 +11,7 @@ import torch
 from engine.config.other_trainers import missing
 from engine.loop.given_loaders import shared_out
 from engine.loop.live_metrics import Values, live, live_shown, withheld
-from engine.loop.trainer_parts import StrategyView, TrainerState
-
-_RUN = "self.run is the run: run.settings, run.engine, run.stop(), ..."
-_LOOPS = "the loops are functions without a state of their own: counters are in self.run.state"
-ELSEWHERE = {
-    **dict.fromkeys(
-        ("fit", "validate", "test", "predict"), "a run trains and evaluates through the Fit that started it"
-    ),
-    "accelerator": "use trainer.strategy.root_device, or self.device",
-    "barebones": "there is nothing to switch off",
-    "distributed_sampler_kwargs": "use trainer.world_size and trainer.global_rank",
-    "enable_validation": "use trainer.val_dataloaders",
-    **dict.fromkeys(("fit_loop", "validate_loop", "test_loop", "predict_loop"), _LOOPS),
-    "init_module": "build parts of the model in configure_model",
-    "max_time": "use self.run.settings.max_time",
-    **dict.fromkeys(("precision_plugin", "scaler"), "use trainer.precision, and self.run.engine"),
-    "profiler": "use torch.profiler.record_function(name): callbacks=[Profiler()] shows it",
-    "reload_dataloaders_every_n_epochs": "a dataset may read other files from set_epoch or in each pass",
-}
-"""Names of Lightning's ``Trainer`` that a view does not have: what to use."""
+from engine.loop.trainer_parts import ELSEWHERE, RUN, StrategyView, TrainerState
 
 
 class TrainerView:
@@ -46,7 +27,7 @@ class TrainerView:
         object.__setattr__(self, "_run", run)
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise missing(self, {name: ELSEWHERE.get(name, _RUN)}, name)
+        raise missing(self, {name: ELSEWHERE.get(name, RUN)}, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ELSEWHERE:
