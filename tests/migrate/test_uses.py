@@ -63,8 +63,10 @@ def test_a_module_from_top_to_bottom(tmp_path: Path) -> None:
         (
             "def on_train_batch_end(self, a, b, c, d): ...",
             "def on_train_batch_end",
-            "called with (outputs, batch, batch_idx)",
+            "a run gives it (outputs, batch, batch_idx)",
         ),
+        ("def training_step(self, batch, batch_idx, optimizer_idx): ...", "def training_step", "needs 'optimizer_idx'"),
+        ("def train_dataloader(self, stage): ...", "def train_dataloader", "Net.train_dataloader is called with ()"),
         ("def f(self): self.log('x', 1, unknown=2)", "LightningModule.log(unknown=)", "no such argument"),
         ("def f(self): self.fabric", "LightningModule.fabric", "engine.Engine"),
         ("def f(self): self.device = 'cpu'", "LightningModule.device =", "it cannot be set"),
@@ -87,6 +89,11 @@ def test_what_needs_a_change_in_a_module(tmp_path: Path, body: str, name: str, s
         "def log_it(self, *a, **k): self.log(*a, **k)",
         "@staticmethod\n    def f(trainer_of_mine): return trainer_of_mine.anything",
         "def on_train_batch_end(self, *args): ...",
+        "def training_step(self, batch): ...",
+        "def validation_step(self, batch, batch_idx, dataloader_idx): ...",
+        "def on_validation_batch_end(self, outputs, batch, batch_idx, dataloader_idx): ...",
+        "def setup(self): ...",
+        "@property\n    def device(self): ...",
         "def state_dict(self, *args, **kwargs): return super().state_dict(*args, **kwargs)",
     ],
 )
