@@ -85,7 +85,7 @@ class TrainModule(nn.Module):
     # -- what to define ---------------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | Loss | Mapping[str, Any] | None:
-        """The loss of one micro-batch.
+        """The loss of one micro-batch. This and the other steps may leave out ``batch_idx``.
 
         Returns:
             A scalar (the mean over the micro-batch's samples), :class:`engine.Loss` (a sum and a count, for means over tokens), a
@@ -119,10 +119,10 @@ class TrainModule(nn.Module):
         reset(module)
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """One validation batch, without gradients; takes ``dataloader_idx`` as well when there are several loaders."""
+        """One validation batch, without gradients; may take ``dataloader_idx`` too, the number of the batch's loader."""
 
     def test_step(self, batch: Any, batch_idx: int) -> Any:
-        """One test batch, without gradients; takes ``dataloader_idx`` as well when there are several loaders."""
+        """One test batch, without gradients; may take ``dataloader_idx`` too."""
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """The prediction for one batch; by default ``self(batch)``."""

@@ -165,9 +165,7 @@ def torchgeo_byol() -> nn.Module:
     from torchgeo.trainers import BYOLTask
 
     return fit(
-        BYOLTask(
-            model="resnet18", weights=None, in_channels=3, augmentation1=nn.Identity(), augmentation2=nn.Identity()
-        ),
+        BYOLTask(model="resnet18", weights=None, in_channels=3, augment_fn=nn.Identity()),
         pictures("label"),
     )
 
@@ -185,18 +183,10 @@ def anomalib_ganomaly() -> nn.Module:
         batch_size=4,
         n_features=8,
         latent_vec_size=8,
-        pre_processor=False,
+        pre_processor=Ganomaly.configure_pre_processor((64, 64)),
         post_processor=False,
         evaluator=False,
         visualizer=False,
-    )
-    module.model = type(module.model)(
-        input_size=(64, 64),
-        num_input_channels=3,
-        n_features=8,
-        latent_vec_size=8,
-        extra_layers=0,
-        add_final_conv_layer=True,
     )
     return fit(module, loader)
 
@@ -353,17 +343,13 @@ def pytorch_tabular_category_embedding() -> nn.Module:
 
 @ENTRIES.add("deeptab", "deeptab")
 def deeptab_mlp_regressor() -> nn.Module:
+    from deeptab.configs import MLPConfig
     from deeptab.models import MLPRegressor
 
     data = frame()
-    model = MLPRegressor(layer_sizes=[16, 8])
-    model.fit(
-        data[list("abcd")],
-        data["target"].to_numpy(),
-        max_epochs=2,
-        batch_size=16,
-        **{**QUIET, "enable_checkpointing": True},
-    )
+    model = MLPRegressor(model_config=MLPConfig(layer_sizes=[16, 8]))
+    options = {**QUIET, "enable_checkpointing": True}
+    model.fit(data[list("abcd")], data["target"].to_numpy(), max_epochs=2, batch_size=16, **options)
     return model.task_model
 
 

@@ -255,7 +255,7 @@ def main() -> int:
     sources = args.sources.resolve() if args.sources else None
     places: dict[str, list[Entry]] = {}
     for entry in wanted:
-        python = interpreter(entry.modules, tuple([*args.python, sys.executable]))
+        python = interpreter(entry.modules, (*args.python, sys.executable))
         if python is None or (entry.source and not (sources and (sources / entry.source).exists())):
             missing = entry.package if python is None else entry.source
             print(f"left out: {entry.name}: {missing} is not there", file=sys.stderr)

@@ -92,8 +92,8 @@ class Loader:
 class DataLoaderShard(Loader):
     """A loader under Accelerate's rule: the user's own order, a batch read ahead, the last global batch filled up from the first."""
 
-    end_of_dataloader = False  # type: ignore[assignment]
-    remainder = -1  # type: ignore[assignment]
+    end_of_dataloader: Any = False
+    remainder: Any = -1
 
     def __init__(
         self, loader: Any, rng_types: Iterable[Any] | None = None, *, device: Any = None, skip: int = 0
@@ -204,7 +204,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         state, rounds, first = self.state, self._rounds(), None
         while sent := broadcast_object(state.group, next(rounds, None)):
             batch, last = sent
-            size, n = find_batch_size(batch), state.num_processes
+            size, n = int(find_batch_size(batch) or 0), state.num_processes
             each, more = divmod(size, n)
             first = slice_tensors(batch, slice(0, n)) if first is None else first
             if last and more and not self.drop_last:
@@ -277,7 +277,7 @@ def _stream_shard(loader: Any, n: int, rank: int, split: bool) -> Any:
 
 def _seeded(batches: Any, seedable: bool, seed: int | None, shared: bool) -> Any:
     """The batch sampler, with a copy of its sampler whose random numbers can be set, where that is needed."""
-    sampler = getattr(batches, "sampler", None)
+    sampler: Any = getattr(batches, "sampler", None)
     if isinstance(sampler, RandomSampler) and seedable:
         given = {
             "replacement": sampler.replacement,

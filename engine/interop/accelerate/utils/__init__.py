@@ -90,7 +90,7 @@ def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
             parameter = type(parameter)(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = empty  # type: ignore[method-assign]
+    nn.Module.register_parameter = empty  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
