@@ -110,18 +110,20 @@ class Recorder:
         """The slot of a name that is new, that has a torchmetrics object, or whose options are passed differently than before."""
         if not isinstance(name, str):
             raise TypeError(f"log() takes a name (str) first, got {name!r}")
-        given, computes = Given(*asked), _computes(value)
-        options = options_of(name, given, self.on_step, self.on_epoch, self.group.world_size)
-        slot = self.slots.get(name)
-        if slot is None:
-            if given.on_step and not self.on_step:
-                no_steps(name, options.on_epoch)
-            self._reserve(name, options)
-            slot = self._new(name, options)
-        elif slot.options != options:
-            slot.refuse(options)
-        if computes:
-            check_metric(name, given, value, self.module, self.data_group.world_size)
+        slot, computes = self.slots.get(name), _computes(value)
+        if slot is None or slot.asked != asked:
+            given = Given(*asked)
+            options = options_of(name, given, self.on_step, self.on_epoch, self.group.world_size)
+            if slot is None:
+                if given.on_step and not self.on_step:
+                    no_steps(name, options.on_epoch)
+                self._reserve(name, options)
+                slot = self._new(name, options)
+            elif slot.options != options:
+                slot.refuse(options)
+            if computes:
+                check_metric(name, given, value, self.module, self.data_group.world_size)
+            slot.asked = asked
         if slot.metric is None:
             slot.given = asked
         elif not computes:

@@ -46,7 +46,7 @@ class Slot:
     """All values of one name: those of the current step, and those of the epoch."""
 
     __slots__ = (
-        "given", "metric", "name", "on_epoch", "on_step", "options", "pending", "reduce", "silent", "total",
+        "asked", "given", "metric", "name", "on_epoch", "on_step", "options", "pending", "reduce", "silent", "total",
         "values", "weight", "window", "window_values",
     )  # fmt: skip
 
@@ -55,8 +55,10 @@ class Slot:
         self.on_step, self.on_epoch = options.on_step, options.on_epoch
         self.silent = silent
         """This rank's values do not count: those of rank 0 alone were asked for."""
+        self.asked: Any = None
+        """The options of the latest call."""
         self.given: Any = None
-        """The options of the latest call: the usual call needs only one comparison."""
+        """The same, but for a torchmetrics object: the usual call needs only one comparison."""
         self.metric: Logged | None = None
         """The torchmetrics object that is logged under this name; such a name has no values."""
         self.pending: list[list[Entry]] = []
