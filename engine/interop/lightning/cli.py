@@ -101,4 +101,4 @@ class LightningCLI:
         self.model, self.datamodule, options = config["model"], config.get("data"), dict(config["trainer"].as_dict())
         both = (self._trainer[1].get("callbacks"), options.get("callbacks"))
         lists = [each if isinstance(each, list) else [each] for each in both if each is not None]
-        self.trainer = self._trainer[0](**{**options, "callbacks": sum(lists, [])})
+        self.trainer = self._trainer[0](**{**options, "callbacks": [each for part in lists for each in part]})

@@ -155,6 +155,7 @@ class Trainer(TrainerView):
 
     # -- attributes that differ from the view's -----------------------------------------------------------------------------------
 
+    device_ids = property(lambda self: [*range(self.num_devices)], doc="One for each process of this machine.")
     callbacks = property(lambda self: self._callbacks, doc="Those given, and Lightning's default ones.")
     loggers = property(lambda self: self._loggers, doc="Those given, or Lightning's default one.")
     logger = property(lambda self: next(iter(self._loggers), None), doc="The first of :attr:`loggers`, or ``None``.")
