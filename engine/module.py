@@ -172,7 +172,9 @@ class TrainModule(nn.Module):
         sync_dist: bool = False, sync_dist_group: Any = None, add_dataloader_idx: bool = True, batch_size: Any = None,
         rank_zero_only: bool = False, *, reduce: str | Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
-        """:meth:`log` for each entry of ``dictionary``, a dict or a torchmetrics ``MetricCollection``; the options apply to all."""
+        """:meth:`log` for each entry of ``dictionary``, a dict or a torchmetrics ``MetricCollection``, with the same ``prog_bar``, ``logger``,
+        ``on_step``, ``on_epoch``, ``reduce_fx``, ``enable_graph``, ``sync_dist``, ``sync_dist_group``, ``add_dataloader_idx``, ``batch_size``,
+        ``rank_zero_only`` and ``reduce``."""
         for name, value in dictionary.items():
             if isinstance(value, Mapping):
                 raise TypeError(f"log_dict: the value of {name!r} is a dict; give one flat dict of numbers")
@@ -280,8 +282,7 @@ class TrainModule(nn.Module):
     # -- manual optimization ----------------------------------------------------------------------------------------------------
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The optimizer, or the list of several, of ``configure_optimizers``, for manual optimization; also with ``use_pl_optimizer=False``
-        those whose ``step`` averages gradients and counts."""
+        """The optimizer, or the list of several, of ``configure_optimizers``, for manual optimization; whatever ``use_pl_optimizer`` is."""
         found = self._attached("optimizers()").optimizers
         return found[0] if len(found) == 1 else found
 
@@ -310,9 +311,8 @@ class TrainModule(nn.Module):
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
         """Undo :meth:`toggle_optimizer` of this ``optimizer``."""
-        for parameter in self._toggled:
-            parameter.requires_grad_(True)
-        self._toggled = []
+        while self._toggled:
+            self._toggled.pop().requires_grad_(True)
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
@@ -322,8 +322,6 @@ class TrainModule(nn.Module):
             yield
         finally:
             self.untoggle_optimizer(optimizer)
-
-    # -- other formats ----------------------------------------------------------------------------------------------------------
 
     example_input_array: Any = None
     """An input of ``forward``, for exports: a tensor, a tuple of arguments, or a dict of them by name."""
@@ -366,8 +364,6 @@ class TrainModule(nn.Module):
         """``print``, on rank 0 only."""
         if self.global_rank == 0:
             print(*args, **kwargs)
-
-    # -- where am I -------------------------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -569,12 +565,17 @@ class TrainModule(nn.Module):
 
     # -- the module's own loaders, used when ``Fit`` gets none ---------------------------------------------------------------
 
-    def train_dataloader(self) -> Any: ...
+    def train_dataloader(self) -> Any:
+        """The loader of a training."""
+
     def val_dataloader(self) -> Any:
         """The loader of a validation; several in a list or a dict, as in the next two."""
 
-    def test_dataloader(self) -> Any: ...
-    def predict_dataloader(self) -> Any: ...
+    def test_dataloader(self) -> Any:
+        """The loader of a testing."""
+
+    def predict_dataloader(self) -> Any:
+        """The loader of a prediction."""
 
 
 # torch.jit.script would compile properties, and read annotations.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 _KEYS = "hyperparameters are part of every checkpoint (save_hyperparameters, load_from_checkpoint)"
@@ -54,6 +55,18 @@ REPLACED = {
 """Hooks of earlier versions that are never called; a class that defines one is refused."""
 
 
+def refused_hook(name: str, function: Any) -> str:
+    """What to define instead of a method of this name; ``""`` if it is not a hook of an earlier version.
+
+    ``on_epoch_start`` and ``on_epoch_end`` took no argument in a module, and two in a callback: with any other number, a class calls its own method.
+    """
+    if name in ("on_epoch_start", "on_epoch_end"):
+        parameters = [each for each in inspect.signature(function).parameters.values() if each.default is each.empty]
+        if len(parameters) not in (1, 3):  # with self
+            return ""
+    return REPLACED.get(name, "")
+
+
 def refuse_replaced(*owners: Any) -> None:
     """Look for hooks that are never called, in a module and callbacks.
 
@@ -61,6 +74,7 @@ def refuse_replaced(*owners: Any) -> None:
         TypeError: an owner defines one; the message says what to define instead.
     """
     for owner in owners:
-        for name, instead in REPLACED.items():
-            if callable(getattr(type(owner), name, None)):
+        for name in REPLACED:
+            method = getattr(type(owner), name, None)
+            if callable(method) and (instead := refused_hook(name, method)):
                 raise TypeError(f"{type(owner).__name__} defines {name}, which is not called: define {instead}")

@@ -100,7 +100,8 @@ class DataModule:
     def save_hyperparameters(
         self, *args: Any, ignore: str | Iterable[str] | None = None, frame: FrameType | None = None, logger: bool = True
     ) -> None:
-        """Keep the arguments of ``__init__`` in :attr:`hparams`, and in every checkpoint; as of :class:`engine.TrainModule`."""
+        """Keep the arguments of ``__init__`` in :attr:`hparams`, and in every checkpoint; ``args``, ``ignore``, ``frame`` and ``logger`` as of
+        :class:`engine.TrainModule`."""
         own = inspect.currentframe()
         save(self, args, ignore, logger, frame or (own.f_back if own else None))
 
@@ -143,6 +144,7 @@ class DataModule:
 
         Args:
             train_dataset: is shuffled, unless it is iterable.
+            val_dataset, test_dataset, predict_dataset: are read in order.
             batch_size, num_workers: of every loader; the constructor gets them too, if it takes arguments of these names.
             datamodule_kwargs: other arguments of the constructor.
         """

@@ -159,6 +159,22 @@ def test_a_hook_that_is_never_called_is_refused(tmp_path: Path) -> None:
         fit(tmp_path, callbacks=OldCallback()).run(Weight(), ones(1))
 
 
+def test_a_method_of_its_own_with_an_old_hooks_name_is_left_alone(tmp_path: Path) -> None:
+    class Own(Weight):
+        def on_epoch_end(self, outputs: Any) -> None: ...
+
+    class Old(Weight):
+        def on_epoch_end(self) -> None: ...
+
+    class OldCallback(Callback):
+        def on_epoch_end(self, trainer: Any, pl_module: Any) -> None: ...
+
+    fit(tmp_path, callbacks=Callback()).run(Own(), ones(1))
+    for module, callbacks in ((Old(), []), (Own(), OldCallback())):
+        with pytest.raises(TypeError, match="defines on_epoch_end, which is not called"):
+            fit(tmp_path, callbacks=callbacks).run(module, ones(1))
+
+
 def test_attributes_that_ours_do_not_have() -> None:
     with pytest.raises(AttributeError, match=r"'Weight' object has no attribute 'fabric': .*engine.Engine"):
         _ = Weight().fabric
