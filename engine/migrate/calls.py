@@ -116,8 +116,8 @@ def takes(node: ast.FunctionDef | ast.AsyncFunctionDef, call: Signature) -> bool
     return least <= len(ours) and (node.args.vararg is not None or most >= required)
 
 
-def stand_in(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callable[..., None]:
-    """A function with the parameters of a method after its object, which ``inspect.signature`` reads."""
+def stand_in(node: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool = True) -> Callable[..., None]:
+    """A function with the parameters of a method, which ``inspect.signature`` reads; ``bound``: without its object."""
 
     def function(*args: object, **kwargs: object) -> None: ...
 
@@ -130,7 +130,7 @@ def stand_in(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callable[..., None
     found = [
         Parameter(each.arg, kind, default=Parameter.empty if index < without else None)
         for index, (each, kind) in enumerate(zip(places, kinds, strict=True))
-    ][0 if first_argument(node) is None else 1 :]
+    ][1 if bound and first_argument(node) is not None else 0 :]
     if arguments.vararg is not None:
         found.append(Parameter(arguments.vararg.arg, Parameter.VAR_POSITIONAL))
     for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.config.lightning_names import REPLACED
-from engine.migrate.calls import Side, decided, misfit, trainer_arguments
+from engine.config.lightning_names import REPLACED, refused_hook
+from engine.migrate.calls import Side, decided, misfit, stand_in, trainer_arguments
 from engine.migrate.counterparts import AS_IS, CHANGE, INTEROP, Thing, counterpart, is_package, of_nn_module, things
 from engine.migrate.members import member, signature
 from engine.migrate.names import Api, ClassInfo, Names, first_argument
@@ -306,8 +306,9 @@ class Finder(ast.NodeVisitor):
         name = node.name
         if name.startswith("__") or (thing.label == "LightningModule" and of_nn_module(name)):
             return
-        if name in REPLACED and thing.label in ("LightningModule", "Callback"):
-            self._add(node, "lightning", f"def {name}", CHANGE, f"it is never called: define {REPLACED[name]}")
+        if thing.label in ("LightningModule", "Callback") and name in REPLACED:
+            if instead := refused_hook(name, stand_in(node, bound=False)):
+                self._add(node, "lightning", f"def {name}", CHANGE, f"it is never called: define {instead}")
             return
         members = thing.has(name)
         if not any(members):

@@ -86,6 +86,7 @@ def test_what_needs_a_change_in_a_module(tmp_path: Path, body: str, name: str, s
         "def f(self): self.whatever(self.other)",
         "device: int\n    def f(self):\n        self.device: str\n        return self.device",
         "def on_epoch(self): self.on_epoch()",
+        "def on_epoch_end(self, outputs): ...",
         "def log_it(self, *a, **k): self.log(*a, **k)",
         "@staticmethod\n    def f(trainer_of_mine): return trainer_of_mine.anything",
         "def on_train_batch_end(self, *args): ...",
