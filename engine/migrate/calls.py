@@ -7,11 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, Signature
 
+from engine.callback import Callback
 from engine.config.other_trainers_names import ARGUMENTS, NAMES, OTHERWISE
+from engine.data.datamodule import DataModule
 from engine.interop.lightning.arguments import translate
+from engine.loop.hook_arguments import BESIDES_EVENTS, fitted
+from engine.loop.step_arguments import taken
 from engine.migrate.counterparts import AS_IS, CHANGE, INTEROP
 from engine.migrate.members import rejected
 from engine.migrate.names import first_argument
+from engine.module import TrainModule
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,30 @@ def trainer_arguments(call: ast.Call, parameters: Signature) -> str:
     return ""
 
 
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_BASES = (TrainModule, DataModule, Callback)
+
+
+def misfit(node: ast.FunctionDef | ast.AsyncFunctionDef, owner: str, cls: type, call: Signature) -> str:
+    """Why a method of the class ``owner`` cannot be called in place of ours, which has the parameters ``call`` in ``cls``.
+
+    A run's own checks answer, where it has them. Empty: it can be called.
+    """
+    base = next((each for each in _BASES if issubclass(cls, each)), None)
+    name = node.name
+    is_event = name.startswith("on_") or name in ("setup", "teardown", *BESIDES_EVENTS)
+    try:
+        if base is TrainModule and name in STEPS:
+            taken(stand_in(node), f"{owner}.{name}", indexed=name != "training_step")
+        elif base is not None and is_event and name in vars(base):
+            fitted(stand_in(node), type(owner, (), {})(), name, base)
+        elif not takes(node, call):
+            return f"{owner}.{name} is called with ({', '.join(call.parameters)})"
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
 def takes(node: ast.FunctionDef | ast.AsyncFunctionDef, call: Signature) -> bool:
     """Whether a method can be called with what ours of the same name is called with."""
     own = [*node.args.posonlyargs, *node.args.args]
@@ -87,8 +116,8 @@ def takes(node: ast.FunctionDef | ast.AsyncFunctionDef, call: Signature) -> bool
     return least <= len(ours) and (node.args.vararg is not None or most >= required)
 
 
-def stand_in(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callable[..., None]:
-    """A function with the parameters of a method after its object, which ``inspect.signature`` reads."""
+def stand_in(node: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool = True) -> Callable[..., None]:
+    """A function with the parameters of a method, which ``inspect.signature`` reads; ``bound``: without its object."""
 
     def function(*args: object, **kwargs: object) -> None: ...
 
@@ -101,7 +130,7 @@ def stand_in(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callable[..., None
     found = [
         Parameter(each.arg, kind, default=Parameter.empty if index < without else None)
         for index, (each, kind) in enumerate(zip(places, kinds, strict=True))
-    ][0 if first_argument(node) is None else 1 :]
+    ][1 if bound and first_argument(node) is not None else 0 :]
     if arguments.vararg is not None:
         found.append(Parameter(arguments.vararg.arg, Parameter.VAR_POSITIONAL))
     for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):

@@ -103,6 +103,11 @@ class Names:
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self.modules = {each.module: each for each in sources}
+        self._namespaced = {
+            ".".join([*each.above[start:], each.module]): each.module
+            for each in sources
+            for start in range(len(each.above))
+        }
         self._tables: dict[str, dict[str, ast.expr | str | ClassInfo]] = {}
         self._stars: dict[str, list[str]] = {}
         self.classes: list[ClassInfo] = []
@@ -226,9 +231,10 @@ class Names:
         parts = dotted.split(".")
         for length in range(len(parts), 0, -1):
             module = ".".join(parts[:length])
+            module = self._namespaced.get(module, module)
             if module in self.modules:
                 if length == len(parts):
-                    return dotted
+                    return module
                 found = self._named(parts[length], module, depth + 1)
                 for name in parts[length + 1 :]:
                     found = _api(found, name) if isinstance(found, Api) else None

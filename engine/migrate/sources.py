@@ -20,13 +20,18 @@ _SHELL = re.compile(r"^(\s*)(?:[%!?]|\w+\s*=\s*[%!]|\w[\w.]*\?+\s*$).*$", re.MUL
 
 @dataclass(frozen=True)
 class Source:
-    """One file. ``cells``: for a notebook, the number of each code cell and the line of ``tree`` where it starts."""
+    """One file.
+
+    ``module``: its name from its outermost package on; ``above``: the folders between the path that was given and that package, which belong to
+    the name if they are a namespace package. ``cells``: for a notebook, the number of each code cell and the line of ``tree`` where it starts.
+    """
 
     path: Path
     module: str
     is_package: bool
     tree: ast.Module
     cells: tuple[tuple[int, int], ...] = ()
+    above: tuple[str, ...] = ()
 
     def place(self, line: int) -> tuple[int | None, int]:
         """The cell, counted from 1 over all cells (``None`` in a ``.py`` file), and the line in it."""
@@ -53,13 +58,13 @@ def read(paths: Sequence[Path], exclude: Iterable[str] = ()) -> tuple[list[Sourc
         for path in _files(top, tuple(exclude)):
             real = path.resolve()
             if real not in sources:
-                name, is_package = _module_name(path, top)
+                name, is_package, above = _module_name(path, top)
                 try:
                     tree, cells = _parsed(path, unread)
                 except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
                     unread.append(Unread(path, getattr(error, "lineno", None) or 0, _message(error)))
                 else:
-                    sources[real] = Source(path, name, is_package, tree, cells)
+                    sources[real] = Source(path, name, is_package, tree, cells, above)
     return list(sources.values()), unread
 
 
@@ -77,8 +82,8 @@ def _files(top: Path, exclude: Sequence[str]) -> Iterator[Path]:
             yield path
 
 
-def _module_name(path: Path, top: Path) -> tuple[str, bool]:
-    """The dotted name, and whether it is a package's own file.
+def _module_name(path: Path, top: Path) -> tuple[str, bool, tuple[str, ...]]:
+    """The dotted name, whether it is a package's own file, and the folders from ``top`` to the package.
 
     Packages start at the outermost folder with an ``__init__.py``; other files are named from ``top`` on.
     """
@@ -90,7 +95,8 @@ def _module_name(path: Path, top: Path) -> tuple[str, bool]:
     while (folder / "__init__.py").exists() or (not regular and folder != top and top in folder.parents):
         parts.append(folder.name)
         folder = folder.parent
-    return ".".join(reversed(parts)) or path.parent.name, is_package
+    above = folder.relative_to(top).parts if regular and top in folder.parents else ()
+    return ".".join(reversed(parts)) or path.parent.name, is_package, above
 
 
 def _parsed(path: Path, unread: list[Unread]) -> tuple[ast.Module, tuple[tuple[int, int], ...]]:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.config.lightning_names import REPLACED
-from engine.migrate.calls import Side, decided, takes, trainer_arguments
+from engine.config.lightning_names import REPLACED, refused_hook
+from engine.migrate.calls import Side, decided, misfit, stand_in, trainer_arguments
 from engine.migrate.counterparts import AS_IS, CHANGE, INTEROP, Thing, counterpart, is_package, of_nn_module, things
 from engine.migrate.members import member, signature
 from engine.migrate.names import Api, ClassInfo, Names, first_argument
@@ -306,18 +306,25 @@ class Finder(ast.NodeVisitor):
         name = node.name
         if name.startswith("__") or (thing.label == "LightningModule" and of_nn_module(name)):
             return
-        if name in REPLACED and thing.label in ("LightningModule", "Callback"):
-            self._add(node, "lightning", f"def {name}", CHANGE, f"it is never called: define {REPLACED[name]}")
+        if thing.label in ("LightningModule", "Callback") and name in REPLACED:
+            if instead := refused_hook(name, stand_in(node, bound=False)):
+                self._add(node, "lightning", f"def {name}", CHANGE, f"it is never called: define {instead}")
             return
         members = thing.has(name)
         if not any(members):
             return
-        fits = [each is not None and (each.call is None or takes(node, each.call)) for each in members]
-        what = ""
-        if not any(fits):
-            call = next(each.call for each in members if each is not None and each.call is not None)
-            what = f"it is called with ({', '.join(str(each) for each in call.parameters)})"
-        self._add(node, "lightning", f"def {name}", _first(fits), what)
+        sides = zip((thing.plain, thing.translated), members, strict=True)
+        cls, found = next((cls, each) for cls, each in sides if cls is not None and each is not None)
+        is_function = found.call is not None and not any(_decorator(each) == "property" for each in node.decorator_list)
+        what = misfit(node, self._class.name.rpartition(".")[2], cls, found.call) if is_function and self._class else ""  # type: ignore[arg-type]
+        self._add(
+            node, "lightning", f"def {name}", CHANGE if what else _first([each is not None for each in members]), what
+        )
+
+
+def _decorator(node: ast.expr) -> str:
+    """The name of a decorator."""
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _first(sides: Iterator[bool] | Sequence[bool]) -> str:

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
@@ -75,6 +76,13 @@ class Row:
 
     name: str
     report: Report
+    lightning_1: bool = False
+    """Whether the package does not admit Lightning 2."""
+
+    @property
+    def votes(self) -> bool:
+        """Whether it counts in the vote: it has LightningModules, for Lightning 2."""
+        return sum(self.report.counts("module").values()) > 0 and not self.lightning_1
 
     @property
     def shares(self) -> tuple[float, float]:
@@ -114,6 +122,19 @@ def fetched(name: str, version: str, cache: Path) -> Path:
     return folder
 
 
+def requires_lightning_1(folder: Path) -> bool:
+    """Whether the package's own metadata admits no release of Lightning 2."""
+    releases = [f"2.{minor}.{patch}" for minor in range(10) for patch in range(10)]
+    for path in folder.glob("*.dist-info/METADATA"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(": ")
+            if name == "Requires-Dist":
+                requirement = Requirement(value)
+                if requirement.name.lower().replace("_", "-") in ("lightning", "pytorch-lightning"):
+                    return not any(requirement.specifier.contains(each) for each in releases)
+    return False
+
+
 def demos() -> Path | None:
     """The demos of the installed Lightning."""
     spec = importlib.util.find_spec("lightning")
@@ -122,11 +143,12 @@ def demos() -> Path | None:
 
 def rows(names: Sequence[str], cache: Path) -> Iterator[Row]:
     """The results, as they come."""
-    if (folder := demos()) is not None and not names:
-        yield Row("lightning's demos", migration([folder]))
+    if (own := demos()) is not None and not names:
+        yield Row("lightning's demos", migration([own]))
     for name, version in PACKAGES.items():
         if not names or name in names:
-            yield Row(f"{name} {version}", migration([fetched(name, version, cache)], EXCLUDED))
+            folder = fetched(name, version, cache)
+            yield Row(f"{name} {version}", migration([folder], EXCLUDED), requires_lightning_1(folder))
 
 
 def table(found: Sequence[Row], reasons: int) -> Table:
@@ -141,8 +163,13 @@ def table(found: Sequence[Row], reasons: int) -> Table:
             for counts in (row.report.counts("data"), row.report.counts("callback"))
         ]
         worst = "; ".join(f"{name} ({count})" for name, count in row.reasons().most_common(reasons))
-        made.add_row(row.name, *map(str, (sum(modules.values()), *modules.values())), *others, worst)
-    votes = [row.shares for row in found if sum(row.report.counts("module").values())]
+        made.add_row(
+            row.name + (" (Lightning 1)" if row.lightning_1 else ""),
+            *map(str, (sum(modules.values()), *modules.values())),
+            *others,
+            worst,
+        )
+    votes = [row.shares for row in found if row.votes]
     total = [sum(row.report.counts("module")[verdict] for row in found) for verdict in (AS_IS, INTEROP, CHANGE)]
     made.add_section()
     made.add_row("all classes", *map(str, (sum(total), *total)), "", "", "")
@@ -169,9 +196,12 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     found = list(rows(arguments.package, arguments.cache))
-    as_is, works = vote([row.shares for row in found if sum(row.report.counts("module").values())])
+    as_is, works = vote([row.shares for row in found if row.votes])
     if arguments.json:
-        counts = {row.name: {**row.report.counts("module"), "reasons": dict(row.reasons())} for row in found}
+        counts = {
+            row.name: {**row.report.counts("module"), "Lightning 1": row.lightning_1, "reasons": dict(row.reasons())}
+            for row in found
+        }
         print(json.dumps({"packages": counts, "as is": as_is, "works": works}, indent=2))
     else:
         Console(width=None if sys.stdout.isatty() else 220).print(table(found, arguments.reasons))

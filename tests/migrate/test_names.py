@@ -89,3 +89,19 @@ def test_a_name_of_another_library_is_no_use(tmp_path: Path) -> None:
         )
         == []
     )
+
+
+def test_a_namespace_package_and_a_folder_of_sources(tmp_path: Path) -> None:
+    for folder in ("space/audio", "src/plain"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "__init__.py").touch()
+        name = folder.replace("/", ".").removeprefix("src.")
+        (tmp_path / folder / "base.py").write_text("import lightning as L\nclass Base(L.LightningModule): ...\n")
+        (tmp_path / folder / "net.py").write_text(f"from {name}.base import Base\nclass Net(Base): ...\n")
+    found = report_of(tmp_path).classes
+    assert sorted((each.cls.source.module, each.cls.name) for each in found) == [
+        ("audio.base", "Base"),
+        ("audio.net", "Net"),
+        ("plain.base", "Base"),
+        ("plain.net", "Net"),
+    ]
