@@ -59,12 +59,20 @@ REPLACED = {
 
 
 def refuse_replaced(*owners: Any) -> None:
-    """Look for hooks that are never called, in a module and callbacks.
+    """Look for hooks that are never called, in a module and callbacks. One that the class calls itself is a method of its own.
 
     Raises:
         TypeError: an owner defines one; the message says what to define instead.
     """
     for owner in owners:
         for name, instead in REPLACED.items():
-            if callable(getattr(type(owner), name, None)):
+            if callable(getattr(type(owner), name, None)) and not _calls(type(owner), name):
                 raise TypeError(f"{type(owner).__name__} defines {name}, which is not called: define {instead}")
+
+
+def _calls(owner: type, name: str) -> bool:
+    """Whether another method of the class names this one."""
+    methods = (
+        (key, getattr(method, "__code__", None)) for each in owner.__mro__ for key, method in vars(each).items()
+    )
+    return any(code is not None and key != name and name in code.co_names for key, code in methods)

@@ -31,12 +31,15 @@ HELPERS = (
     "utilities.enums",
     "utilities.data",
     "utilities.memory",
+    "utilities.model_helpers",
     "utilities.model_summary",
     "utilities.warnings",
     "fabric.utilities",
     "core.mixins",
+    "core.saving.get_filesystem",
+    "cli_lightning_logo",
 )
-"""Modules of Lightning with types, warnings and functions that take no part in a training."""
+"""Modules of Lightning with types, warnings and functions that take no part in a training, and single functions."""
 DEMOS = "demos"
 
 
@@ -109,14 +112,15 @@ class Finder(MetaPathFinder, Loader):
         parts = tail(module).split(".") if tail(module) else []
         for end in range(len(parts), -1, -1):
             place = ours(".".join([OURS, *parts[:end]]))
-            if place is not None and hasattr(place, name):
-                return getattr(place, name)
+            found = getattr(place, name, None) if place is not None else None
+            if found is not None and not (isinstance(found, ModuleType) and not found.__name__.startswith("engine.")):
+                return found
         if installed(f"{module}.{name}") is not None:
             return importlib.import_module(f"{module}.{name}")
-        if any(f"{tail(module)}.{name}.".startswith(f"{helper}.") for helper in HELPERS) or tail(module) == "utilities":
+        if any(f"{tail(module)}.{name}.".lstrip(".").startswith(f"{helper}.") for helper in HELPERS) or tail(module) == "utilities":
             with self.lightning_itself():
                 value = getattr(importlib.import_module(module), name)
-            self.borrowed.add(f"{tail(module)}.{name}")
+            self.borrowed.add(f"{tail(module)}.{name}".lstrip("."))
             return value
         raise AttributeError(f"{OURS} has no {name!r}, which is imported from {module}")
 

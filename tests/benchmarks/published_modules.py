@@ -48,7 +48,7 @@ from entry import Entry  # noqa: E402
 ENTRIES = {entry.name: entry for entry in (*published_entries.ENTRIES, *lightning_demos.ENTRIES)}
 LIBRARIES = ("lightning", "engine")
 EQUAL = 1e-5
-LIMIT_S = 600
+LIMIT_S = 120
 
 
 @dataclass
