@@ -248,13 +248,13 @@ class _Probe(Callback):
                 )
             step = module.training_step
 
-            def tried(batch: Any, batch_idx: int) -> Any:
-                error = _tried(lambda: step(batch, batch_idx), module)
+            def tried(*args: Any) -> Any:
+                error = _tried(lambda: step(*args), module)
                 if run.engine.reduce(torch.tensor(float(error is not None), device=run.device), "max"):
                     raise _TooLarge("out of memory on a rank" if error is None else str(error))
-                return step(batch, batch_idx)
+                return step(*args)
 
-            module.training_step = tried  # type: ignore[method-assign]
+            module.training_step = tried  # type: ignore[method-assign,assignment]
 
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
         """Nothing is shown."""

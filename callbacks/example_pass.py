@@ -49,7 +49,7 @@ def pass_through(run: Run, names: Iterable[str]) -> dict[str, Seen]:
         raise NotMeasured("a stream's batches cannot be read ahead of the training")
     counter = FlopCounterMode(display=False)
     seen = {"": Seen()}
-    step = run.call if run.engine.strategy.matched_forward else run.module.training_step
+    step = run.call if run.engine.strategy.matched_forward else run.training_step
     with ExitStack() as stack:
         stack.enter_context(_unchanged(run, batch))
         for name in names:

@@ -33,7 +33,7 @@ from engine.loop.lifecycle import housed, session
 from engine.loop.rank_checks import compare, compare_models
 from engine.loop.result import Result
 from engine.loop.run import Run
-from engine.loop.train import train
+from engine.loop.train import of_the_epoch, train
 from engine.loop.watching import collected, watched
 from engine.loop.whole_weights import holding, whole_state
 from engine.module import TrainModule
@@ -229,7 +229,7 @@ class Fit:
             call_all(run, run.hooks.on_fit_start)
             self._sanity_check(run)
             compare(run)
-            call_all(run, run.hooks.on_train_start)
+            of_the_epoch(run, run.hooks.on_train_start)
             with watched(run), collected(run), run.modes.training():
                 train(run)
             run.over = True

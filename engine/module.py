@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,9 @@ from engine.config.other_trainers import knows_other_trainers, missing
 from engine.step.gradients import Loss
 from engine.strategies.deferred_init import reset
 from engine.utils.log import warn_once
+from engine.utils.model_export import to_onnx, to_torchscript
 from engine.utils.overrides import overridden
+from engine.utils.parameters import frozen_except
 from engine.utils.run_context import Context
 from engine.utils.tree import move
 
@@ -57,7 +59,7 @@ class TrainModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._context: Context | None = None
-        self._log: Any = None
+        self._record_logged: Any = None
         self._toggled: list[Tensor] = []
         self.sharded_root: list[nn.Module] = []
         """The wrapper that a sharding strategy calls instead of the module; in a list, so that it is not a submodule."""
@@ -69,19 +71,21 @@ class TrainModule(nn.Module):
             if kind in found and name in found[kind]:
                 return found[kind][name]
         if name in _OF_RUN:
-            if found.get("_context") is None:
+            if found.get("_context") is not None:
+                return _OF_RUN[name](found["_context"])
+            if name not in _ALONE:
                 raise AttributeError(f"{type(self).__name__}.{name} is there during a Fit run only")
-            return _OF_RUN[name](found["_context"])
+            return _ALONE[name]
         raise missing(self, MODULE, name)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle of the module belongs to no run.
-        return {**self.__dict__, "_context": None, "_log": None, "sharded_root": []}
+        return {**self.__dict__, "_context": None, "_record_logged": None, "sharded_root": []}
 
     # -- what to define ---------------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | Loss | Mapping[str, Any] | None:
-        """The loss of one micro-batch.
+        """The loss of one micro-batch. This and the other steps may leave out ``batch_idx``.
 
         Returns:
             A scalar (the mean over the micro-batch's samples), :class:`engine.Loss` (a sum and a count, for means over tokens), a
@@ -115,10 +119,10 @@ class TrainModule(nn.Module):
         reset(module)
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """One validation batch, without gradients; takes ``dataloader_idx`` as well when there are several loaders."""
+        """One validation batch, without gradients; may take ``dataloader_idx`` too, the number of the batch's loader."""
 
     def test_step(self, batch: Any, batch_idx: int) -> Any:
-        """One test batch, without gradients; takes ``dataloader_idx`` as well when there are several loaders."""
+        """One test batch, without gradients; may take ``dataloader_idx`` too."""
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """The prediction for one batch; by default ``self(batch)``."""
@@ -152,12 +156,12 @@ class TrainModule(nn.Module):
             reduce: another name of ``reduce_fx``.
 
         Raises:
-            TypeError, ValueError: a value that is not one number, other options than before, or one that cannot be honoured; both name the key.
+            TypeError, ValueError: not one number, other options than before, or one that cannot be honoured; both name the key.
         """
-        if self._log is None:
+        if self._record_logged is None:
             warn_once(f"{type(self).__name__}.log() outside a Fit run records nothing")
             return
-        self._log(
+        self._record_logged(
             name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
             add_dataloader_idx, batch_size, metric_attribute, rank_zero_only, reduce,
         )  # fmt: skip
@@ -230,11 +234,8 @@ class TrainModule(nn.Module):
         Args:
             args: keep only the arguments of these names; or one dict, ``argparse.Namespace`` or dataclass object, whose entries are kept.
             ignore: leave these out (modules given as arguments, for example).
-            frame: of a function that ``__init__`` calls, when this is called from elsewhere.
+            frame: of the constructor, or of what it calls, if not the caller's.
             logger: ``False``: in checkpoints, but not for loggers.
-
-        Raises:
-            TypeError, ValueError: ``args`` is something else, or not an argument.
         """
         own = inspect.currentframe()
         save(self, args, ignore, logger, frame or (own.f_back if own else None))
@@ -251,7 +252,8 @@ class TrainModule(nn.Module):
 
     @classmethod
     def load_from_checkpoint(
-        cls, path: str | Path, *, strict: bool = True, map_location: Any = None, weights: str | None = None, **overrides: Any
+        cls, checkpoint_path: str | Path, *, strict: bool | None = True, map_location: Any = None, weights: str | None = None,
+        weights_only: bool | None = None, **overrides: Any,
     ) -> Self:  # fmt: skip
         """A new module of this class with a checkpoint's weights, whatever strategy and number of ranks wrote them::
 
@@ -260,10 +262,11 @@ class TrainModule(nn.Module):
         Opening a checkpoint runs no code from it: the class is the one this is called on. Each process that calls this reads all of it.
 
         Args:
-            path: a checkpoint, or a folder, whose newest checkpoint is used; a directory or a URL that fsspec knows.
+            checkpoint_path: a checkpoint, or a folder, whose newest checkpoint is used; a directory or a URL that fsspec knows.
             strict: ``False``: parameters that only one side has, or that have other shapes, are left out and named in a warning.
             map_location: the device to move the module to; by default it stays where its constructor put it.
             weights: rather than the trained weights, those that a callback has kept under this name, such as ``"ema"``.
+            weights_only: nothing in a checkpoint is unpickled, whatever is given.
             overrides: other arguments of the constructor; they win over the saved hyperparameters. Saved ones that the constructor does not
                 take are left out.
 
@@ -272,12 +275,13 @@ class TrainModule(nn.Module):
             TypeError: a constructor argument is missing, or an override is not one; the message names it.
             ValueError: the weights do not fit, and ``strict`` was asked for; or there are no ``weights`` of this name.
         """
-        return load_module(cls, path, strict, map_location, weights, overrides)
+        return load_module(cls, checkpoint_path, strict is not False, map_location, weights, overrides)
 
     # -- manual optimization ----------------------------------------------------------------------------------------------------
 
-    def optimizers(self) -> Any:
-        """The optimizer, or the list of several, that ``configure_optimizers`` returned; for manual optimization."""
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """The optimizer, or the list of several, of ``configure_optimizers``, for manual optimization; also with ``use_pl_optimizer=False``
+        those whose ``step`` averages gradients and counts."""
         found = self._attached("optimizers()").optimizers
         return found[0] if len(found) == 1 else found
 
@@ -302,11 +306,7 @@ class TrainModule(nn.Module):
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Until :meth:`untoggle_optimizer`, only this optimizer's parameters receive gradients; for manual optimization."""
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        others = [p for p in self.parameters() if id(p) not in own and p.requires_grad]
-        for parameter in others:
-            parameter.requires_grad_(False)
-        self._toggled = [*self._toggled, *others]
+        self._toggled = [*self._toggled, *frozen_except(self, optimizer)]
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
         """Undo :meth:`toggle_optimizer` of this ``optimizer``."""
@@ -323,6 +323,27 @@ class TrainModule(nn.Module):
         finally:
             self.untoggle_optimizer(optimizer)
 
+    # -- other formats ----------------------------------------------------------------------------------------------------------
+
+    example_input_array: Any = None
+    """An input of ``forward``, for exports: a tensor, a tuple of arguments, or a dict of them by name."""
+
+    def to_onnx(self, file_path: str | Path | IO[bytes] | None = None, input_sample: Any = None, **kwargs: Any) -> Any:
+        """``torch.onnx.export(self, input_sample, file_path, **kwargs)`` without gradients, on the module's device.
+
+        ``input_sample``: of ``forward``, by default :attr:`example_input_array`. A ``ModuleNotFoundError`` names onnx or onnxscript if it is missing.
+        """
+        return to_onnx(self, file_path, input_sample, kwargs)
+
+    def to_torchscript(
+        self, file_path: str | Path | None = None, method: str = "script", example_inputs: Any = None, **kwargs: Any
+    ) -> Any:
+        """The module in eval mode as a ``torch.jit.ScriptModule`` (deprecated by torch: see ``torch.export``), also written to ``file_path``.
+
+        ``method``: ``"script"``, or ``"trace"`` with ``example_inputs`` (by default :attr:`example_input_array`); ``kwargs`` are torch's.
+        """
+        return to_torchscript(self, file_path, method, example_inputs, kwargs)
+
     def freeze(self) -> Self:
         """No parameter receives gradients; eval mode."""
         return self.requires_grad_(False).eval()
@@ -333,17 +354,13 @@ class TrainModule(nn.Module):
 
     # -- the other ranks --------------------------------------------------------------------------------------------------------
 
-    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
-        """The tensors in ``data`` of all ranks, stacked along a new dim 0 of ``world_size`` (on one process: as they are), without gradients.
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """The tensors in ``data`` of all ranks, stacked along a new dim 0 of ``world_size``, and its numbers as tensors; on one process tensors
+        as they are. All ranks call this together.
 
-        Raises:
-            ValueError: ``sync_grads=True``; torch.distributed has functions with gradients.
+        With ``sync_grads`` each rank's tensor gets the sum of all ranks' gradients for it. A ``group`` of fewer ranks is an error.
         """
-        if sync_grads:
-            raise ValueError(
-                "all_gather(sync_grads=True) is not possible: use torch.distributed.nn.functional.all_gather"
-            )
-        return self._attached("all_gather()").all_gather(data)
+        return self._attached("all_gather()").all_gather(data, group, sync_grads)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print``, on rank 0 only."""
@@ -375,20 +392,17 @@ class TrainModule(nn.Module):
         """The epoch, from 0; from ``on_train_end`` on, the number of epochs that were started."""
         return self._context.epoch if self._context else self._reached[1]
 
-    @property
-    def global_rank(self) -> int:
-        """This process's number in the job."""
-        return self._context.rank if self._context else 0
+    global_rank: int
+    """This process's number in the job. A module's own attribute of this name, and of the next two, takes precedence."""
+    local_rank: int
+    """The rank among those of this machine."""
+    world_size: int
+    """Processes of the job."""
 
     @property
-    def local_rank(self) -> int:
-        """The rank among those of this machine."""
-        return self._context.local_rank if self._context else 0
-
-    @property
-    def world_size(self) -> int:
-        """Processes of the job."""
-        return self._context.world_size if self._context else 1
+    def on_gpu(self) -> bool:
+        """Whether :attr:`device` is an accelerator (CUDA or any other)."""
+        return self.device.type not in ("cpu", "meta")
 
     @property
     def attached(self) -> bool:
@@ -406,11 +420,11 @@ class TrainModule(nn.Module):
             self._reached = (self._context.step, self._context.epoch)
         self._context = context
         if context is None:
-            self._log = None
+            self._record_logged = None
 
     def log_with(self, record: Callable[..., None]) -> None:
         """Set the function ``record`` that records logged values; called by the run."""
-        self._log = record
+        self._record_logged = record
 
     # -- events of a run: Lightning's, all optional, in the order of engine/README.md; only overridden ones are called -------------
 
@@ -555,25 +569,29 @@ class TrainModule(nn.Module):
 
     # -- the module's own loaders, used when ``Fit`` gets none ---------------------------------------------------------------
 
-    def train_dataloader(self) -> Any:
-        """The loader of a training."""
-
+    def train_dataloader(self) -> Any: ...
     def val_dataloader(self) -> Any:
-        """The loader of a validation; several in a list or a dict."""
+        """The loader of a validation; several in a list or a dict, as in the next two."""
 
-    def test_dataloader(self) -> Any:
-        """The loader of a testing; several in a list or a dict."""
-
-    def predict_dataloader(self) -> Any:
-        """The loader of a prediction; several in a list or a dict."""
+    def test_dataloader(self) -> Any: ...
+    def predict_dataloader(self) -> Any: ...
 
 
+# torch.jit.script would compile properties, and read annotations.
+TrainModule.__jit_unused_properties__ = [n for n, v in vars(TrainModule).items() if isinstance(v, property)]  # type: ignore[attr-defined]
+TrainModule.__jit_ignored_attributes__ = list(TrainModule.__annotations__)  # type: ignore[attr-defined]
 _OF_RUN: dict[str, Callable[[Any], Any]] = {
     "run": lambda run: run,
     "trainer": lambda run: run.trainer,
     "loggers": lambda run: run.loggers,
     "logger": lambda run: next(iter(run.loggers), None),
+    "global_rank": lambda run: run.rank,
+    "local_rank": lambda run: run.local_rank,
+    "world_size": lambda run: run.world_size,
 }
+
+
+_ALONE = {"global_rank": 0, "local_rank": 0, "world_size": 1}  # outside a run
 
 
 def overrides(module: TrainModule, name: str) -> bool:

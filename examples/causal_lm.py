@@ -27,7 +27,7 @@ from transformers import DataCollatorForLanguageModeling, LlamaConfig, LlamaForC
 from callbacks import ModelCheckpoint, RichProgressBar
 from engine import Fit, Loss
 from engine.checkpoint.export import export_checkpoint
-from engine.interop.transformers import HFModule
+from engine.huggingface import HFModule
 
 IGNORED = -100
 
@@ -77,7 +77,11 @@ def texts() -> list[str]:
     """Docstrings of the standard library's modules, of very different lengths."""
     found = []
     for path in sorted(Path(os.__file__).parent.glob("*.py")):
-        nodes = [n for n in ast.walk(ast.parse(path.read_bytes())) if isinstance(n, (ast.Module, ast.FunctionDef, ast.ClassDef))]
+        nodes = [
+            n
+            for n in ast.walk(ast.parse(path.read_bytes()))
+            if isinstance(n, (ast.Module, ast.FunctionDef, ast.ClassDef))
+        ]
         found += [text for node in nodes if (text := ast.get_docstring(node)) and len(text) > 40]
     return found
 
@@ -113,7 +117,13 @@ def main() -> None:
     if args.neftune:
         model.get_input_embeddings().register_forward_hook(partial(neftune, args.neftune))
 
-    options: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1, "scheduler": "cosine", "warmup": 0.1, "tokenizer": tokenizer}
+    options: dict[str, Any] = {
+        "lr": 3e-3,
+        "weight_decay": 0.1,
+        "scheduler": "cosine",
+        "warmup": 0.1,
+        "tokenizer": tokenizer,
+    }
     module = (Smoothed if args.label_smoothing else HFModule)(model, generation={"max_new_tokens": 24}, **options)
     if args.label_smoothing:
         module.smoothing = args.label_smoothing

@@ -122,6 +122,26 @@ def test_what_it_knows_in_a_run(tmp_path: Path) -> None:
     assert (module.current_epoch, module.global_step) == (2, 4)  # the run is over
 
 
+def test_a_modules_own_attributes_go_before_those_of_the_run(tmp_path: Path) -> None:
+    class Own(Weight):
+        def __init__(self) -> None:
+            super().__init__()
+            self.world_size, self.local_rank, self.logger = 7, 5, "mine"
+            self.printed: list[str] = []
+
+        def _log(self, text: str) -> None:
+            self.printed.append(text)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            self._log(f"{self.world_size} {self.local_rank} {self.global_rank} {self.logger} {self.on_gpu}")
+            self.log("x", 1.0)
+            return super().training_step(batch, batch_idx)
+
+    module = Own()
+    assert fit(tmp_path, log_every_n_steps=1).run(module, ones(1)).metrics["x"] == 1.0
+    assert module.printed == ["7 5 0 mine False"]
+
+
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
 )

@@ -41,13 +41,25 @@ class AimLogger(Logger):
         """
         super().__init__(retries=retries, waiting=waiting, patience_s=patience_s)
         self.repo = "." if repo is None else str(repo)
-        self.experiment = experiment
+        self.experiment_name = experiment
         self._options = {"capture_terminal_logs": False, "system_tracking_interval": None, **run}
         self._run: Any = None
 
     @property
     def state_key(self) -> str:
         return f"{type(self).__qualname__}; {self.repo}"
+
+    @property
+    def name(self) -> str | None:
+        """The experiment's name."""
+        return self.experiment_name
+
+    def tracker(self) -> Any:
+        """The ``aim.Run``."""
+        return self._run
+
+    def describe(self, values: Mapping[str, Any]) -> None:
+        self._run["hparams"] = {**self._run["hparams"], **values}
 
     def open(self, run: Run) -> None:
         try:
@@ -61,10 +73,10 @@ class AimLogger(Logger):
         known = note.read_text().strip() if note.exists() else None
         try:
             self._run = aim.Run(
-                known, repo=repo, experiment=self.experiment, force_resume=known is not None, **self._options
+                known, repo=repo, experiment=self.experiment_name, force_resume=known is not None, **self._options
             )
         except aim.sdk.errors.MissingRunError:
-            self._run = aim.Run(repo=repo, experiment=self.experiment, **self._options)
+            self._run = aim.Run(repo=repo, experiment=self.experiment_name, **self._options)
         note.parent.mkdir(parents=True, exist_ok=True)
         note.write_text(self._run.hash + "\n")
         self._run.name = run.folder.name

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from engine import Callback, Run
+from engine import Run
 
+from .direct import Direct, at_step
 from .progress import START, Position, Progress
 from .sender import Item, Sender
 
@@ -32,8 +33,9 @@ class Moment:
     """Seconds since 1970."""
 
 
-class Logger(Callback):
-    """Subclass it and define :meth:`open`, :meth:`scalars` and :meth:`close`; for media also :attr:`takes` and :meth:`media`.
+class Logger(Direct):
+    """Subclass it and define :meth:`open`, :meth:`scalars` and :meth:`close`; for media also :attr:`takes` and :meth:`media`; for what modules
+    call themselves also :meth:`tracker` and :meth:`describe`.
 
     All of them run on the main process only: ``open`` in ``setup``, where an error ends the run before its first step, the others in order in a
     thread of their own (see :attr:`threaded`), so that a slow tracker does not slow the training down. One that fails is tried again,
@@ -77,6 +79,9 @@ class Logger(Callback):
         self._training = False  # what is sent is numbered, and sent once
         self._position: Position = START
         self._restored: dict[str, Any] | None = None
+        self._early: list[Item] | None = (
+            None  # what is logged before the training starts, and the earlier run's rows are removed
+        )
 
     # -- to define ----------------------------------------------------------------------------------------------------------------
 
@@ -106,7 +111,8 @@ class Logger(Callback):
     # -- events of the run ----------------------------------------------------------------------------------------------------------
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
-        self._training = False
+        self._training, self._of = False, run
+        self._early = [] if stage == "fit" and self.rewinds else None
         if run.is_main_process and stage != "predict":  # a prediction logs nothing, except for media
             self._begin(run)
 
@@ -119,6 +125,7 @@ class Logger(Callback):
         if self.rewinds:
             self._progress.forget_after(run.step)
             self._sender.put(Item(partial(self.rewind, run.step)))
+        self._send_early()
         for position, moment, values in [] if restored is None else restored["waiting"]:
             self._put((int(position[0]), int(position[1])), values, Moment(*moment))
 
@@ -139,7 +146,9 @@ class Logger(Callback):
             self._offer(self._position, send, None, media=f"the {kind} {name!r}")
 
     def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
+        self._of = None
         if self._sender is not None:
+            self._send_early()
             self._sender.end(partial(self._finish, self._progress, _status(run)), self.patience_s)
         self._sender = self._progress = None
 
@@ -152,6 +161,28 @@ class Logger(Callback):
         self._restored = state
 
     # -- inside -----------------------------------------------------------------------------------------------------------------------
+
+    def _opened(self, run: Run) -> None:
+        if self._sender is None:
+            self._begin(run)
+
+    def _send_values(self, run: Run, values: dict[str, float], step: int | None) -> None:
+        if (at := self._now(run)) is not None:
+            self._put(self._position, values, at_step(at, step))
+
+    def _send_settings(self, values: Mapping[str, Any]) -> None:
+        self._give(Item(partial(self.describe, flat(values))))
+
+    def _give(self, item: Item) -> None:
+        if self._early is not None:
+            self._early.append(item)
+        elif self._sender is not None:
+            self._sender.put(item)
+
+    def _send_early(self) -> None:
+        waiting, self._early = self._early or [], None
+        for item in waiting:
+            self._give(item)
 
     def _begin(self, run: Run) -> None:
         self._progress = Progress(_progress_file(self, run), run.id)
@@ -189,7 +220,7 @@ class Logger(Callback):
     def _offer(self, position: Position, send: Any, has: Any, record: Any = None, media: str = "") -> None:
         if self._sender is not None and self._progress is not None:
             work = partial(_send, self._progress, position if self._training else None, send, has)
-            self._sender.put(Item(work, record, media))
+            self._give(Item(work, record, media))
 
 
 def _send(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -58,6 +59,19 @@ class CSVLogger(Logger):
     @property
     def state_key(self) -> str:
         return f"{type(self).__qualname__}; dir={self.dir}, name={self.name}"
+
+    @property
+    def log_dir(self) -> str:
+        """The folder of the file, on every rank."""
+        return str(self._under_way("log_dir").folder if self.dir is None else self.dir)
+
+    def describe(self, values: Mapping[str, Any]) -> None:
+        """In ``hparams.json``, beside those that were logged before."""
+        assert self.path is not None
+        path = self.path.with_name("hparams.json")
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({**known, **values}, indent=2, default=str) + "\n", encoding="utf-8")
 
     def open(self, run: Run) -> None:
         self.path = (run.folder if self.dir is None else self.dir) / self.name

@@ -58,6 +58,15 @@ class JSONLLogger(Logger):
     def state_key(self) -> str:
         return f"{type(self).__qualname__}; dir={self.dir}, name={self.name}"
 
+    @property
+    def log_dir(self) -> str:
+        """The folder of the file, on every rank."""
+        return str(self._under_way("log_dir").folder if self.dir is None else self.dir)
+
+    def describe(self, values: Mapping[str, Any]) -> None:
+        """A line with ``"settings"``."""
+        self._write({"settings": {name: jsonable(v) if isinstance(v, float) else v for name, v in values.items()}})
+
     def open(self, run: Run) -> None:
         self.path = (run.folder if self.dir is None else self.dir) / self.name
         self._first = {"run": run.id, "settings": settings_of(run)}

@@ -62,6 +62,18 @@ class MLflowLogger(Logger):
     def state_key(self) -> str:
         return f"{type(self).__qualname__}; {self.experiment_name}, {self.tracking_uri}"
 
+    @property
+    def name(self) -> str:
+        """The experiment's name."""
+        return self.experiment_name
+
+    def tracker(self) -> Any:
+        """MLflow's client; its calls take :attr:`run_id`."""
+        return self._client
+
+    def describe(self, values: Mapping[str, Any]) -> None:
+        self._describe(values)
+
     def open(self, run: Run) -> None:
         try:
             from mlflow.tracking import MlflowClient

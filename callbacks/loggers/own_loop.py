@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from torch import nn
+
+from engine import Run
 
 from .base import Logger
 
@@ -25,6 +30,9 @@ class _Record:
 
     def result(self) -> _Record:
         return self
+
+    def config_as_yaml(self) -> str:
+        return json.dumps(self.hyperparameters, indent=2, default=str) + "\n"
 
 
 class LoggedLoop:
@@ -49,8 +57,9 @@ class LoggedLoop:
         is_main_process: bool = True,
     ) -> None:
         self.loggers = list(loggers)
-        self._run: Any = _Record(Path(folder), hyperparameters or {}, is_main_process)
-        self._module: Any = None
+        record: Any = _Record(Path(folder), hyperparameters or {}, is_main_process)
+        self._run = cast(Run, record)
+        self._module = nn.Module()  # loggers do not look at it
         for logger in self.loggers:
             logger.setup(self._run, self._module, "fit")
             logger.on_train_start(self._run, self._module)
@@ -63,7 +72,8 @@ class LoggedLoop:
             epoch, samples: as the loggers record them.
         """
         run = self._run
-        run.step, run.epoch, run.samples = run.step + 1 if step is None else step, epoch, samples
+        record: Any = run
+        record.step, record.epoch, record.samples = run.step + 1 if step is None else step, epoch, samples
         texts = {name: value for name, value in values.items() if isinstance(value, str)}
         numbers = {name: float(value) for name, value in values.items() if name not in texts}
         for logger in self.loggers if run.is_main_process else ():
@@ -74,7 +84,8 @@ class LoggedLoop:
 
     def close(self, error: BaseException | None = None) -> None:
         """Send what waits, and close the loggers. Later calls do nothing."""
-        self._run.exception = error
+        record: Any = self._run
+        record.exception = error
         loggers, self.loggers = self.loggers, []
         for logger in loggers:
             logger.teardown(self._run, self._module, "fit")

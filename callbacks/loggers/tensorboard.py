@@ -50,11 +50,38 @@ class TensorBoardLogger(Logger):
         """The folder of the event files; known from the start of the first run."""
         self._new: Any = None
         self._made: Any = None
+        self._earlier = False  # there were event files before this process's
+        self._making = threading.Lock()
         self._settings: dict[str, Any] = {}
 
     @property
     def state_key(self) -> str:
         return f"{type(self).__qualname__}; dir={self.dir}"
+
+    @property
+    def name(self) -> str:
+        """The name of the run's folder."""
+        return self._under_way("name").folder.name
+
+    @property
+    def log_dir(self) -> str:
+        """The folder of the event files, on every rank."""
+        return str(self._place(self._under_way("log_dir")))
+
+    def tracker(self) -> Any:
+        return self._writer
+
+    def describe(self, values: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard.summary import hparams
+
+        known = {name: v if isinstance(v, (str, int, float)) else str(v) for name, v in values.items()}
+        self._settings |= known
+        for summary in hparams(self._settings, {}):
+            self._writer.file_writer.add_summary(summary)
+        self._writer.flush()
+
+    def _place(self, run: Run) -> Path:
+        return run.folder / "tensorboard" if self.dir is None else self.dir / f"{run.folder.name}-{run.id[:8]}"
 
     def open(self, run: Run) -> None:
         try:
@@ -63,7 +90,7 @@ class TensorBoardLogger(Logger):
             raise ImportError(
                 "TensorBoardLogger writes with the package tensorboard: pip install tensorboard"
             ) from error
-        self.path = run.folder / "tensorboard" if self.dir is None else self.dir / f"{run.folder.name}-{run.id[:8]}"
+        self.path = self._place(run)
         self._settings = settings_of(run)
         self._new = partial(SummaryWriter, str(self.path))
         self._made = None
@@ -74,8 +101,9 @@ class TensorBoardLogger(Logger):
 
         if step and self._made is None:
             self._next_second()
-        start = SessionLog(status=SessionLog.START)
-        self._writer.file_writer.add_event(Event(step=step + 1 if step else 0, session_log=start))
+        start, writer = SessionLog(status=SessionLog.START), self._writer
+        if step or self._earlier:  # without earlier files it would cut what a module has written before the training
+            writer.file_writer.add_event(Event(step=step + 1 if step else 0, session_log=start))
         if not step:
             for summary in hparams(self._settings, {}):
                 self._writer.file_writer.add_summary(summary)
@@ -123,13 +151,14 @@ class TensorBoardLogger(Logger):
 
     @property
     def _writer(self) -> Any:
-        if self._made is None:
-            before = self._files()
-            self._made = self._new()
-            (file,) = self._files() - before
-            writer = self._made.file_writer
-            writer.event_writer.close()
-            writer.event_writer = _EventFile(file)
+        with self._making:  # a module and the logger's thread may both be the first
+            if self._made is None:
+                before = self._files()
+                made = self._new()
+                (file,) = self._files() - before
+                made.file_writer.event_writer.close()
+                made.file_writer.event_writer = _EventFile(file)
+                self._made, self._earlier = made, bool(before)
         return self._made
 
     def _files(self) -> set[Path]:

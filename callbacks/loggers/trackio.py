@@ -41,11 +41,20 @@ class TrackioLogger(Logger):
         super().__init__(retries=retries, waiting=waiting, patience_s=patience_s)
         self.project, self.name = project, name
         self._run = self._id = ""
-        self._config: dict[str, Any] | None = None
+        self._config: dict[str, Any] | None = None  # still to be sent
+        self._described: dict[str, Any] = {}
 
     @property
     def state_key(self) -> str:
         return f"{type(self).__qualname__}; {self.project}"
+
+    def tracker(self) -> Any:
+        """The module ``trackio``."""
+        return self._trackio
+
+    def describe(self, values: Mapping[str, Any]) -> None:
+        """With the next row."""
+        self._config = {**(self._config or self._described), **values}
 
     def open(self, run: Run) -> None:
         try:
@@ -55,7 +64,7 @@ class TrackioLogger(Logger):
             raise ImportError("TrackioLogger logs with the package trackio: pip install trackio") from error
         self._trackio, self._storage = trackio, SQLiteStorage
         self._run, self._id = self.name or f"{run.folder.name}-{run.id[:8]}", run.id
-        self._config = settings_of(run)
+        self._config = self._described = settings_of(run)
         SQLiteStorage.init_db(self.project)
 
     def scalars(self, values: Mapping[str, float], at: Moment) -> None:
@@ -86,4 +95,4 @@ class TrackioLogger(Logger):
             config=self._config,
             log_ids=[f"{self._id}-{self.count}"],  # a row that is there already is not written again
         )
-        self._config = None
+        self._described, self._config = self._config or self._described, None

@@ -70,12 +70,18 @@ class WandbLogger(Logger):
                 raise TypeError(f"WandbLogger() got an unexpected keyword argument {theirs!r}: {answer}")
         super().__init__(retries=retries, waiting=waiting, patience_s=patience_s)
         self.project, self.name, self.mode, self.init = project, name, mode, init
-        self.experiment: Any = None
-        """The ``wandb.Run`` while a run is under way."""
+        self._made: Any = None
 
     @property
     def state_key(self) -> str:
         return f"{type(self).__qualname__}; {self.project}"
+
+    def tracker(self) -> Any:
+        """The ``wandb.Run``."""
+        return self._made
+
+    def describe(self, values: Mapping[str, Any]) -> None:
+        self._made.config.update(dict(values), allow_val_change=True)
 
     def open(self, run: Run) -> None:
         try:
@@ -88,7 +94,7 @@ class WandbLogger(Logger):
         settings = self.init.get("settings") or {}
         settings = wandb.Settings(**settings) if isinstance(settings, Mapping) else settings
         settings.x_transaction_log_flush_interval = _FLUSH_S
-        self.experiment = wandb.init(
+        self._made = wandb.init(
             project=self.project,
             name=self.name or run.folder.name,
             mode=self.mode,
@@ -100,8 +106,8 @@ class WandbLogger(Logger):
             settings=settings,
             **{name: value for name, value in self.init.items() if name != "settings"},
         )
-        self.experiment.define_metric("step")
-        self.experiment.define_metric("*", step_metric="step")
+        self._made.define_metric("step")
+        self._made.define_metric("*", step_metric="step")
 
     def scalars(self, values: Mapping[str, float], at: Moment) -> None:
         self._log(values, at)
@@ -123,18 +129,18 @@ class WandbLogger(Logger):
     def artifact(self, path: Path, name: str, at: Moment) -> None:
         made = self._wandb.Artifact(re.sub(r"[^\w.-]", "_", name), type="file", metadata={"step": at.step})
         (made.add_dir if path.is_dir() else made.add_file)(str(path))
-        self.experiment.log_artifact(made)
+        self._made.log_artifact(made)
 
     def close(self, status: str) -> None:
-        self.experiment.finish(exit_code=1 if status in ("failed", "interrupted") else 0)
-        self.experiment = None
+        self._made.finish(exit_code=1 if status in ("failed", "interrupted") else 0)
+        self._made = None
 
     def _log(self, values: Mapping[str, Any], at: Moment) -> None:
-        path = Path(self.experiment.settings.sync_file or "")
+        path = Path(self._made.settings.sync_file or "")
         before = path.stat().st_size if path.is_file() else 0
         # W&B's own step counts rows, also those of earlier offline folders; it must rise with each row.
         row = {"epoch": at.epoch, "samples": at.samples, **values, "step": at.step}
-        self.experiment.log(row, step=self.count, commit=True)
+        self._made.log(row, step=max(self.count, self._made.step), commit=True)  # a module may have logged rows itself
         deadline = time.monotonic() + 5.0
         while path.is_file() and path.stat().st_size == before and time.monotonic() < deadline:
             time.sleep(_FLUSH_S / 4)  # what W&B's process has not written yet is lost if this process is killed

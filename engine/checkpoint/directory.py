@@ -60,9 +60,10 @@ def begin(directory: Path) -> int:
         A descriptor that protects the draft from :func:`sweep` of other jobs until it is closed (or its process ends).
 
     Raises:
-        FileExistsError: ``directory`` exists and is not a checkpoint.
+        FileExistsError: ``directory`` exists, is not a checkpoint and not empty.
     """
-    if directory.exists() and not (directory / MANIFEST).is_file():
+    free = directory.is_dir() and not any(directory.iterdir())
+    if directory.exists() and not free and not (directory / MANIFEST).is_file():
         raise FileExistsError(
             f"{directory} exists and is not a checkpoint ({MANIFEST} is missing): choose another path, or move it away"
         )

@@ -127,7 +127,10 @@ def export_checkpoint(
 
         written = _write(sizes, read, directory, limit, beside.stem)
         others = published.write(beside, directory, wanted)
-        shown = [str(file) if directory == Path(out) else f"{str(out).rstrip('/')}/{file.name}" for file in (*written, *others)]
+        shown = [
+            str(file) if directory == Path(out) else f"{str(out).rstrip('/')}/{file.name}"
+            for file in (*written, *others)
+        ]
         return Exported(
             files=shown[: len(written)],
             published=shown[len(written) :],
@@ -169,7 +172,9 @@ def _named(first: Mapping[str, str], beside: published.Published, prefix: str | 
         return _stripped(first, published_prefix if prefix is None else prefix)
     found = {beside.names[name]: old for old, name in first.items() if name in beside.names}
     if lost := sorted(beside.names.keys() - first.values()):
-        raise ValueError(printable(f"the checkpoint has no {lost[0]!r}, which belongs to the adapter: include it, or exclude less"))
+        raise ValueError(
+            printable(f"the checkpoint has no {lost[0]!r}, which belongs to the adapter: include it, or exclude less")
+        )
     return found
 
 

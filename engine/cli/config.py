@@ -35,7 +35,9 @@ def parser() -> argparse.ArgumentParser:
         help="convert Accelerate's configuration file (without PATH: the one that 'accelerate config' writes)",
     )
     ways.add_argument(
-        "--from-training-args", metavar="FILE", help="convert transformers.TrainingArguments, a JSON or YAML file of them"
+        "--from-training-args",
+        metavar="FILE",
+        help="convert transformers.TrainingArguments, a JSON or YAML file of them",
     )
     ways.add_argument("--check", metavar="PATH", help="write nothing: check a file of settings")
     top.add_argument("--output", default="fit.yaml", metavar="PATH", help="the file to write (default: fit.yaml)")

@@ -10,8 +10,8 @@ from typing import Any
 
 from engine.cli.config_questions import ask
 from engine.cli.exits import FAILED, UsageError, complain
-from engine.config.commented_file import document
 from engine.config import from_training_arguments
+from engine.config.commented_file import document
 from engine.config.from_accelerate import file as accelerate_file
 from engine.config.from_accelerate.keys import File
 from engine.config.resolve import SECTIONS, Resolved, resolve
@@ -46,7 +46,9 @@ def _write(arguments: argparse.Namespace) -> int:
     elif sys.stdin.isatty() and sys.stdout.isatty():
         values = ask()
     else:
-        raise ValueError("questions need a terminal, and this is not one: give --default, --from-accelerate PATH or --from-training-args FILE")
+        raise ValueError(
+            "questions need a terminal, and this is not one: give --default, --from-accelerate PATH or --from-training-args FILE"
+        )
     text = document(values, head)
     draft = path.with_name(f".{path.name}.check")
     write_atomically(draft, text)
@@ -91,7 +93,10 @@ def _from_training_arguments(arguments: argparse.Namespace) -> tuple[dict[str, A
     path = Path(arguments.from_training_args)
     file = from_training_arguments.read(path)
     code = [f"    {' '.join(line.split())}" for line in file.code()]
-    head = [f"Converted from {path}, TrainingArguments of transformers. These are for the script, engine.interop.transformers and callbacks:", *code]
+    head = [
+        f"Converted from {path}, TrainingArguments of transformers. These are for the script, engine.huggingface and callbacks:",
+        *code,
+    ]
     return _converted(path, file, arguments.force, head)
 
 

@@ -27,6 +27,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "engine.cli.config",
         "write a commented file of settings: from answers, defaults, or Accelerate's file; check one",
     ),
+    "migrate": (
+        "engine.cli.migrate",
+        "report where sources use Lightning and Accelerate, and what each use is here",
+    ),
     "launch": (
         "engine.cli.launch",
         "start a script as the processes of one job, on this machine or on several; monitor and restart them",

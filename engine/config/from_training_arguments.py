@@ -10,98 +10,7 @@ from typing import Any
 from engine.config import yaml_reader
 from engine.config.from_accelerate import strategies
 from engine.config.from_accelerate.keys import File, flag
-
-_NONE = (None, False, 0, 0.0, "", "no", "none", "false", [], {})
-_OPTIMIZERS = {
-    **{name: "adamw" for name in ("adamw_torch", "adamw_hf", "adamw", "adamw_torch_xla", "adamw_torch_npu_fused")},
-    **{name: name for name in ("adamw_torch_fused", "sgd", "adagrad", "rmsprop")},
-    "default_optim": "adamw",
-}
-_LOGGERS = {
-    "tensorboard": "TensorBoardLogger",
-    "wandb": "WandbLogger",
-    "mlflow": "MLflowLogger",
-    "trackio": "TrackioLogger",
-    "aim": "AimLogger",
-}
-_RECIPE = "a recipe of a few lines does it: examples/causal_lm.py"
-_REFUSED = {
-    "label_smoothing_factor": f"override HFModule.loss; {_RECIPE}",
-    "neftune_noise_alpha": f"a hook of the embedding adds the noise; {_RECIPE}",
-    "group_by_length": f"it is a sampler; {_RECIPE}",
-    "auto_find_batch_size": "use callbacks.BatchSizeFinder or callbacks.find_batch_size",
-    "use_liger_kernel": "apply liger_kernel's function to the model, then give it to HFModule",
-    "optim_target_modules": "give the optimizer itself: HFModule(optimizer=...)",
-    "optim_args": "give them as HFModule(optimizer_args={...})",
-    "eval_delay": "start evaluating later with Fit(val_every=) in a second run, or leave it out",
-    "eval_on_start": "call fit.validate(module, loader) before fit.run",
-    "bf16_full_eval": "an evaluation has the training's precision: Fit(precision='bf16-true') converts the model",
-    "fp16_full_eval": "an evaluation has the training's precision: Fit(precision='16-true') converts the model",
-    "push_to_hub": "export with 'fit checkpoint export' and upload the folder",
-    "ignore_data_skip": "a resumed run continues in the data where it was; Resume(path, weights_only=True) starts anew",
-    "save_on_each_node": "checkpoints are one directory on a file system that all machines share",
-    "parallelism_config": "give Fit(strategy={'name': 'mesh', ...})",
-    "debug": "Fit(detect_anomaly=True) finds where a NaN comes from",
-    "past_index": "keep the state in the module",
-    "mp_parameters": "SageMaker's model parallelism has no counterpart",
-    "torchdynamo": "use torch_compile_backend",
-    "tpu_num_cores": "TPUs are not supported",
-    "liger_kernel_config": "apply liger_kernel's function to the model, then give it to HFModule",
-    "include_inputs_for_metrics": "compute metrics in validation_step, where the batch is",
-    "include_for_metrics": "compute metrics in validation_step, where the batch is",
-    "dataloader_multiprocessing_context": "give DataLoader(multiprocessing_context=)",
-}
-"""Fields that have an effect and no setting -> what to do; ``0``, ``false`` and the like are harmless."""
-_HARMLESS = {
-    "do_train": "call fit.run",
-    "do_eval": "call fit.validate",
-    "do_predict": "call fit.predict",
-    "resume_from_checkpoint": "give fit.run(..., resume=)",
-    "restore_callback_states_from_checkpoint": "callbacks' states are always restored",
-    "remove_unused_columns": "the collate function says which columns are in a batch",
-    "label_names": "labels are in the batch",
-    "length_column_name": "the sampler of the recipe takes the lengths",
-    "prediction_loss_only": "validation_step keeps no predictions",
-    "per_gpu_train_batch_size": "is per_device_train_batch_size",
-    "per_gpu_eval_batch_size": "is per_device_eval_batch_size",
-    "eval_accumulation_steps": "validation_step keeps no predictions",
-    "eval_do_concat_batches": "validation_step keeps no predictions",
-    "eval_use_gather_object": "validation_step keeps no predictions",
-    "batch_eval_metrics": "metrics are computed batch by batch",
-    "include_num_input_tokens_seen": "run.tokens has the number of trained tokens",
-    "include_tokens_per_second": "callbacks.ThroughputMonitor measures it",
-    "torch_empty_cache_steps": "memory is not returned within a training",
-    "save_safetensors": "checkpoints are always safetensors",
-    "save_only_model": "checkpoints have everything that resuming needs",
-    "enable_jit_checkpoint": "SIGTERM always saves",
-    "log_on_each_node": "rank 0 logs",
-    "logging_nan_inf_filter": "values are logged as they are",
-    "logging_first_step": "the first step is always logged",
-    "log_level": "use Python's logging",
-    "log_level_replica": "use Python's logging",
-    "disable_tqdm": "add callbacks.RichProgressBar for a progress bar",
-    "logging_dir": "the run's folder has the logs",
-    "overwrite_output_dir": "every run has a folder of its own",
-    "use_cache": "HFModule switches the cache off while it trains",
-    "skip_memory_metrics": "callbacks.DeviceStatsMonitor measures memory",
-    "ray_scope": "see callbacks for hyperparameter searches",
-    "run_name": "give it to the logger",
-    "project": "give it to the logger",
-    "local_rank": "is the launcher's",
-    "ddp_backend": "follows from the device",
-    "use_legacy_prediction_loop": "there is one loop",
-    "use_mps_device": "is accelerator='auto'",
-    "half_precision_backend": "is autocast",
-    "fp16_backend": "is autocast",
-    "fp16_opt_level": "is Apex's",
-    "tpu_metrics_debug": "is for TPUs",
-    "use_ipex": "is for Intel's extension",
-    "jit_mode_eval": "evaluations are not traced",
-}
-_USUAL = (*_NONE, -1, "passive", "warning", "huggingface", "length")
-_ON = ("eval_do_concat_batches", "remove_unused_columns", "log_on_each_node", "logging_nan_inf_filter", "skip_memory_metrics", "save_safetensors")
-"""Harmless fields that are true by default."""
-_NAMED_AFTER = ("hub_", "trackio_", "push_to_hub_", "xla_")
+from engine.config.training_arguments_names import HARMLESS, LOGGERS, NAMED_AFTER, NONE, ON, OPTIMIZERS, REFUSED, USUAL
 
 
 class Arguments(File):
@@ -144,9 +53,14 @@ def read(path: Path) -> Arguments:
     origin = f"file {path}"
     node = yaml_reader.compose(yaml_reader.read_file(path), origin, lines=True)
     values = None if node is None else yaml_reader.construct(node)
-    if not isinstance(values, dict) or not values.keys() & {"output_dir", "learning_rate", "num_train_epochs", "max_steps"}:
+    if not isinstance(values, dict) or not values.keys() & {
+        "output_dir",
+        "learning_rate",
+        "num_train_epochs",
+        "max_steps",
+    }:
         raise ValueError(
-            f"{origin}: has none of 'output_dir', 'learning_rate', 'num_train_epochs', 'max_steps': TrainingArguments.to_json_string() writes such a file"
+            f"{origin}: has none of 'output_dir', 'learning_rate', 'num_train_epochs', 'max_steps'; TrainingArguments.to_json_string() writes them"
         )
     file = Arguments(values, origin, yaml_reader.origins_of_keys(node, origin, lines=True))
     _length(file)
@@ -155,12 +69,12 @@ def read(path: Path) -> Arguments:
     _strategy(file)
     _module(file)
     _loader(file)
-    file.refuse_others(_REFUSED, _NONE)
+    file.refuse_others(REFUSED, NONE)
     for key in file.values:
-        usual = file.values[key] in _USUAL or (key in _ON and file.values[key] is True)
-        if key in _HARMLESS and not usual:
-            file.note(key, _HARMLESS[key])
-        elif key in _HARMLESS or key.startswith(_NAMED_AFTER):
+        usual = file.values[key] in USUAL or (key in ON and file.values[key] is True)
+        if key in HARMLESS and not usual:
+            file.note(key, HARMLESS[key])
+        elif key in HARMLESS or key.startswith(NAMED_AFTER):
             file.take(key)
     file.finish(())
     return file
@@ -188,7 +102,7 @@ def _every(file: Arguments, kind: str, key: str, default: Any) -> str | None:
         return None
     if how == "epoch":
         return "1 epochs"
-    each = float(default if not each else each)
+    each = float(each if each else default)
     if each < 1:
         if "max_steps" not in file.settings:
             file.refuse(key, "is a fraction of the training, whose steps are not known here: give a number of steps")
@@ -221,15 +135,18 @@ def _intervals(file: Arguments) -> None:
     elif "monitor" in options:
         options["save_top_k"] = max(1, int(most) - 1)
     elif int(most) != 1:
-        file.refuse("save_total_limit", "is 1 or all without a metric: give callbacks.ModelCheckpoint(keep_every=...) for older ones")
+        file.refuse(
+            "save_total_limit",
+            "is 1 or all without a metric: give callbacks.ModelCheckpoint(keep_every=...) for older ones",
+        )
     if every is not None:
         file.callbacks.append(f"ModelCheckpoint({', '.join(f'{name}={value!r}' for name, value in options.items())})")
     told = file.take("report_to", "none")
     for name in [told] if isinstance(told, str) else told:
-        if name in _LOGGERS:
-            file.callbacks.append(f"{_LOGGERS[name]}()")
+        if name in LOGGERS:
+            file.callbacks.append(f"{LOGGERS[name]}()")
         elif name != "none":
-            file.refuse("report_to", f"{name!r} has no counterpart; possible: {', '.join(_LOGGERS)}")
+            file.refuse("report_to", f"{name!r} has no counterpart; possible: {', '.join(LOGGERS)}")
 
 
 def _numbers(file: Arguments) -> None:
@@ -243,7 +160,7 @@ def _numbers(file: Arguments) -> None:
         file.set("precision", {"bf16": "bf16-mixed", "fp16": "16-mixed"}[halves[0]])
     if (tf32 := file.take("tf32")) is not None:
         file.set("matmul_precision", "high" if flag(tf32) else "highest")
-    if any([flag(file.take(name, False)) for name in ("gradient_checkpointing", "activation_checkpointing")]):
+    if _any(file, "gradient_checkpointing", "activation_checkpointing"):
         file.set("activation_checkpointing", "full")
     for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
         given = file.take(name)
@@ -255,12 +172,20 @@ def _numbers(file: Arguments) -> None:
         file.set("compile", options or True)
     if flag(file.take("full_determinism", False)):
         file.set("deterministic", True)
-    if any([flag(file.take(name, False)) for name in ("use_cpu", "no_cuda")]):
+    if _any(file, "use_cpu", "no_cuda"):
         file.set("accelerator", "cpu")
     if not flag(file.take("average_tokens_across_devices", True)):
-        file.refuse("average_tokens_across_devices", "losses are always means over the tokens of all ranks: leave it out")
+        file.refuse(
+            "average_tokens_across_devices", "losses are always means over the tokens of all ranks: leave it out"
+        )
     if (wait := int(file.take("ddp_timeout", 1800))) != 1800:
         file.set("timeout", f"{wait} s")
+
+
+def _any(file: Arguments, *names: str) -> bool:
+    """Whether one of these is true; all of them count as handled."""
+    found = [flag(file.take(name, False)) for name in names]
+    return any(found)
 
 
 def _strategy(file: Arguments) -> None:
@@ -272,7 +197,12 @@ def _strategy(file: Arguments) -> None:
     elif words and words != ["False"]:
         given = config if isinstance(config, Mapping) else {}
         _fsdp(file, words, {str(key).removeprefix("fsdp_"): value for key, value in given.items()})
-    fields = {"find_unused_parameters": "bool", "bucket_cap_mb": "number", "broadcast_buffers": "bool", "static_graph": "bool"}
+    fields = {
+        "find_unused_parameters": "bool",
+        "bucket_cap_mb": "number",
+        "broadcast_buffers": "bool",
+        "static_graph": "bool",
+    }
     options = {name: value for name in fields if (value := file.take(f"ddp_{name}")) is not None}
     if options and "strategy" not in file.settings:
         file.set("strategy", {"name": "ddp", **options})
@@ -282,7 +212,16 @@ def _strategy(file: Arguments) -> None:
 
 def _fsdp(file: Arguments, words: list[str], config: dict[str, Any]) -> None:
     """Transformers' words and keys are Accelerate's, which are translated there."""
-    known = {"full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap", "True"}
+    known = {
+        "full_shard",
+        "shard_grad_op",
+        "no_shard",
+        "hybrid_shard",
+        "hybrid_shard_zero2",
+        "offload",
+        "auto_wrap",
+        "True",
+    }
     if strange := [word for word in words if word not in known]:
         file.refuse("fsdp", f"{strange[0]!r} is unknown; possible: {', '.join(sorted(known))}")
         return
@@ -311,9 +250,9 @@ def _fsdp(file: Arguments, words: list[str], config: dict[str, Any]) -> None:
 def _module(file: Arguments) -> None:
     name = str(file.take("optim", "default_optim")).lower().removeprefix("optimizernames.")
     options: dict[str, Any] = {}
-    if name not in _OPTIMIZERS:
-        file.refuse("optim", f"give the optimizer's class, HFModule(optimizer=...); by name: {', '.join(_OPTIMIZERS)}")
-    chosen = _OPTIMIZERS.get(name, "adamw")
+    if name not in OPTIMIZERS:
+        file.refuse("optim", f"give the optimizer's class, HFModule(optimizer=...); by name: {', '.join(OPTIMIZERS)}")
+    chosen = OPTIMIZERS.get(name, "adamw")
     if chosen == "adamw_torch_fused":
         chosen, options["fused"] = "adamw", True
     betas = float(file.take("adam_beta1", 0.9)), float(file.take("adam_beta2", 0.999))
@@ -343,9 +282,16 @@ def _module(file: Arguments) -> None:
 def _loader(file: Arguments) -> None:
     order = str(file.take("train_sampling_strategy", "random")).lower()
     if order not in ("random", "sequential"):
-        file.refuse("train_sampling_strategy", _REFUSED["group_by_length"])
+        file.refuse("train_sampling_strategy", REFUSED["group_by_length"])
     file.loader = {"batch_size": int(file.take("per_device_train_batch_size", 8)), "shuffle": order == "random"}
-    names = {"drop_last": False, "num_workers": 0, "pin_memory": True, "persistent_workers": False, "prefetch_factor": None, "in_order": True}
+    names = {
+        "drop_last": False,
+        "num_workers": 0,
+        "pin_memory": True,
+        "persistent_workers": False,
+        "prefetch_factor": None,
+        "in_order": True,
+    }
     for name, usual in names.items():
         value = file.take(f"dataloader_{name}", usual)
         if value != usual or (name == "pin_memory" and value):
@@ -356,6 +302,11 @@ def _loader(file: Arguments) -> None:
     more = file.take("accelerator_config")
     if isinstance(more, Mapping):
         if flag(more.get("split_batches", False)):
-            file.refuse("accelerator_config", "split_batches: batch_size is that of one rank; Fit(global_batch_size=) fixes the whole")
+            file.refuse(
+                "accelerator_config",
+                "split_batches: batch_size is that of one rank; Fit(global_batch_size=) fixes the whole",
+            )
         if more.get("even_batches", True) is False or more.get("dispatch_batches"):
-            file.notes.append("accelerator_config: each sample is used once, by the rank whose turn it is; no batch is filled up")
+            file.notes.append(
+                "accelerator_config: each sample is used once, by the rank whose turn it is; no batch is filled up"
+            )

@@ -14,13 +14,9 @@ MODULE = {
     "CHECKPOINT_HYPER_PARAMS_TYPE": _KEYS,
     "allow_zero_length_dataloader_with_multiple_devices": "a rank without data runs repeated batches that do not count",
     "device_mesh": "strategy='mesh' or a MeshParallel object has the mesh",
-    "example_input_array": "define it yourself where you need it",
     "fabric": "your own loop uses engine.Engine",
-    "on_gpu": "use self.device.type != 'cpu'",
     "remove_ignored_hparams": "use save_hyperparameters(ignore=...)",
-    "to_onnx": "use torch.onnx.export(module, (sample,), path)",
     "to_tensorrt": "use torch_tensorrt.compile(module)",
-    "to_torchscript": "use torch.jit.script(module), or torch.export",
 }
 DATA = {
     "CHECKPOINT_HYPER_PARAMS_KEY": _KEYS,

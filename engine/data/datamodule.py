@@ -33,7 +33,7 @@ class DataModule:
 
     def __getattr__(self, name: str) -> Any:
         if name == "trainer":
-            if (run := self.__dict__.get("_run")) is None:
+            if (run := self.__dict__.get("_attached_run")) is None:
                 raise AttributeError(
                     f"{type(self).__name__}.trainer is there during a Fit run only", name=name, obj=self
                 )
@@ -42,7 +42,7 @@ class DataModule:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle, for a loader's worker processes too, belongs to no run.
-        return {name: value for name, value in self.__dict__.items() if name != "_run"}
+        return {name: value for name, value in self.__dict__.items() if name != "_attached_run"}
 
     trainer: Any
     """The run under the names of Lightning's ``Trainer``, to read; outside of a run an ``AttributeError``."""
@@ -52,7 +52,7 @@ class DataModule:
 
     def attach(self, run: Any) -> None:
         """Enter a ``run`` (leave it: ``None``); called by it."""
-        self._run = run
+        self._attached_run = run
 
     def prepare_data(self) -> None:
         """Download or convert data on disk; must not set state, since only one process of a machine runs it."""
@@ -115,18 +115,18 @@ class DataModule:
         return initial(self)
 
     @classmethod
-    def load_from_checkpoint(cls, path: str | Path, **overrides: Any) -> Self:
+    def load_from_checkpoint(cls, checkpoint_path: str | Path, **overrides: Any) -> Self:
         """A new data module of this class with a checkpoint's hyperparameters and state; opening it runs no code from it.
 
         Args:
-            path: a checkpoint, or a folder, whose newest checkpoint is used; a directory or a URL that fsspec knows.
+            checkpoint_path: a checkpoint, or a folder, whose newest checkpoint is used; a directory or a URL that fsspec knows.
             overrides: other arguments of the constructor; they win over the saved hyperparameters.
 
         Raises:
             FileNotFoundError, DamagedCheckpoint: there is none, or it is damaged.
             TypeError: a constructor argument is missing, or an override is not one; the message names it.
         """
-        return load_datamodule(cls, path, overrides)
+        return load_datamodule(cls, checkpoint_path, overrides)
 
     @classmethod
     def from_datasets(

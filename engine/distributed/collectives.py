@@ -94,6 +94,36 @@ def gather(group: Group, tree: Any) -> Any:
     return _rebuild(tree, results)
 
 
+def stack(group: Group, tree: Any, sync_grads: bool = False) -> Any:
+    """``tree`` with each tensor ``[...]`` replaced by those of all ranks ``[world_size, ...]``; on one process as they are.
+
+    Args:
+        sync_grads: keep the graph: in the backward pass, which all ranks run together, each rank's tensor gets the sum of all ranks' gradients
+            for it.
+
+    Raises:
+        ValueError: as :func:`gather`.
+    """
+    if group.cpu is None:
+        return tree
+    if sync_grads:
+        return map_tensors(lambda tensor: _Stacked.apply(group, tensor), tree)
+    return gather(group, map_tensors(lambda tensor: tensor.detach()[None], tree))
+
+
+class _Stacked(torch.autograd.Function):
+    """One tensor of :func:`stack` with a graph."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, tensor: Tensor) -> Any:
+        ctx.group = group
+        return gather(group, tensor[None])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, all_reduce(ctx.group, gradients[0])[ctx.group.rank]
+
+
 def gather_row(group: Group, row: Tensor) -> Tensor:
     """A CPU tensor ``[n]`` of every rank as ``[world size, n]``, in one collective. The caller guarantees equal ``n`` and dtype: nothing
     checks them here (:func:`gather` does, at three times the cost)."""

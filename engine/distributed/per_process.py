@@ -58,7 +58,10 @@ def before_others(group: Group, first: bool) -> Iterator[None]:
 
 
 def part(inputs: Any, rank: int, world_size: int, pad: bool) -> Any:
-    """One rank's contiguous slice of a list, tuple, tensor, or dict of them; ``pad``: repeat the last item so that all have the same length.
+    """One rank's contiguous slice of a list, tuple, tensor, ``datasets.Dataset``, or dict of them.
+
+    Args:
+        pad: repeat the last item so that all have the same length.
 
     Raises:
         TypeError: another kind of object.
@@ -75,8 +78,13 @@ def part(inputs: Any, rank: int, world_size: int, pad: bool) -> Any:
         )
     length, larger = divmod(len(inputs), world_size)
     low = rank * length + min(rank, larger)
-    mine = inputs[low : low + length + (rank < larger)]
-    missing = (length + (larger > 0)) - len(mine)
+    own = range(low, low + length + (rank < larger))
+    missing = (length + (larger > 0)) - len(own)
+    if hasattr(inputs, "select") and not isinstance(
+        inputs, Tensor
+    ):  # a dataset of the package datasets: its slices are dicts of columns
+        return inputs.select([*own, *[len(inputs) - 1] * (missing if pad and len(inputs) else 0)])
+    mine = inputs[own.start : own.stop]
     if pad and missing and len(inputs):
         last = inputs[-1:]
         mine = torch.cat([mine, *[last] * missing]) if isinstance(inputs, Tensor) else mine + last * missing

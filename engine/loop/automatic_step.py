@@ -142,7 +142,7 @@ def in_parts(run: Run, batch: Any, index: int) -> Any:
 
     def step(part: Any, samples: int) -> Any:
         recorder.size, recorder.batch = samples if size else 0, part
-        return loss_in(module.training_step(part, index), type(module).__name__)
+        return loss_in(run.training_step(part, index), type(module).__name__)
 
     try:
         return run.engine.forward_backward(step, batch)

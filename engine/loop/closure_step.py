@@ -15,14 +15,15 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from engine.loop.automatic_step import Automatic, backward, matched_only, warn_unfed
+from engine.loop.hook_arguments import fitted
 from engine.loop.run import Run
 from engine.metrics.torchmetrics_states import unchanged
-from engine.module import overrides
+from engine.module import TrainModule, overrides
 from engine.step.share import Share
 from engine.step.wrappers import PreparedOptimizer
 from engine.utils import accelerator
 
-OF_THE_STEP = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
+OF_THE_STEP = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "clip_gradients")
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
@@ -62,7 +63,9 @@ class ByClosure(Automatic):
         self.keeps = any(each.needs_closure for each in self.optimizers)
         """Whether the window's micro-batches are kept, so that the whole window can be evaluated again."""
         self.zeroes_first = overrides(run.module, "optimizer_zero_grad")
-        self.clips = overrides(run.module, "configure_gradient_clipping")
+        self.clips = overrides(run.module, "configure_gradient_clipping") or overrides(run.module, "clip_gradients")
+        clipping = run.module.configure_gradient_clipping
+        self._clipping = fitted(clipping, run.module, "configure_gradient_clipping", TrainModule)
         self._own_backward = overrides(run.module, "backward")
         self._apart = self.clips or self.keeps or len(self.optimizers) > 1
         self._limits = {"max_norm": run.max_norm, "max_value": run.max_value}
@@ -265,7 +268,7 @@ class ByClosure(Automatic):
                 hook(run, run.module, optimizer.optimizer)
         if self.clips:
             for optimizer in self.optimizers:
-                run.module.configure_gradient_clipping(
+                self._clipping(
                     optimizer.optimizer, run.settings.gradient_clip_val, run.settings.gradient_clip_algorithm
                 )
         if self._apart:

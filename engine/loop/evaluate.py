@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from engine.data.prepared_loader import PreparedLoader
 from engine.distributed.collectives import gather_object
 from engine.loop.live_metrics import Pending
 from engine.loop.run import Run
+from engine.loop.step_arguments import fitted_step
 from engine.metrics.recorder import Recorder
 from engine.metrics.torchmetrics_states import unchanged
 from engine.metrics.torchmetrics_values import put_back
 from engine.module import overrides
+from engine.utils.log import warn_once
 from engine.utils.seed import isolated
 from engine.utils.tree import map_tensors, whole
 
@@ -58,6 +61,7 @@ def evaluate(
     """
     hooks, module, outer = run.hooks, run.module, run.recorder
     several = len(loaders) > 1
+    step = fitted_step(module, f"{name}_step", step, several)
     suffixes = [f"/dataloader_idx_{i}" if several else "" for i in range(len(loaders))]
     *recorders, common = every = [
         run.engine.recorder(on_step=False, on_epoch=True, suffix=suffix) for suffix in [*suffixes, ""]
@@ -113,9 +117,11 @@ def predict(run: Run, loaders: Sequence[PreparedLoader], keep: bool = True) -> l
         call_all(run, run.hooks.on_predict_start)
         call_all(run, run.hooks.on_predict_epoch_start)
         run.engine.share_buffers(run.module)
+        run.module.log_with(partial(unreported, "in a prediction", "return the value from predict_step"))
+        step = fitted_step(run.module, "predict_step", run.method("predict_step"), len(loaders) > 1)
         for index, loader in enumerate(loaders):
             several = index if len(loaders) > 1 else None
-            outputs = batches(run, loader, "predict", run.method("predict_step"), several, None)
+            outputs = batches(run, loader, "predict", step, several, None)
             if not keep:
                 deque(outputs, maxlen=0)
                 results.append([])
@@ -127,6 +133,11 @@ def predict(run: Run, loaders: Sequence[PreparedLoader], keep: bool = True) -> l
         call_all(run, run.hooks.on_predict_epoch_end)
         call_all(run, run.hooks.on_predict_end)
     return results
+
+
+def unreported(when: str, instead: str, name: Any, *args: Any) -> None:
+    """What ``log`` does when nothing is reported any more."""
+    warn_once(f"log({name!r}) {when} is not reported: {instead}")
 
 
 _NOTHING = object()

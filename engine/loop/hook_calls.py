@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from engine.loop.hook_arguments import check, fitted
 from engine.utils.errors import HangError
 from engine.utils.log import logger
 from engine.utils.overrides import overridden
@@ -70,6 +71,7 @@ class Hooks:
     def __init__(self, callbacks: Sequence[Hooked], module: nn.Module, base: type, module_base: type) -> None:
         self._failed: dict[int, set[str]] = {}  # by id of a callback: the events in which it failed
         self._owners: dict[str, list[str]] = {}  # whose the hooks of each event are
+        check(module, module_base)
         early = [c for c in callbacks if not c.runs_last]
         late = [c for c in callbacks if c.runs_last]
         for event in (name for name in vars(base) if name.startswith("on_") or name in ("setup", "teardown")):
@@ -106,6 +108,7 @@ class Hooks:
         method: Hook | None = getattr(callback, event, None)
         if method is None or getattr(method, "__func__", None) is getattr(base, event):
             return None
+        method = fitted(method, callback, event, base)
         if event == "on_log" and callback.is_logger:
             method = _for_a_logger(method)
         return method if callback.critical or event == "setup" else self._surviving(callback, event, method)
@@ -154,7 +157,7 @@ def _of_module(module: nn.Module, base: type, event: str) -> Hook | None:
     """The module's own hook with a callback's signature."""
     if not overridden(module, event, base):
         return None
-    method = getattr(module, event)
+    method = fitted(getattr(module, event), module, event, base)
 
     def hook(run: Any, module: nn.Module, *args: Any) -> Any:
         return method(*args)

@@ -15,6 +15,7 @@ from engine.data.sampler import mixed
 from engine.distributed import relaunch
 from engine.loop.checkpoint_events import announce
 from engine.loop.evaluate import Preempted
+from engine.loop.hook_arguments import fitted
 from engine.loop.run import Run
 from engine.loop.signals import interruptible
 from engine.loop.torch_flags import switched
@@ -104,7 +105,7 @@ def _set_up(run: Run, datamodule: DataModule | None) -> None:
     if overrides(module, "prepare_data"):
         _prepare_data(run, module)
     if datamodule is not None:
-        datamodule.setup(stage)
+        fitted(datamodule.setup, datamodule, "setup", DataModule)(stage)
     for hook in run.hooks.setup:
         hook(run, module, stage)
     if not module.built:
@@ -147,7 +148,8 @@ def _tear_down(run: Run, datamodule: DataModule | None) -> None:
     module, failed = run.module, run.exception is not None
     steps: list[Callable[[], Any]] = [partial(hook, run, module, run.stage) for hook in run.hooks.teardown]
     if datamodule is not None:
-        steps += [partial(datamodule.teardown, run.stage), partial(datamodule.attach, None)]
+        end = fitted(datamodule.teardown, datamodule, "teardown", DataModule)
+        steps += [partial(end, run.stage), partial(datamodule.attach, None)]
     steps += [partial(module.attach, None), run.release]
     for step in steps:
         try:

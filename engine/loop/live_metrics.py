@@ -144,3 +144,9 @@ def _epoch(slot: Slot) -> Any:
 def _value(reduce: str, values: list[Any], weights: list[Any]) -> Any:
     total, weight = reduced(values, weights, reduce)
     return total / weight if reduce == "mean" else total
+
+
+def withheld(run: Any) -> frozenset[str]:
+    """The names that were logged with ``logger=False``."""
+    names: frozenset[str] = run.withheld | run.live.training.withheld_names() | run.recorder.withheld_names()
+    return names

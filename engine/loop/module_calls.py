@@ -6,14 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from engine.checkpoint.storage import same, split
 from engine.checkpoint.writer import Content, Saver
+from engine.distributed.collectives import stack
 from engine.metrics import media
 from engine.step.wrappers import raw
 from engine.utils.errors import nearest
 from engine.utils.log import warn_once
 from engine.utils.parameters import parameters_of
-from engine.utils.tree import map_tensors
 
 
 def manual_backward(run: Any, loss: Any, *args: Any, **kwargs: Any) -> None:
@@ -55,11 +57,27 @@ def log_media(run: Any, kind: str, name: str, value: Any, **options: Any) -> Non
             hook(run, run.module, kind, name, taken, options)
 
 
-def all_gather(run: Any, data: Any) -> Any:
-    """The tensors in ``data`` of all ranks, stacked; on one process as they are."""
-    if run.world_size == 1:
-        return data
-    return run.engine.gather(map_tensors(lambda tensor: tensor.detach()[None], data))
+def all_gather(run: Any, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+    """The tensors in ``data``, and its numbers as tensors, of all ranks.
+
+    Raises:
+        ValueError: a ``group`` of some ranks only.
+    """
+    if group is not None and group.size() != run.world_size:
+        raise ValueError(
+            f"all_gather(group=...) is a group of {group.size()} rank(s), but values are gathered over all {run.world_size}: leave it out, "
+            "or call torch.distributed.all_gather with it"
+        )
+    return stack(run.engine.group, _with_tensors(data, run.device), sync_grads)
+
+
+def _with_tensors(tree: Any, device: torch.device) -> Any:
+    """``tree`` with its numbers as tensors."""
+    if isinstance(tree, (bool, int, float)):
+        return torch.tensor(tree, device=device)
+    if type(tree) in (list, tuple):
+        return type(tree)(_with_tensors(each, device) for each in tree)
+    return {key: _with_tensors(each, device) for key, each in tree.items()} if type(tree) is dict else tree
 
 
 def save_at(run: Any, where: Path | str, content: Callable[..., Content]) -> Path | str:

@@ -81,6 +81,8 @@ class Run:
     """A step is done: from now on ``timeout`` applies instead of ``start_timeout``."""
     optimization: Any = None
     """How each micro-batch and each window is processed, an :class:`engine.loop.automatic_step.Automatic`; in trainings only."""
+    training_step: Callable[..., Any]
+    """The module's own ``training_step``, for a batch and its number; in trainings only."""
     backward: Callable[..., Any]
     """The backward pass: the engine's, or the module's overridden ``backward``."""
     withheld: frozenset[str] = frozenset()
@@ -114,6 +116,8 @@ class Run:
     """Makes the training loader now, where somebody asks for the number of steps before it is made; in trainings only."""
     evaluating = False
     """A validation, test or prediction is under way, in a training too."""
+    loaders: list[PreparedLoader]
+    """All loaders that this run has prepared."""
     given_loaders: dict[str, tuple[Any, list[PreparedLoader]]]
     """Of each kind, the loaders in the form in which they were given, and prepared."""
     stop_level = 0
@@ -150,9 +154,7 @@ class Run:
         self.checkpoint_scores: dict[str, float | None] = {}
         self.keep_in(settings.root_dir / "checkpoints")
         self.val_loaders: list[PreparedLoader] = []
-        self.given_loaders = {}
-        self.loaders: list[PreparedLoader] = []
-        """All loaders that this run has prepared."""
+        self.given_loaders, self.loaders = {}, []
         self.num_eval_batches: list[int | None] = []
         self.max_steps: int | None = settings.max_steps
         self.max_epochs: int | None = settings.max_epochs
@@ -248,8 +250,7 @@ class Run:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """The module's and the data module's ``save_hyperparameters`` as JSON values, without secrets and without those saved with
-        ``logger=False``: for loggers."""
+        """What the module and the data module have saved for loggers (``save_hyperparameters``) as JSON values, without secrets."""
         found: dict[str, Any] = without_secrets(
             plain(as_data({**for_loggers(self.datamodule), **for_loggers(self.module)}))
         )
@@ -581,9 +582,9 @@ class Run:
         """
         module_calls.log_media(self, kind, name, value, **options)
 
-    def all_gather(self, data: Any) -> Any:
-        """Implements ``module.all_gather`` of ``data``."""
-        return module_calls.all_gather(self, data)
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Implements ``module.all_gather`` of ``data``, with its arguments ``group`` and ``sync_grads``."""
+        return module_calls.all_gather(self, data, group, sync_grads)
 
     def result(self) -> Result:
         """The result that ``Fit.run`` returns."""

@@ -23,6 +23,7 @@ from engine.loop.closure_step import OF_THE_STEP, ByClosure, needs_closure, refu
 from engine.loop.given_loaders import is_loader
 from engine.loop.manual_optimization import ManualOptimizer
 from engine.loop.run import Run
+from engine.loop.step_arguments import fitted_step
 from engine.loop.step_count import steps_of
 from engine.metrics.torchmetrics_values import joined
 from engine.module import TrainModule, overrides
@@ -128,12 +129,14 @@ def training(run: Run, train_loader: Any, val_loaders: Any, datamodule: DataModu
     module = run.module
     if type(module).training_step is TrainModule.training_step:
         raise TypeError(f"{type(module).__name__} must define training_step(self, batch, batch_idx)")
+    run.training_step = fitted_step(module, "training_step", module.training_step, training=True)
     training_loader(run, train_loader, datamodule)
     run.val_loaders = validation_loaders(run, val_loaders, datamodule)
     manual_checks(run)
     joined(module, run.engine.group, run.engine.data_group)
     minimum(run)
     place(run)
+    run.call = fitted_step(module, "training_step", run.call, training=True)
     optimizers(run)
 
 
@@ -166,6 +169,7 @@ def validation_loaders(run: Run, given: Any, datamodule: DataModule | None) -> l
         return []
     for loader in found:
         limit(loader, "limit_val_batches", settings.limit_val_batches)
+    fitted_step(module, "validation_step", module.validation_step, len(found) > 1)  # wrong ones are errors now
     not_empty(run, "validation", found)
     run.num_eval_batches = [loader.length for loader in found]
     return found
@@ -306,7 +310,7 @@ def optimization(run: Run, prepared: list[PreparedOptimizer]) -> Automatic:
         )
     if not module.automatic_optimization:
         for name in (*OF_THE_STEP, "lr_scheduler_step"):
-            if overrides(module, name):
+            if name != "clip_gradients" and overrides(module, name):
                 warn_once(
                     f"{type(module).__name__}.{name} is not called with automatic_optimization=False: call it in training_step"
                 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from engine.config.duration import NEVER
 from engine.health.watchdog import collective_limit
 from engine.loop.checkpoint_events import announce, finish
 from engine.loop.epoch_clock import EpochClock
-from engine.loop.evaluate import validate
+from engine.loop.evaluate import unreported, validate
 from engine.loop.rank_checks import checked
 from engine.loop.run import Run
 
@@ -44,6 +44,7 @@ def train(run: Run) -> None:
         if not reached_limit(run):
             next_epoch(run)
     run.publish_last()
+    run.module.log_with(partial(unreported, "after the training", "log it in on_train_epoch_end"))
 
 
 def train_epoch(run: Run) -> None:
@@ -179,9 +180,17 @@ def begin_epoch(run: Run) -> Iterator[Any]:
     locate(run)
     loader.resume(state.epoch, state.position, run.take_stream())
     plan_next(run)
-    for hook in run.hooks.on_train_epoch_start:
-        hook(run, run.module)
+    of_the_epoch(run, run.hooks.on_train_epoch_start)
     return checked(run, iter(loader)) if run.settings.check and not run.started else iter(loader)
+
+
+def of_the_epoch(run: Run, hooks: Sequence[Callable[..., Any]]) -> None:
+    """Call hooks outside of steps: what they log belongs to the epoch."""
+    recorder = run.recorder
+    recorder.size, recorder.on_step, recorder.on_epoch = 1, False, True
+    for hook in hooks:
+        hook(run, run.module)
+    recorder.on_step, recorder.on_epoch = True, False
 
 
 def end_epoch(run: Run) -> None:
@@ -194,10 +203,7 @@ def end_epoch(run: Run) -> None:
         run.publish_last()
     if whole and run.val_loaders and run.val_every.due(state.step, state.epoch + 1, run.elapsed_s, run.epochs):
         validate(run)
-    run.recorder.size, run.recorder.on_step, run.recorder.on_epoch = 1, False, True
-    for hook in run.hooks.on_train_epoch_end:
-        hook(run, module)
-    run.recorder.on_step, run.recorder.on_epoch = True, False
+    of_the_epoch(run, run.hooks.on_train_epoch_end)
     run.publish(run.recorder.epoch_values(clear=whole), run.recorder)
     if whole:
         for schedule in run.schedulers:

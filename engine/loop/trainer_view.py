@@ -10,7 +10,7 @@ import torch
 
 from engine.config.other_trainers import missing
 from engine.loop.given_loaders import shared_out
-from engine.loop.live_metrics import Values, live, live_shown
+from engine.loop.live_metrics import Values, live, live_shown, withheld
 from engine.loop.trainer_parts import StrategyView, TrainerState
 
 _RUN = "self.run is the run: run.settings, run.engine, run.stop(), ..."
@@ -21,8 +21,6 @@ ELSEWHERE = {
     ),
     "accelerator": "use trainer.strategy.root_device, or self.device",
     "barebones": "there is nothing to switch off",
-    "check_val_every_n_epoch": "use self.run.settings.val_every",
-    "device_ids": "use trainer.strategy.root_device",
     "distributed_sampler_kwargs": "use trainer.world_size and trainer.global_rank",
     "enable_validation": "use trainer.val_dataloaders",
     **dict.fromkeys(("fit_loop", "validate_loop", "test_loop", "predict_loop"), _LOOPS),
@@ -31,7 +29,6 @@ ELSEWHERE = {
     **dict.fromkeys(("precision_plugin", "scaler"), "use trainer.precision, and self.run.engine"),
     "profiler": "use torch.profiler.record_function(name): callbacks=[Profiler()] shows it",
     "reload_dataloaders_every_n_epochs": "a dataset may read other files from set_epoch or in each pass",
-    "val_check_interval": "use self.run.settings.val_every",
 }
 """Names of Lightning's ``Trainer`` that a view does not have: what to use."""
 
@@ -171,6 +168,26 @@ class TrainerView:
     )
 
     @property
+    def check_val_every_n_epoch(self) -> int | None:
+        """Epochs from one validation to the next; 1 if there are several in an epoch, ``None`` if they do not follow epochs."""
+        every = self._run.settings.val_every
+        return max(1, int(every.value)) if every is not None and every.unit == "epochs" else None
+
+    @property
+    def val_check_interval(self) -> int | float:
+        """From one validation to the next, a fraction of an epoch, or a number of micro-batches.
+
+        Raises:
+            ValueError: validations come by the clock, or never.
+        """
+        every = self._run.settings.val_every
+        if every is None or every.unit == "seconds":
+            raise ValueError(f"val_check_interval: here it is val_every={every}, which no number of batches says")
+        if every.unit == "epochs":
+            return min(1.0, float(every.value))
+        return int(every.value) * self.accumulate_grad_batches
+
+    @property
     def accumulate_grad_batches(self) -> int:
         """Micro-batches of an optimizer step in this epoch."""
         return int(self._run.window_at(self._run.state.epoch))
@@ -196,10 +213,11 @@ class TrainerView:
 
     @property
     def logged_metrics(self) -> Values:
-        """:attr:`callback_metrics` without ``x`` where there is ``x_step`` or ``x_epoch``."""
+        """:attr:`callback_metrics` without ``x`` where there is ``x_step`` or ``x_epoch``, and without what loggers do not get."""
         found = self.callback_metrics
         forked = {name.removesuffix(end) for name in found for end in ("_step", "_epoch") if name.endswith(end)}
-        return Values({name: value for name, value in found.items() if name not in forked})
+        left = forked | withheld(self._run)
+        return Values({name: value for name, value in found.items() if name not in left})
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -318,6 +336,9 @@ class TrainerView:
     local_rank = property(lambda self: self._run.local_rank, doc="This process's number on its machine.")
     world_size = property(lambda self: self._run.world_size, doc="Processes of the job.")
     node_rank = property(lambda self: self._run.rank // self.num_devices, doc="This machine's number in the job.")
+    device_ids = property(
+        lambda self: _device_ids(self._run), doc="Numbers of the devices that this machine's processes use."
+    )
     num_nodes = property(lambda self: self._run.engine.group.environment.num_nodes, doc="Machines of the job.")
     num_devices = property(
         lambda self: self._run.engine.group.environment.local_world_size, doc="Processes of this machine."
@@ -367,6 +388,11 @@ class TrainerView:
 
 def _length(number: int | None) -> int | float:
     return math.inf if number is None else number
+
+
+def _device_ids(run: Any) -> list[int]:
+    devices = run.settings.devices
+    return list(devices if isinstance(devices, tuple) else range(run.engine.group.environment.local_world_size))
 
 
 def _limit(view: TrainerView, name: str) -> int | float:

@@ -107,7 +107,7 @@ def no_steps(name: str, on_epoch: bool) -> None:
     Raises:
         ValueError: and the epoch's value is not asked for.
     """
-    what = f"log({name!r}, on_step=True) in an evaluation or at an epoch's end, where values belong to no step"
+    what = f"log({name!r}, on_step=True) in an evaluation or at an epoch's start or end, where values belong to no step"
     if not on_epoch:
         raise ValueError(f"{what}: leave on_step out")
     warn_once(f"{what}: only the epoch's value is reported")

@@ -12,28 +12,40 @@ from typing import Any
 
 from torch import nn
 
-import engine
-from engine.interop.lightning_names import DATA, MODULE, REPLACED
+from engine.callback import Callback
+from engine.config.lightning_names import DATA, MODULE, REPLACED
 from engine.config.other_trainers_names import ATTRIBUTES, OTHERWISE
+from engine.data.combined_loaders import CombinedLoader
+from engine.data.datamodule import DataModule
+from engine.engine import Engine
+from engine.fit import Fit
+from engine.interop.lightning.refused import refused_class
+from engine.loop.run import Run
+from engine.loop.trainer_view import ELSEWHERE, TrainerView
 from engine.migrate.members import Member, member
 from engine.migrate.names import Api
+from engine.module import TrainModule
 from engine.utils.errors import nearest
+from engine.utils.seed import seed_everything
 
 AS_IS, INTEROP, CHANGE = "as is", "interop", "change"
 """The verdicts, from the best to the worst: works with ``engine``, works through ``engine.interop``, needs a change."""
-INTEROP_OF = {"lightning": "engine.interop.lightning", "accelerate": "engine.interop.accelerate"}
-RENAMED = {
-    "LightningModule": "TrainModule",
-    "LightningDataModule": "DataModule",
-    "Trainer": "Fit",
-    "Callback": "Callback",
-    "CombinedLoader": "CombinedLoader",
-    "Fabric": "Engine",
-    "Accelerator": "Engine",
-    "set_seed": "seed_everything",
-    "seed_everything": "seed_everything",
+INTEROP_OF = {
+    **dict.fromkeys(("lightning", "fabric"), "engine.interop.lightning"),
+    "accelerate": "engine.interop.accelerate",
 }
-"""Names of the libraries and what they are called in ``engine``."""
+RENAMED: dict[str, Any] = {
+    "LightningModule": TrainModule,
+    "LightningDataModule": DataModule,
+    "Trainer": Fit,
+    "Callback": Callback,
+    "CombinedLoader": CombinedLoader,
+    "Fabric": Engine,
+    "Accelerator": Engine,
+    "set_seed": seed_everything,
+    "seed_everything": seed_everything,
+}
+"""Names of the libraries, and what ``engine`` has in their place."""
 _SAME = {"callbacks": "callbacks", "loggers": "callbacks.loggers"}
 """Parts of Lightning, and our packages whose names mean the same there."""
 _ANSWERS = {
@@ -75,12 +87,16 @@ class Thing:
 
 @dataclass(frozen=True)
 class Counterpart:
-    """What stands for a name: ``where`` it is, and the object, if there is one."""
+    """What stands for a name: ``where`` it is, and the object, if there is one.
+
+    ``refused``: what to do instead of making an object of a class that can only be named.
+    """
 
     verdict: str
     where: str
     plain: Any = None
     translated: Any = None
+    refused: str = ""
 
 
 @functools.cache
@@ -90,18 +106,18 @@ def counterpart(api: Api) -> Counterpart:
     translated, there = _translated(api)
     if plain is not None:
         return Counterpart(AS_IS, where, plain, translated)
-    if said := refused(translated):
-        return Counterpart(CHANGE, said)
     if translated is not None:
-        return Counterpart(INTEROP, there, None, translated)
+        return Counterpart(INTEROP, there, None, translated, refused(translated))
     part = api.path.split(".")[0]
-    library = INTEROP_OF.get(api.library, "engine")
-    return Counterpart(CHANGE, _ANSWERS.get(part, f"{library} has nothing of this name"))
+    said = "it is private there" if api.name.startswith("_") else f"{INTEROP_OF[api.library]} has nothing of this name"
+    return Counterpart(CHANGE, _ANSWERS.get(part, said))
 
 
 def refused(found: object) -> str:
     """What to do instead of a class that can only be named, not made; empty for every other object."""
-    return str(getattr(found, "refused", "")) if inspect.isclass(found) else ""
+    made = getattr(found, "__init__", None) if inspect.isclass(found) else None
+    is_refused = getattr(made, "__qualname__", "").startswith(refused_class.__qualname__)
+    return (found.__doc__ or "").removeprefix("Cannot be made: ").rstrip(".") if is_refused else ""
 
 
 @functools.cache
@@ -116,7 +132,7 @@ def is_package(api: Api) -> bool:
 def _plain(api: Api) -> tuple[Any, str]:
     head, _, name = api.path.rpartition(".")
     if name in RENAMED:
-        return getattr(engine, RENAMED[name]), f"engine.{RENAMED[name]}"
+        return RENAMED[name], f"engine.{RENAMED[name].__name__}"
     package = _SAME.get(head.split(".")[0]) if api.library == "lightning" else None
     if package is not None:
         owner = importlib.import_module(package)
@@ -126,9 +142,7 @@ def _plain(api: Api) -> tuple[Any, str]:
 
 
 def _translated(api: Api) -> tuple[Any, str]:
-    package = INTEROP_OF.get(api.library)
-    if package is None:
-        return None, ""
+    package = INTEROP_OF[api.library]
     *head, name = api.path.split(".")
     for length in range(len(head), -1, -1):  # its own place first, then a shorter one
         place = ".".join([package, *head[:length]])
@@ -166,21 +180,17 @@ def things() -> Mapping[str, Thing]:
     trainer = _interop_class("lightning", "Trainer")
     return {
         "module": Thing(
-            "LightningModule", engine.TrainModule, _interop_class("lightning", "LightningModule"), of_module, False
+            "LightningModule", TrainModule, _interop_class("lightning", "LightningModule"), of_module, False
         ),
         "data": Thing(
-            "LightningDataModule", engine.DataModule, _interop_class("lightning", "LightningDataModule"), DATA, False
+            "LightningDataModule", DataModule, _interop_class("lightning", "LightningDataModule"), DATA, False
         ),
-        "callback": Thing(
-            "Callback", engine.Callback, _interop_class("lightning", "Callback"), REPLACED_TEXTS, False
-        ),
-        "trainer of a module": Thing("trainer", _view(), trainer, ATTRIBUTES["Run"]),
-        "trainer of a callback": Thing("trainer", engine.Run, trainer, ATTRIBUTES["Run"]),
-        "trainer": Thing("Trainer", engine.Fit, trainer, ATTRIBUTES["Fit"]),
-        "accelerator": Thing(
-            "Accelerator", engine.Engine, _interop_class("accelerate", "Accelerator"), ATTRIBUTES["Engine"]
-        ),
-        "fabric": Thing("Fabric", engine.Engine, None, ATTRIBUTES["Engine"]),
+        "callback": Thing("Callback", Callback, _interop_class("lightning", "Callback"), REPLACED_TEXTS, False),
+        "trainer of a module": Thing("trainer", TrainerView, trainer, {**ATTRIBUTES["Run"], **ELSEWHERE}),
+        "trainer of a callback": Thing("trainer", Run, trainer, ATTRIBUTES["Run"]),
+        "trainer": Thing("Trainer", Fit, trainer, ATTRIBUTES["Fit"]),
+        "accelerator": Thing("Accelerator", Engine, _interop_class("accelerate", "Accelerator"), ATTRIBUTES["Engine"]),
+        "fabric": Thing("Fabric", Engine, None, ATTRIBUTES["Engine"]),
     }
 
 
@@ -190,9 +200,3 @@ REPLACED_TEXTS = {name: f"it is never called: define {instead}" for name, instea
 def of_nn_module(name: str) -> bool:
     """Whether every ``nn.Module`` has the attribute."""
     return member(nn.Module, name) is not None
-
-
-def _view() -> type | None:
-    """The class of a module's ``trainer``."""
-    found = member(engine.TrainModule, "trainer")
-    return None if found is None else found.type

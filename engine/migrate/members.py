@@ -25,7 +25,7 @@ class Member:
 
 
 @functools.cache
-def member(cls: type, name: str) -> Member | None:
+def member(cls: Any, name: str) -> Member | None:
     """The attribute ``name`` of ``cls`` or of its objects; ``None``: there is none."""
     if hasattr(cls, name):  # False for the attributes that only raise an error
         found = inspect.getattr_static(cls, name)
@@ -41,10 +41,10 @@ def member(cls: type, name: str) -> Member | None:
     if any(name in inspect.get_annotations(each) or name in _set_by(each) for each in cls.__mro__):
         return Member(True)
     wrapped = getattr(cls, "of", None)  # what engine.interop.lightning's callbacks and loggers forward to
-    return member(wrapped, name) if inspect.isclass(wrapped) else None
+    return member(wrapped, name) if isinstance(wrapped, type) else None
 
 
-def signature(function: Callable[..., Any]) -> inspect.Signature | None:
+def signature(function: Any) -> inspect.Signature | None:
     """The parameters of a function or a class that a caller may give; ``None`` where Python cannot tell."""
     try:
         found = inspect.signature(function)

@@ -73,7 +73,12 @@ class ClassInfo:
         found: dict[str, ast.expr | None] = {}
         for method in self.methods.values():
             first = first_argument(method)
+            declared = {
+                id(each.target) for each in ast.walk(method) if isinstance(each, ast.AnnAssign) and not each.value
+            }
             for node in ast.walk(method):
+                if id(node) in declared:
+                    continue
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_named(node.value, first):
                     found.setdefault(node.attr, None)
                 elif isinstance(node, ast.Assign):
@@ -85,9 +90,7 @@ class ClassInfo:
     @cached_property
     def own(self) -> set[str]:
         """Every name that this class or one of its bases in the sources defines."""
-        return {
-            name for each in self.family for name in (*each.methods, *each.class_attributes, *each.set_on_self)
-        }
+        return {name for each in self.family for name in (*each.methods, *each.class_attributes, *each.set_on_self)}
 
 
 Meaning: TypeAlias = "Api | ClassInfo | str | None"

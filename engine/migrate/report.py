@@ -14,7 +14,12 @@ from engine.migrate.sources import Unread, read
 from engine.migrate.uses import Finder, Use, kind_of
 
 VERDICTS = (AS_IS, INTEROP, CHANGE)
-KINDS = {"module": "LightningModules", "data": "LightningDataModules", "callback": "callbacks", "other": "other classes"}
+KINDS = {
+    "module": "LightningModules",
+    "data": "LightningDataModules",
+    "callback": "callbacks",
+    "other": "other classes",
+}
 
 
 @dataclass(frozen=True)
@@ -43,11 +48,14 @@ class Report:
     unread: list[Unread]
     files: int
 
+    @property
+    def works(self) -> bool:
+        """Whether nothing needs a change, and everything was read."""
+        return not self.unread and all(each.verdict != CHANGE for each in self.uses)
+
     def counts(self, kind: str, package: str | None = None) -> dict[str, int]:
         """The classes of a kind (of one package) by verdict."""
-        found = Counter(
-            each.verdict for each in self.classes if each.kind == kind and package in (None, each.package)
-        )
+        found = Counter(each.verdict for each in self.classes if each.kind == kind and package in (None, each.package))
         return {verdict: found[verdict] for verdict in VERDICTS}
 
 
@@ -90,7 +98,9 @@ def as_json(report: Report) -> dict[str, Any]:
         "files": report.files,
         "unread": [{"path": str(each.path), "line": each.line, "message": each.message} for each in report.unread],
         "summary": {
-            package: {kind: report.counts(kind, package) for kind in KINDS if any(report.counts(kind, package).values())}
+            package: {
+                kind: report.counts(kind, package) for kind in KINDS if any(report.counts(kind, package).values())
+            }
             for package in packages
         },
         "classes": [

@@ -78,12 +78,16 @@ def _files(top: Path, exclude: Sequence[str]) -> Iterator[Path]:
 
 
 def _module_name(path: Path, top: Path) -> tuple[str, bool]:
-    """The dotted name from the outermost folder with an ``__init__.py``, or else from ``top``; and whether it is a package's own file."""
+    """The dotted name, and whether it is a package's own file.
+
+    Packages start at the outermost folder with an ``__init__.py``; other files are named from ``top`` on.
+    """
     path, top = path.resolve(), top.resolve()
     is_package = path.name == "__init__.py"
     parts = [] if is_package else [path.stem]
     folder = path.parent
-    while (folder / "__init__.py").exists() or (folder != top and top in folder.parents):
+    regular = (folder / "__init__.py").exists()
+    while (folder / "__init__.py").exists() or (not regular and folder != top and top in folder.parents):
         parts.append(folder.name)
         folder = folder.parent
     return ".".join(reversed(parts)) or path.parent.name, is_package

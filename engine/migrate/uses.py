@@ -6,29 +6,15 @@ import ast
 from collections import ChainMap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from inspect import Parameter, Signature
+from typing import Any
 
-from engine.interop.lightning_names import REPLACED
-from engine.config.other_trainers_names import ARGUMENTS, NAMES, OTHERWISE
-from engine.migrate.counterparts import (
-    AS_IS,
-    CHANGE,
-    INTEROP,
-    Thing,
-    counterpart,
-    is_package,
-    of_nn_module,
-    things,
-)
-from engine.migrate.members import Member, member, rejected, signature
+from engine.config.lightning_names import REPLACED
+from engine.migrate.calls import Side, decided, takes, trainer_arguments
+from engine.migrate.counterparts import AS_IS, CHANGE, INTEROP, Thing, counterpart, is_package, of_nn_module, things
+from engine.migrate.members import member, signature
 from engine.migrate.names import Api, ClassInfo, Names, first_argument
+from engine.migrate.objects import KINDS, MADE, PASSED, PLAIN, Known, kind_of, thing_of
 from engine.migrate.sources import Source
-
-MADE = {"Trainer": "trainer", "Accelerator": "accelerator", "Fabric": "fabric"}
-"""Classes whose objects are followed, and what they are."""
-KINDS = {"LightningModule": "module", "LightningDataModule": "data", "Callback": "callback"}
-_PASSED = {"trainer": "trainer of a callback", "pl_module": "module"}
-"""What the names of arguments stand for in classes of Lightning."""
 
 
 @dataclass(frozen=True)
@@ -49,39 +35,6 @@ class Use:
         return self.source.place(getattr(self.node, "lineno", 1))
 
 
-@dataclass(frozen=True)
-class Known:
-    """An object that an expression gives: a thing of a library, of the user's class ``cls`` if it has one."""
-
-    thing: Thing
-    cls: ClassInfo | None = None
-
-
-def kind_of(cls: ClassInfo) -> str:
-    """``"module"``, ``"data"``, ``"callback"``, ``"other"`` (of the libraries) or an empty string (none of theirs)."""
-    for base in cls.foreign:
-        if base.name in KINDS:
-            return KINDS[base.name]
-        if base.path.startswith("callbacks."):
-            return "callback"
-    return "other" if cls.foreign else ""
-
-
-def thing_of(cls: ClassInfo) -> Thing | None:
-    """What an object of the user's class is."""
-    kind = kind_of(cls)
-    if not kind:
-        return None
-    base = next((each for each in cls.foreign if KINDS.get(each.name) == kind), None) or cls.foreign[0]
-    if KINDS.get(base.name) == kind:
-        return things()[kind]
-    found = counterpart(base)
-    plain, translated = (each if isinstance(each, type) else None for each in (found.plain, found.translated))
-    if plain is None and translated is None and kind == "callback":
-        return things()[kind]
-    return Thing(base.name, plain, translated, closed=False)
-
-
 class Finder(ast.NodeVisitor):
     """Walks one source. ``users``: for each class, those of the libraries' classes that inherit from it."""
 
@@ -91,7 +44,9 @@ class Finder(ast.NodeVisitor):
         self._class: ClassInfo | None = None
         self._self: Known | None = None
         self._known: ChainMap[str, Known] = ChainMap()
-        self._seen: set[int] = set()
+        self._bases: set[int] = set()  # the ids of the expressions that name base classes
+        trainers = [each for each in names.classes if any(base.name == "Trainer" for base in each.foreign)]
+        self._own_of_trainers = {name for each in trainers for name in each.own}
         self._classes = {id(each.node): each for each in names.classes if each.source is source}
 
     # -- scopes -----------------------------------------------------------------------------------------------------------------
@@ -104,6 +59,7 @@ class Finder(ast.NodeVisitor):
             user = next(iter(self.users.get(self._class, ())), None)
             thing = None if user is None else thing_of(user)
         self._self = None if thing is None else Known(thing, self._class)
+        self._bases.update(map(id, node.bases))
         self.generic_visit(node)
         self._class, self._self = outer
 
@@ -119,7 +75,7 @@ class Finder(ast.NodeVisitor):
             self.visit(statement)
         self._known = self._known.parents
 
-    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
+    visit_AsyncFunctionDef = visit_FunctionDef
 
     def _arguments(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, Known]:
         """What is known of a function's arguments."""
@@ -128,17 +84,16 @@ class Finder(ast.NodeVisitor):
         for each in arguments:
             if each.annotation is not None and (known := self._of_annotation(each.annotation)) is not None:
                 found[each.arg] = known
-            elif self._self is not None and each.arg in _PASSED:
-                found[each.arg] = Known(things()[_PASSED[each.arg]])
+            elif self._self is not None and each.arg in PASSED:
+                found[each.arg] = Known(things()[PASSED[each.arg]])
         method = self._class is not None and self._class.methods.get(node.name) is node
-        if method and self._self is not None:
-            if self._self.thing.label != "LightningModule" and member(things()["callback"].plain, node.name):  # type: ignore[arg-type]
-                hook = [each.arg for each in node.args.args[1:3]]
-                roles = ("trainer of a callback", "module")
-                if kind_of(self._class) == "callback":  # type: ignore[arg-type]
-                    found.update({name: Known(things()[role]) for name, role in zip(hook, roles, strict=False)})
-            if (first := first_argument(node)) is not None:
-                found[first] = self._self
+        is_callback = self._class is not None and kind_of(self._class) == "callback"
+        if method and is_callback and member(things()["callback"].plain, node.name):
+            hook = [each.arg for each in node.args.args[1:3]]
+            roles = ("trainer of a callback", "module")
+            found.update({name: Known(things()[role]) for name, role in zip(hook, roles, strict=False)})
+        if method and self._class is not None and (first := first_argument(node)) is not None:
+            found[first] = self._self or Known(PLAIN, self._class)
         return found
 
     def _of_annotation(self, annotation: ast.expr) -> Known | None:
@@ -162,8 +117,10 @@ class Finder(ast.NodeVisitor):
             self._assign(target, node.value)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        self.generic_visit(node)
-        if node.value is not None:
+        self.visit(node.annotation)
+        if node.value is not None:  # without a value nothing is set
+            self.visit(node.target)
+            self.visit(node.value)
             self._assign(node.target, node.value)
 
     def visit_With(self, node: ast.With | ast.AsyncWith) -> None:
@@ -265,17 +222,22 @@ class Finder(ast.NodeVisitor):
         head, _, name = api.path.rpartition(".")
         owner = counterpart(Api(api.library, head)) if head else None
         if owner is not None and (isinstance(owner.plain, type) or isinstance(owner.translated, type)):
-            classes = (each if isinstance(each, type) else None for each in (owner.plain, owner.translated))
-            self._member_of(node, Thing(head.rpartition(".")[2], *classes), name, call, api.library)
+            plain, translated = (each if isinstance(each, type) else None for each in (owner.plain, owner.translated))
+            self._member_of(node, Thing(head.rpartition(".")[2], plain, translated), name, call, api.library)
             return True
         found = counterpart(api)
+        if found.refused and (call is not None or id(node) in self._bases):
+            self._add(node, api.library, api.name, CHANGE, found.refused)
+            return True
         if call is None or found.verdict == CHANGE:
             self._add(node, api.library, api.name, found.verdict, found.where)
             return True
-        sides = [None if each is None else signature(each) for each in (found.plain, found.translated)]
-        ours = found.plain.__name__ if found.plain is not None else ""
-        arguments = f"{ours}.__init__" if isinstance(found.plain, type) else ours
-        self._called(node, api.library, api.name, call, sides, arguments, found.where)
+        sides = [_side_of(each) for each in (found.plain, found.translated)]
+        said = trainer_arguments(call, sides[1].call) if api.name == "Trainer" and sides[1].call is not None else ""
+        if said:
+            self._add(node, api.library, f"{api.name}()", CHANGE, said)
+        else:
+            self._called(node, api.library, api.name, call, sides, found.where)
         return True
 
     def _member(self, node: ast.Attribute, owner: Known, call: ast.Call | None) -> None:
@@ -299,53 +261,33 @@ class Finder(ast.NodeVisitor):
             return
         members = thing.has(name)
         if isinstance(getattr(node, "ctx", None), ast.Store):
-            if thing.closed or any(members):
+            if any(members) or (thing.closed and name in thing.answers):
                 verdict = _first(bool(each and each.settable) for each in members)
                 what = "" if verdict != CHANGE else f"it cannot be set: {thing.instead(name)}"
                 self._add(node, library, f"{thing.label}.{name} =", verdict, what)
             return
         if not any(members):
+            if thing.label.lower() == "trainer" and name in self._own_of_trainers:
+                return
             if thing.closed or name in thing.answers:
                 self._add(node, library, f"{thing.label}.{name}", CHANGE, thing.instead(name))
             return
         if call is None:
             self._add(node, library, f"{thing.label}.{name}", AS_IS if members[0] else INTEROP)
             return
-        sides: list[Signature | None] = [_call_of(each) for each in members]
-        missing = [each is None for each in members]
         ours = "" if thing.plain is None else f"{thing.plain.__name__}.{name}"
-        self._called(node, library, f"{thing.label}.{name}", call, sides, ours, "", missing)
+        sides = [Side(each is not None, None if each is None else each.call, ours) for each in members]
+        self._called(node, library, f"{thing.label}.{name}", call, sides)
 
     def _called(
-        self,
-        node: ast.expr,
-        library: str,
-        name: str,
-        call: ast.Call,
-        sides: Sequence[Signature | None],
-        ours: str,
-        where: str,
-        missing: Sequence[bool] = (False, False),
+        self, node: ast.expr, library: str, name: str, call: ast.Call, sides: Sequence[Side], where: str = ""
     ) -> None:
         """A call: as is where our function takes its arguments, through interop where that one does."""
-        keywords = [each.arg for each in call.keywords if each.arg is not None]
-        positional = sum(not isinstance(each, ast.Starred) for each in call.args)
-        wrong: list[list[str] | None] = []
-        for side, absent in zip(sides, missing, strict=True):
-            if side is None:
-                wrong.append(None if absent or where else [])
-                continue
-            refused, too_many = rejected(side, positional, keywords)
-            wrong.append([*refused, *(["positional arguments"] if too_many else [])])
-        if where and sides == [None, None]:
-            wrong = [[], []]
-        if [] in wrong:
-            self._add(node, library, name, AS_IS if wrong[0] == [] else INTEROP, where)
-            return
-        least = next(each for each in reversed(wrong) if each is not None)
-        for keyword in least:
-            what = _about_argument(keyword, ours)
-            self._add(node, library, f"{name}({keyword}=)" if keyword in keywords else f"{name}()", CHANGE, what)
+        verdict, refused = decided(call, sides)
+        for argument, what in refused:
+            self._add(node, library, f"{name}({argument}=)" if argument else f"{name}()", verdict, what)
+        if not refused:
+            self._add(node, library, name, verdict, where)
 
     def _check_init(self, node: ast.Attribute, cls: ClassInfo, call: ast.Call | None) -> None:
         """``super().__init__(...)`` of a class of the libraries."""
@@ -354,11 +296,9 @@ class Finder(ast.NodeVisitor):
             return
         if any(base is None for each in cls.family for base in each.bases):
             return  # some other base may take the arguments
-        sides = [None if each is None else signature(each) for each in (thing.plain, thing.translated)]
-        ours = "" if thing.plain is None else f"{thing.plain.__name__}.__init__"
-        missing = [each is None for each in (thing.plain, thing.translated)]
-        if not all(missing):
-            self._called(node, "lightning", f"{thing.label}.__init__", call, sides, ours, "", missing)
+        sides = [_side_of(each) for each in (thing.plain, thing.translated)]
+        if any(each.there for each in sides):
+            self._called(node, "lightning", f"{thing.label}.__init__", call, sides)
 
     # -- methods that a class defines -------------------------------------------------------------------------------------------
 
@@ -372,7 +312,7 @@ class Finder(ast.NodeVisitor):
         members = thing.has(name)
         if not any(members):
             return
-        fits = [each is not None and (each.call is None or _accepts(node, each.call)) for each in members]
+        fits = [each is not None and (each.call is None or takes(node, each.call)) for each in members]
         what = ""
         if not any(fits):
             call = next(each.call for each in members if each is not None and each.call is not None)
@@ -385,28 +325,10 @@ def _first(sides: Iterator[bool] | Sequence[bool]) -> str:
     return AS_IS if plain else INTEROP if translated else CHANGE
 
 
-def _call_of(found: Member | None) -> Signature | None:
-    return None if found is None else found.call
-
-
-def _accepts(node: ast.FunctionDef | ast.AsyncFunctionDef, call: Signature) -> bool:
-    """Whether a method can be called with what ours is called with."""
-    own = [*node.args.posonlyargs, *node.args.args]
-    most = len(own) - (0 if first_argument(node) is None else 1)
-    least = most - len(node.args.defaults)
-    theirs = [each for each in call.parameters.values() if each.kind is Parameter.POSITIONAL_OR_KEYWORD]
-    required = sum(each.default is Parameter.empty for each in theirs)
-    return least <= len(theirs) and (node.args.vararg is not None or most >= required)
-
-
-def _about_argument(name: str, call: str) -> str:
-    """What to do about an argument that a call does not take."""
-    said = ARGUMENTS.get(call, {}).get(name)
-    if said is not None:
-        return said
-    if call == "Fit.__init__" and name in NAMES:
-        return f"here it is called {NAMES[name]!r}"
-    return OTHERWISE.get(name, "it is not taken here")
+def _side_of(found: Any) -> Side:
+    """A class or a function as what may take a call."""
+    name = getattr(found, "__name__", "")
+    return Side(found is not None, signature(found), f"{name}.__init__" if isinstance(found, type) else name)
 
 
 def _annotations(arguments: ast.arguments) -> Iterator[ast.expr]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
@@ -14,3 +15,12 @@ def parameters_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
         first: list[Tensor] = optimizers[0].param_groups[0]["params"]
         return first
     return list({id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}.values())
+
+
+def frozen_except(module: nn.Module, optimizer: Any) -> list[Tensor]:
+    """Freeze the module's parameters that are not this optimizer's; those that were not frozen before."""
+    own = {id(p) for p in parameters_of([optimizer])}
+    others: list[Tensor] = [p for p in module.parameters() if id(p) not in own and p.requires_grad]
+    for parameter in others:
+        parameter.requires_grad_(False)
+    return others

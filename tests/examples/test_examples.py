@@ -82,6 +82,18 @@ def test_gpt_for_a_few_steps(tmp_path):
     assert float(re.search(r"([\d.]+) bits per byte", text)[1]) < 8
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [[], ["--label-smoothing", 0.1, "--neftune", 5, "--group-by-length", "--devices", 2]]
+)
+def test_causal_lm_and_its_recipes(tmp_path, options):
+    pytest.importorskip("transformers")
+    text = run(tmp_path, EXAMPLES / "causal_lm.py", "--max-steps", 30, *options)
+    assert float(re.search(r"perplexity: ([\d.]+)", text)[1]) < 500  # of 1000 words
+    names = {path.name for path in (tmp_path / "runs" / "causal_lm" / "exported").iterdir()}
+    assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"} <= names
+
+
 STRATEGIES = {
     "ddp": 2, "fsdp": 2, "fsdp_hybrid": 4, "tp_fsdp": 4, "pp": 2, "pp_fsdp": 4, "deepspeed_stage_2": 2, "deepspeed_stage_3": 2,
 }  # fmt: skip

@@ -50,7 +50,7 @@ class Profiled(Callback):
 
     def on_train_batch_start(self, run: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 20:
-            self.profile = profile(activities=[ProfilerActivity.CPU])
+            self.profile = profile(activities=[ProfilerActivity.CPU], acc_events=True)
             self.profile.start()
         if batch_idx == 60:
             self.profile.stop()

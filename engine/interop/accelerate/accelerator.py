@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -269,7 +270,7 @@ class Accelerator(Engine):
         others = [kind for kind in self.rng_types if str(kind) != "generator"]
         return loaders.Loader(super().prepare_data_loader(data_loader, place=place), others)
 
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:  # type: ignore[override]
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """The rest of an epoch of a prepared loader, from this batch on."""
         return loaders.skip_first_batches(dataloader, num_batches)
 
@@ -378,19 +379,19 @@ class Accelerator(Engine):
         """Call ``hook(models, input_dir)`` before a load; models that it removes from the list are not loaded."""
         return self.checkpoints.hook(self.checkpoints.before_load, hook)
 
-    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **options: Any) -> Any:  # type: ignore[override]
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **options: Any) -> Any:
         """As :meth:`engine.Engine.save_state`; without a folder the next one under ``automatic_checkpoint_naming``."""
         if not safe_serialization:
             raise ValueError("safe_serialization=False: checkpoints are always safetensors and JSON; leave it out")
         return self.checkpoints.save(output_dir, **options)
 
-    def load_state(self, input_dir: Any = None, load_kwargs: None = None, *, strict: bool = True) -> dict[str, Any]:  # type: ignore[override]
+    def load_state(self, input_dir: Any = None, load_kwargs: None = None, *, strict: bool = True) -> dict[str, Any]:
         """As :meth:`engine.Engine.load_state`. Loaders start their epoch again, unless ``use_stateful_dataloader`` is set."""
         if load_kwargs:
             raise ValueError("load_kwargs: nothing is unpickled, and tensors go where they belong; leave it out")
         return self.checkpoints.load(input_dir, strict)
 
-    def save_model(  # type: ignore[override]
+    def save_model(
         self, model: Any, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
     ) -> list[Path]:
         """As :meth:`engine.Engine.save_model`."""
@@ -439,7 +440,7 @@ class Accelerator(Engine):
 
 
 for _name in ("split_batches", "dispatch_batches", "use_seedable_sampler", "non_blocking", "use_stateful_dataloader"):
-    setattr(Accelerator, _name, property(lambda self, name=_name: getattr(self.dataloader_config, name)))
+    setattr(Accelerator, _name, property(operator.attrgetter(f"dataloader_config.{_name}")))
 
 
 def _handlers(given: list[Any]) -> dict[str, Any]:

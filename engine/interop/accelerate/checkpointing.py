@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
+from engine.data.padded_shards import BatchSamplerShard
 from engine.distributed.collectives import broadcast_object
-from engine.interop.accelerate import data_loader as loaders
 
 
 class Checkpoints:
@@ -60,9 +60,7 @@ class Checkpoints:
         if even_batches is None:
             yield self.engine.even_batches
             return
-        shards = [
-            each.batch_sampler for each in self._following if isinstance(each.batch_sampler, loaders.BatchSamplerShard)
-        ]
+        shards = [each.batch_sampler for each in self._following if isinstance(each.batch_sampler, BatchSamplerShard)]
         if len(shards) < len(self._following):
             warnings.warn("even_batches is only supported for map-style datasets; streams are filled up", stacklevel=5)
         before = [shard.even_batches for shard in shards]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
+from engine.data.padded_shards import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler
 from engine.data.prepared_loader import PreparedLoader
 from engine.data.stream_position import altered
 from engine.distributed.collectives import broadcast_object
@@ -91,8 +92,8 @@ class Loader:
 class DataLoaderShard(Loader):
     """A loader under Accelerate's rule: the user's own order, a batch read ahead, the last global batch filled up from the first."""
 
-    end_of_dataloader = False  # type: ignore[assignment]
-    remainder = -1  # type: ignore[assignment]
+    end_of_dataloader: Any = False
+    remainder: Any = -1
 
     def __init__(
         self, loader: Any, rng_types: Iterable[Any] | None = None, *, device: Any = None, skip: int = 0
@@ -203,7 +204,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         state, rounds, first = self.state, self._rounds(), None
         while sent := broadcast_object(state.group, next(rounds, None)):
             batch, last = sent
-            size, n = find_batch_size(batch), state.num_processes
+            size, n = int(find_batch_size(batch) or 0), state.num_processes
             each, more = divmod(size, n)
             first = slice_tensors(batch, slice(0, n)) if first is None else first
             if last and more and not self.drop_last:
@@ -213,119 +214,6 @@ class DataLoaderDispatcher(DataLoaderShard):
             if last:
                 self.remainder = size
             yield move(mine, state.device)
-
-
-class BatchSamplerShard(BatchSampler):
-    """One process's batches under Accelerate's rule."""
-
-    def __init__(
-        self,
-        batch_sampler: Any,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-        even_batches: bool = True,
-    ) -> None:
-        self.batch_sampler, self.num_processes, self.process_index = batch_sampler, num_processes, process_index
-        self.split_batches, self.even_batches = split_batches, even_batches
-        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
-        self.drop_last = getattr(batch_sampler, "drop_last", False)
-        if split_batches and (self.batch_size is None or self.batch_size % num_processes):
-            raise ValueError(
-                f"split_batches=True: batch_size={self.batch_size} must be a multiple of {num_processes} processes"
-            )
-
-    def __len__(self) -> int:
-        whole, more = divmod(len(self.batch_sampler), 1 if self.split_batches else self.num_processes)
-        here = self.even_batches or self.process_index < more
-        return whole + (more > 0 and not self.drop_last and here)
-
-    def __iter__(self) -> Iterator[Any]:
-        if self.batch_size is None or not (self.even_batches or self.split_batches):  # batches as they are
-            dealt = _dealt(self.batch_sampler, self.num_processes, self)
-            yield from (own for (own,) in dealt)
-        else:
-            whole = self.batch_size * (1 if self.split_batches else self.num_processes)
-            yield from _dealt(self._samples(), whole, self)
-
-    def _samples(self) -> Iterator[Any]:
-        short = False
-        for batch in self.batch_sampler:
-            if short:
-                raise ValueError("batches have different sizes: give DataLoaderConfiguration(even_batches=False)")
-            short = len(batch) < self.batch_size
-            yield from batch
-
-
-class IterableDatasetShard(IterableDataset[Any]):
-    """One process's samples of a stream under Accelerate's rule."""
-
-    even_batches = True
-
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int = 1,
-        drop_last: bool = False,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-    ) -> None:
-        self.dataset, self.drop_last, self.num_processes, self.process_index = (
-            dataset,
-            drop_last,
-            num_processes,
-            process_index,
-        )
-        self.whole = batch_size if split_batches else batch_size * num_processes
-        self.generator = getattr(dataset, "generator", None)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the data, or seed its generator."""
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-        elif isinstance(self.generator, torch.Generator):
-            self.generator.manual_seed(epoch)
-
-    def __len__(self) -> int:
-        whole, more = divmod(len(self.dataset), self.whole)
-        return (whole + (more > 0 and not self.drop_last)) * (self.whole // self.num_processes)
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.chain.from_iterable(_dealt(self.dataset, self.whole, self))
-
-
-class SeedableRandomSampler(RandomSampler):
-    """A shuffle that depends on a seed and the epoch."""
-
-    def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.initial_seed, self.epoch = torch.initial_seed() if data_seed is None else data_seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Use the order of this epoch."""
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        self.generator = self.generator or torch.Generator()
-        self.generator.manual_seed(self.epoch + self.initial_seed)
-        yield from super().__iter__()
-        self.epoch += 1
-
-
-def _dealt(items: Iterable[Any], whole: int, shard: Any) -> Iterator[list[Any]]:
-    """This process's part of each ``whole`` items; the last ones are dropped, filled up from the first or given out as they are."""
-    each, stream = whole // shard.num_processes, iter(items)
-    own = slice(shard.process_index * each, (shard.process_index + 1) * each)
-    first: list[Any] = []
-    while current := list(itertools.islice(stream, whole)):
-        first = first or current
-        if len(current) < whole and shard.drop_last:
-            return
-        if len(current) < whole and shard.even_batches:
-            current += itertools.islice(itertools.cycle(first[:]), whole - len(current))
-        if mine := current[own]:
-            yield mine
 
 
 def _sampler(loader: Any) -> Any:
@@ -389,7 +277,7 @@ def _stream_shard(loader: Any, n: int, rank: int, split: bool) -> Any:
 
 def _seeded(batches: Any, seedable: bool, seed: int | None, shared: bool) -> Any:
     """The batch sampler, with a copy of its sampler whose random numbers can be set, where that is needed."""
-    sampler = getattr(batches, "sampler", None)
+    sampler: Any = getattr(batches, "sampler", None)
     if isinstance(sampler, RandomSampler) and seedable:
         given = {
             "replacement": sampler.replacement,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import MutableMapping
 from typing import Any
 
 from engine.interop.accelerate.state import PartialState
@@ -21,13 +20,9 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
             return
         for rank in range(state.num_processes) if in_order else [state.process_index]:
             if state.process_index == rank and (everywhere or in_order or state.is_main_process):
-                msg, kwargs = self.process(msg, kwargs)
                 self.logger.log(level, msg, *args, **kwargs)
             if in_order:
                 state.wait_for_everyone()
-
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        return msg, kwargs
 
     @functools.lru_cache(None)  # noqa: B019
     def warning_once(self, *args: Any, **kwargs: Any) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import enum
 from collections.abc import Mapping
 from dataclasses import asdict, field, make_dataclass
 from typing import Any, ClassVar
 
 
-class _Text(enum.StrEnum):
-    """A name that equals its text."""
-
-
 def _names(name: str, values: str) -> Any:
-    return _Text(name, {value.upper(): value for value in values.split()}, module=__name__)  # type: ignore[call-overload]
+    made: Any = enum.StrEnum
+    return made(name, {value.upper(): value for value in values.split()}, module=__name__)
 
 
 DistributedType = _names(
@@ -64,76 +62,51 @@ def _plain(value: Any) -> Any:
     return value.name if isinstance(value, enum.Enum) else value
 
 
-def _settings(name: str, base: type = KwargsHandler, said: Mapping[str, Any] | None = None, **fields: Any) -> Any:
-    made = [(key, Any, field(default_factory=dict) if value == {} else value) for key, value in fields.items()]
-    return make_dataclass(name, made, bases=(base,), namespace={"__module__": __name__, **(said or {})})
+def _settings(name: str, fields: str, base: type = KwargsHandler, **said: Any) -> Any:
+    """A dataclass with these fields, written as ``name=default``; without one it is ``None``."""
+    made: list[Any] = []
+    for key, _, text in (each.partition("=") for each in fields.split()):
+        value = ast.literal_eval(text or "None")
+        made.append((key, Any, field(default_factory=dict) if value == {} else value))
+    return make_dataclass(name, made, bases=(base,), namespace={"__module__": __name__, **said})
 
 
 def _plugin(name: str, kind: str, section: str, prefix: str, fields: str, **renamed: str) -> Any:
-    said = {"kind": kind, "section": section, "prefix": prefix, "renamed": renamed}
-    return _settings(name, Plugin, said, **dict.fromkeys(fields.split()))
+    return _settings(name, fields, Plugin, kind=kind, section=section, prefix=prefix, renamed=renamed)
 
 
 GradientAccumulationPlugin = _settings(
-    "GradientAccumulationPlugin", num_steps=1, adjust_scheduler=True, sync_with_dataloader=True, sync_each_batch=False
+    "GradientAccumulationPlugin",
+    "num_steps=1 adjust_scheduler=True sync_with_dataloader=True sync_each_batch=False",
 )
 DataLoaderConfiguration = _settings(
-    *("DataLoaderConfiguration", object),
-    split_batches=False,
-    dispatch_batches=None,
-    even_batches=True,
-    use_seedable_sampler=False,
-    data_seed=None,
-    non_blocking=False,
-    use_stateful_dataloader=False,
+    "DataLoaderConfiguration",
+    "split_batches=False dispatch_batches even_batches=True use_seedable_sampler=False data_seed non_blocking=False "
+    "use_stateful_dataloader=False",
 )
-InitProcessGroupKwargs = _settings("InitProcessGroupKwargs", backend=None, init_method=None, timeout=None)
+InitProcessGroupKwargs = _settings("InitProcessGroupKwargs", "backend init_method timeout")
 GradScalerKwargs = _settings(
-    *("GradScalerKwargs", KwargsHandler, None),
-    init_scale=65536.0,
-    growth_factor=2.0,
-    backoff_factor=0.5,
-    growth_interval=2000,
-    enabled=True,
+    "GradScalerKwargs",
+    "init_scale=65536.0 growth_factor=2.0 backoff_factor=0.5 growth_interval=2000 enabled=True",
 )
-AutocastKwargs = _settings("AutocastKwargs", enabled=True, cache_enabled=None)
+AutocastKwargs = _settings("AutocastKwargs", "enabled=True cache_enabled")
 ProfileKwargs = _settings(
-    *("ProfileKwargs", KwargsHandler, None),
-    activities=None,
-    schedule_option=None,
-    on_trace_ready=None,
-    record_shapes=False,
-    profile_memory=False,
-    with_stack=False,
-    with_flops=False,
-    with_modules=False,
-    output_trace_dir=None,
+    "ProfileKwargs",
+    "activities schedule_option on_trace_ready record_shapes=False profile_memory=False with_stack=False with_flops=False "
+    "with_modules=False output_trace_dir",
 )
-_Project = _settings(
-    *("_Project", object, None),
-    project_dir=None,
-    logging_dir=None,
-    automatic_checkpoint_naming=False,
-    total_limit=None,
-    iteration=0,
-    save_on_each_node=False,
+_Project: Any = _settings(
+    "_Project",
+    "project_dir logging_dir automatic_checkpoint_naming=False total_limit iteration=0 save_on_each_node=False",
 )
-_DDP = _settings(
-    *("_DDP", KwargsHandler, None),
-    dim=0,
-    broadcast_buffers=True,
-    bucket_cap_mb=25,
-    find_unused_parameters=False,
-    check_reduction=False,
-    gradient_as_bucket_view=False,
-    static_graph=False,
-    comm_hook="NO",
-    comm_wrapper="NO",
-    comm_state_option={},
+_DDP: Any = _settings(
+    "_DDP",
+    "dim=0 broadcast_buffers=True bucket_cap_mb=25 find_unused_parameters=False check_reduction=False "
+    "gradient_as_bucket_view=False static_graph=False comm_hook='NO' comm_wrapper='NO' comm_state_option={}",
 )
 
 
-class ProjectConfiguration(_Project):  # type: ignore[misc]
+class ProjectConfiguration(_Project):
     """Folders, and how checkpoints are named and kept."""
 
     def __post_init__(self) -> None:
@@ -141,10 +114,11 @@ class ProjectConfiguration(_Project):  # type: ignore[misc]
 
     def set_directories(self, project_dir: Any = None) -> None:
         """Set the folder, and the trackers' if it was not given."""
-        self.project_dir, self.logging_dir = project_dir, self.logging_dir or project_dir
+        self.project_dir = project_dir
+        self.logging_dir: Any = self.logging_dir or project_dir
 
 
-class DistributedDataParallelKwargs(_DDP):  # type: ignore[misc]
+class DistributedDataParallelKwargs(_DDP):
     """Arguments of DDP."""
 
     HOOKS: ClassVar = {"NO": None, "FP16": "fp16", "BF16": "bf16", "POWER_SGD": "powersgd"}

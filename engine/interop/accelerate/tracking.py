@@ -69,7 +69,7 @@ class LoggerTracker(GeneralTracker):
         return self
 
     @property
-    def tracker(self) -> Any:  # type: ignore[override]
+    def tracker(self) -> Any:
         """The tracker's own object where the logger has one, else the logger."""
         return getattr(self.logger, "experiment", None) or self.logger
 

@@ -38,9 +38,8 @@ def engine_settings(given: Mapping[str, Any], ddp: Any) -> tuple[dict[str, Any],
     mesh = given["parallelism_config"]
     if mesh is not None:
         values |= {"distributed_type": "FSDP", mesh.section: mesh.to_section()}
-    steps = given["gradient_accumulation_steps"]
-    if steps == 1:
-        steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if (steps := given["gradient_accumulation_steps"]) == 1:
+        steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")  # else a plugin's
     file = convert({**values, "gradient_accumulation_steps": steps}, "Accelerator")
     found = {name: value for name, value in file.settings.items() if name not in ("devices", "accelerator")}
     if found.pop("gradient_clip_val", None) is not None:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.interop.accelerate import memory, operations, random_numbers, settings
+from engine.interop.accelerate import operations, random_numbers, settings
 from engine.interop.accelerate.data_loader import skip_first_batches as skip_first_batches
-from engine.utils import accelerator
+from engine.utils import accelerator, batch_sizes
 
-for _module in (settings, memory, operations, random_numbers):
+for _module in (settings, batch_sizes, operations, random_numbers):
     globals().update(
         {name: value for name, value in vars(_module).items() if getattr(value, "__module__", None) == _module.__name__}
     )
@@ -90,7 +90,7 @@ def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
             parameter = type(parameter)(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = empty  # type: ignore[method-assign]
+    nn.Module.register_parameter = empty  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

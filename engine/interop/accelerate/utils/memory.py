@@ -1,3 +1,3 @@
-"""The module :mod:`engine.interop.accelerate.memory` under the name that Accelerate has for it."""
+"""The module :mod:`engine.utils.batch_sizes` under the name that Accelerate has for it."""
 
-from engine.interop.accelerate.memory import *  # noqa: F403
+from engine.utils.batch_sizes import *  # noqa: F403

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, get_scheduler
 
 from callbacks import ModelCheckpoint
 from engine import Callback, Engine, Fit, Loss
-from engine.interop.transformers import CountedLoss, HFModule, Publication, parameter_groups
+from engine.huggingface import CountedLoss, HFModule, Publication, parameter_groups
 
 STEP, EPOCHS, LR, DECAY, WARMUP = 8, 2, 5e-3, 0.1, 2
 """Samples of a step; the last step of an epoch has 4."""
@@ -115,7 +115,13 @@ def by_fit(name: str, module: HFModule, root: Path, **settings: Any) -> tuple[Fi
     world = int(os.environ.get("WORLD_SIZE", "1"))
     losses = Losses()
     callbacks = [losses, ModelCheckpoint(every=f"{EPOCHS} epochs")]
-    options = {"max_epochs": EPOCHS, "accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "log_every_n_steps": 1, **settings}
+    options = {
+        "max_epochs": EPOCHS,
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": 1.0,
+        "log_every_n_steps": 1,
+        **settings,
+    }
     fit = Fit(strategy=strategy(name), accelerator="cpu", seed=0, callbacks=callbacks, root_dir=root, **options)
     fit.run(module, DataLoader(rows(), batch_size=STEP // 2 // world))
     return fit, losses.found
@@ -140,7 +146,9 @@ def by_engine(name: str, model: Any, path: Path) -> tuple[Engine, Any, list[floa
                 window.append(loss)
                 if engine.sync_gradients:
                     engine.clip_grad_norm_(model.parameters(), 1.0)
-                    sums = torch.stack([torch.stack([each.sum.detach().double(), each.count.double()]) for each in window])
+                    sums = torch.stack(
+                        [torch.stack([each.sum.detach().double(), each.count.double()]) for each in window]
+                    )
                     total, count = engine.reduce(sums.sum(dim=0)).tolist()
                     losses.append(total / count)
                     window = []

@@ -25,7 +25,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     decayed = set(get_parameter_names(model, [nn.LayerNorm], list(NO_DECAY)))
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups = [
-        {"params": [p for name, p in trained if (name in decayed) == decays], "weight_decay": weight_decay if decays else 0.0}
+        {
+            "params": [p for name, p in trained if (name in decayed) == decays],
+            "weight_decay": weight_decay if decays else 0.0,
+        }
         for decays in (True, False)
     ]
     return [group for group in groups if group["params"]]
@@ -67,13 +70,20 @@ def warmup_steps(warmup: int | float, total: int | None) -> int:
     """The steps of a warm-up that is given in steps, or as a fraction (a float below 1) of all steps."""
     if isinstance(warmup, float) and warmup < 1:
         if total is None:
-            raise ValueError(f"warmup={warmup} is a fraction of the training, whose length is not known: give a number of steps")
+            raise ValueError(
+                f"warmup={warmup} is a fraction of the training, whose length is not known: give a number of steps"
+            )
         return -int(-total * warmup // 1)
     return int(warmup)
 
 
 def make_schedule(
-    name: str, optimizer: Optimizer, warmup: int | float, total: Callable[[], int], options: Mapping[str, Any], monitor: str
+    name: str,
+    optimizer: Optimizer,
+    warmup: int | float,
+    total: Callable[[], int],
+    options: Mapping[str, Any],
+    monitor: str,
 ) -> dict[str, Any]:
     """The schedule of :func:`transformers.get_scheduler` of this ``name``, as ``configure_optimizers`` returns it.
 
@@ -93,19 +103,3 @@ def make_schedule(
     whole = None if name in _ENDLESS and not (isinstance(warmup, float) and warmup < 1) else total()
     made = get_scheduler(name, optimizer, warmup_steps(warmup, whole), whole, dict(options) or None)
     return {"scheduler": made, "interval": "step"}
-
-
-def total_steps(run: Any) -> int:
-    """The optimizer steps of a whole training.
-
-    Raises:
-        ValueError: they are not known: the loader has no length, and there is no ``max_steps``.
-    """
-    limits = [] if run.max_steps is None else [run.max_steps]
-    if run.max_epochs is not None and run.num_train_batches is not None:
-        limits.append(sum(-(-run.num_train_batches // run.window_at(epoch)) for epoch in range(run.max_epochs)))
-    if not limits:
-        raise ValueError(
-            "the schedule needs the number of steps of the training, which is not known: give Fit(max_steps=), or HFModule(total_steps=)"
-        )
-    return min(limits)

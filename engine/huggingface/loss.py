@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -86,7 +87,7 @@ class CountedLoss:
         """Whether its exponential is a perplexity."""
 
     def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> Loss | Tensor:
-        loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
         if loss is None:
             raise ValueError(
                 f"{self._name} returned no loss: it computes one when the batch has 'labels'; this one has {', '.join(batch)}"
@@ -109,9 +110,8 @@ class CountedLoss:
     def _of_measured(self, loss: Tensor, outputs: Any, batch: Mapping[str, Any]) -> Tensor | None:
         labels = batch.get("labels")
         if not self._measured:
-            logits = outputs.get("logits") if isinstance(outputs, Mapping) else None
             with torch.no_grad():  # once: it waits for the device
-                self._measured = _measure(loss, logits, labels)
+                self._measured = _measure(loss, outputs if isinstance(outputs, Mapping) else {}, batch)
             if not self._measured:
                 raise self._unknown("is neither the mean over labels that are not -100 nor the mean over samples")
         if self._measured == "samples":
@@ -143,21 +143,27 @@ def _counted(base: Any) -> CountedFunction | None:
     return found
 
 
-def _measure(loss: Tensor, logits: Any, labels: Any) -> str:
+def _measure(loss: Tensor, outputs: Mapping[str, Any], batch: Mapping[str, Any]) -> str:
     """Which mean a loss is: over ``"labels"``, ``"shifted"`` labels or ``"samples"``; empty if none of them."""
-    if not isinstance(logits, Tensor) or not isinstance(labels, Tensor):
-        return ""
-    logits, found = logits.float(), {}
-    if not labels.is_floating_point() and logits.ndim == labels.ndim + 1:
-        flat = labels.flatten()
-        found["labels"] = F.cross_entropy(logits.flatten(0, -2), flat)
-        if labels.ndim > 1:
-            found["shifted"] = F.cross_entropy(logits[..., :-1, :].flatten(0, -2), labels[..., 1:].flatten())
-    elif logits.numel() == labels.numel():
-        targets = labels.float().reshape(logits.shape)
-        found["samples"] = F.mse_loss(logits, targets)
-        if not torch.allclose(found["samples"], loss.float(), rtol=1e-3):
-            found["samples"] = F.binary_cross_entropy_with_logits(logits, targets)
-    near = {name: abs(float(value - loss)) for name, value in found.items()}
-    best = min(near, key=lambda name: near[name], default="")
-    return best if best and near[best] <= 1e-3 * max(1.0, abs(float(loss))) else ""
+    logits, labels = outputs.get("logits"), batch.get("labels")
+    found: list[tuple[str, Tensor]] = []
+    if isinstance(logits, Tensor) and isinstance(labels, Tensor):
+        logits = logits.float()
+        if not labels.is_floating_point() and logits.ndim == labels.ndim + 1:
+            found = [("labels", F.cross_entropy(logits.flatten(0, -2), labels.flatten()))]
+            if labels.ndim > 1:
+                shifted = F.cross_entropy(logits[..., :-1, :].flatten(0, -2), labels[..., 1:].flatten())
+                found.append(("shifted", shifted))
+        elif logits.numel() == labels.numel():
+            targets = labels.float().reshape(logits.shape)
+            found = [("samples", mean(logits, targets)) for mean in (F.mse_loss, F.binary_cross_entropy_with_logits)]
+    elif {"start_logits", "end_logits"} <= outputs.keys() and {"start_positions", "end_positions"} <= batch.keys():
+        ends = [(outputs[f"{end}_logits"].float(), batch[f"{end}_positions"].flatten()) for end in ("start", "end")]
+        both = [
+            F.cross_entropy(scores, place.clamp(0, scores.shape[1]), ignore_index=scores.shape[1])
+            for scores, place in ends
+        ]
+        found = [("samples", (both[0] + both[1]) / 2)]
+    apart = {abs(float(value - loss)): name for name, value in found}
+    least = min(apart, default=math.inf)
+    return apart[least] if least <= 1e-3 * max(1.0, abs(float(loss))) else ""

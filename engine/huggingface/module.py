@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric
 
-from engine.interop.transformers.files import Publication, adapter_names
-from engine.interop.transformers.loss import Count, CountedLoss, base_of
-from engine.interop.transformers.optimizers import make_optimizer, make_schedule, parameter_groups, total_steps
-from engine.interop.transformers.pretrained import Pretrained
+from engine.huggingface.files import Publication, adapter_names
+from engine.huggingface.loss import Count, CountedLoss, base_of
+from engine.huggingface.optimizers import make_optimizer, make_schedule, parameter_groups
+from engine.huggingface.pretrained import Pretrained
 from engine.module import TrainModule
 from engine.step.gradients import Loss, nonzero
 
@@ -25,7 +25,7 @@ class HFModule(TrainModule):
         fit.run(HFModule(model, lr=2e-5), loader)
 
     Batches are dicts of the model's arguments, as transformers' collators make them. A loss over tokens weighs by its labels that are not -100
-    (:class:`engine.interop.transformers.CountedLoss`), so that windows and ranks are exact. Logged are ``train/loss``, ``val/loss`` and
+    (:class:`engine.huggingface.CountedLoss`), so that windows and ranks are exact. Logged are ``train/loss``, ``val/loss`` and
     ``test/loss``, and of language models ``val/perplexity`` and ``test/perplexity``. ``predict_step`` gives the logits, or generates.
 
     A checkpoint has what ``fit checkpoint export`` writes beside the weights: configuration, generation configuration and tokenizer; of a
@@ -71,7 +71,12 @@ class HFModule(TrainModule):
         save_base: bool = False,
     ) -> None:
         super().__init__()
-        self.optimizer, self.lr, self.weight_decay, self.optimizer_args = optimizer, lr, weight_decay, optimizer_args or {}
+        self.optimizer, self.lr, self.weight_decay, self.optimizer_args = (
+            optimizer,
+            lr,
+            weight_decay,
+            optimizer_args or {},
+        )
         self.scheduler, self.warmup, self.scheduler_args = scheduler, warmup, scheduler_args or {}
         self.total_steps, self.monitor = total_steps, monitor
         self.tokenizer, self.generation, self.count, self.save_base = tokenizer, generation, count, save_base
@@ -85,7 +90,13 @@ class HFModule(TrainModule):
 
     @classmethod
     def from_pretrained(
-        cls, path: str, *, auto: Any = None, peft: Any = None, model_args: Mapping[str, Any] | None = None, **options: Any
+        cls,
+        path: str,
+        *,
+        auto: Any = None,
+        peft: Any = None,
+        model_args: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> Self:
         """The model of a folder, or of the Hub, built when the run starts. Under FSDP and ZeRO-3 each rank reads only its own shards from the
         safetensors files; other strategies call ``from_pretrained``.
@@ -111,7 +122,7 @@ class HFModule(TrainModule):
     def prepare_data(self) -> None:
         """Downloads a model of the Hub, once on each machine."""
         if self._pretrained is not None:
-            self._pretrained.download()
+            self._pretrained.folder(download=True)
 
     def configure_model(self) -> None:
         if self._pretrained is not None:
@@ -207,7 +218,12 @@ class HFModule(TrainModule):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def _total_steps(self) -> int:
-        return total_steps(self.run) if self.total_steps is None else self.total_steps
+        found: int | None = self.run.total_steps if self.total_steps is None else self.total_steps
+        if found is None:
+            raise ValueError(
+                "the schedule needs the number of steps of the training, which is not known: give Fit(max_steps=), or HFModule(total_steps=)"
+            )
+        return found
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.global_rank == 0:

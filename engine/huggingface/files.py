@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint.published import published
-from engine.interop.transformers.loss import base_of
+from engine.huggingface.loss import base_of
 
 
 class Publication:
@@ -59,7 +59,9 @@ def adapter_names(model: Any) -> dict[str, str]:
     from peft import get_peft_model_state_dict
 
     if len(model.peft_config) > 1:
-        raise ValueError(f"the model has {len(model.peft_config)} adapters, {', '.join(model.peft_config)}: train one at a time")
+        raise ValueError(
+            f"the model has {len(model.peft_config)} adapters, {', '.join(model.peft_config)}: train one at a time"
+        )
     inner = model.state_dict(keep_vars=True)
     stand_ins: dict[str, Tensor] = {name: torch.empty(0) for name in inner}
     names = {id(tensor): name for name, tensor in stand_ins.items()}
@@ -68,7 +70,9 @@ def adapter_names(model: Any) -> dict[str, str]:
         found = get_peft_model_state_dict(model, stand_ins, next(iter(model.peft_config)), save_embedding_layers=False)
         known = {names[id(tensor)]: exported for exported, tensor in found.items()}
     except (KeyError, RuntimeError, IndexError) as error:
-        raise ValueError(f"an adapter of {type(model).__name__} of this kind is not a part of the model's tensors") from error
+        raise ValueError(
+            f"an adapter of {type(model).__name__} of this kind is not a part of the model's tensors"
+        ) from error
     return known | {name: name for name in sorted(trained - known.keys())}  # layers that were unfrozen besides
 
 

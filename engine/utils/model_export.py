@@ -1,0 +1,74 @@
+"""Models in other formats: ONNX and TorchScript, by torch's exporters."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import nn
+
+from engine.utils.tree import move
+
+
+def to_onnx(module: Any, file: str | Path | IO[bytes] | None, sample: Any, options: dict[str, Any]) -> Any:
+    """``torch.onnx.export(module, sample, file, **options)`` without gradients, on the module's device.
+
+    Raises:
+        ModuleNotFoundError: a package that the exporter needs is missing.
+        ValueError: there is no sample.
+    """
+    needed = ("onnx",) if options.get("dynamo") is False else ("onnx", "onnxscript")
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise ModuleNotFoundError(f"to_onnx needs {missing[0]}: pip install {' '.join(needed)}", name=missing[0])
+    sample = _sample(module, sample, "to_onnx", "input_sample")
+    with _exported(module, module.training):
+        return torch.onnx.export(module, sample, os.fspath(file) if isinstance(file, Path) else file, **options)  # type: ignore[arg-type]
+
+
+def to_torchscript(
+    module: Any, file: str | Path | None, method: str | None, sample: Any, options: dict[str, Any]
+) -> Any:
+    """The module in eval mode as a ``torch.jit.ScriptModule``, written to ``file`` if there is one.
+
+    Raises:
+        ValueError: an unknown ``method``, or a trace without a sample.
+    """
+    if method not in ("script", "trace"):
+        raise ValueError(f"to_torchscript(method={method!r}) is unknown; possible: 'script', 'trace'")
+    if method == "trace":
+        sample = _sample(module, sample, "to_torchscript(method='trace')", "example_inputs")
+        with _exported(module, False):
+            found = torch.jit.trace(module, sample, **options)
+    else:
+        with _exported(module, False):
+            found = torch.jit.script(module, **options)
+    if file is not None:
+        torch.jit.save(found, os.fspath(file))
+    return found
+
+
+def _sample(module: Any, sample: Any, call: str, argument: str) -> Any:
+    sample = module.example_input_array if sample is None else sample
+    if sample is None:
+        raise ValueError(f"{call} needs an input of forward: give {argument}, or set example_input_array")
+    device = next((each.device for each in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    return move(sample, device)
+
+
+@contextmanager
+def _exported(module: nn.Module, training: bool) -> Iterator[None]:
+    """Without gradients, in this mode; each submodule's own is restored afterwards."""
+    modes = [(each, each.training) for each in module.modules()]
+    if not training:
+        module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for each, mode in modes:
+            each.training = mode

@@ -1,0 +1,91 @@
+"""A name stands for what it was imported as: through aliases, re-exports, star imports and fallbacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from reported import classes, report_of, uses_of
+
+BODY = "    def training_step(self, batch, batch_idx): ...\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "base"),
+    [
+        ("import lightning as L", "L.LightningModule"),
+        ("import lightning", "lightning.pytorch.LightningModule"),
+        ("import lightning.pytorch as pl", "pl.LightningModule"),
+        ("import lightning.pytorch", "lightning.pytorch.LightningModule"),
+        ("import pytorch_lightning as pl", "pl.core.LightningModule"),
+        ("from pytorch_lightning.core.lightning import LightningModule as LM", "LM"),
+        ("from lightning.pytorch import LightningModule", "LightningModule"),
+        ("from lightning import pytorch as pl", "pl.LightningModule"),
+        ("from lightning.pytorch import *", "LightningModule"),
+        ("import lightning as L\nBase = L.LightningModule", "Base"),
+        (
+            "try:\n    import lightning.pytorch as pl\nexcept ImportError:\n    import pytorch_lightning as pl",
+            "pl.LightningModule",
+        ),
+        ("import lightning as L\nhas = True", "(L.LightningModule if has else object)"),
+        (
+            "from typing import Generic, TypeVar\nimport lightning as L\nT = TypeVar('T')",
+            "L.LightningModule, Generic[T]",
+        ),
+    ],
+)
+def test_aliases_of_a_base(tmp_path: Path, head: str, base: str) -> None:
+    assert classes(report_of(tmp_path, net=f"{head}\nclass Net({base}):\n{BODY}")) == {"Net": ("module", "as is")}
+
+
+def test_classes_of_other_files_of_the_package(tmp_path: Path) -> None:
+    report = report_of(
+        tmp_path,
+        pkg__base="import lightning as L\nclass Base(L.LightningModule):\n    def training_epoch_end(self, outputs): ...\n",
+        pkg__api="from .base import Base\nfrom .base import Base as Renamed\n",
+        pkg__star="from pkg.api import *\n",
+        pkg__a="from .api import Renamed\nclass A(Renamed): ...\n",
+        pkg__b="from pkg import api\nclass B(api.Base): ...\n",
+        pkg__c="from pkg.star import Base\nclass Outer:\n    class C(Base): ...\n",
+        pkg__d="from pkg.unknown import Base\nclass D(Base): ...\n",
+    )
+    assert classes(report) == {
+        "Base": ("module", "change"),
+        "A": ("module", "change"),
+        "B": ("module", "change"),
+        "Outer.C": ("module", "change"),
+    }
+    (a,) = [each for each in report.classes if each.cls.name == "A"]
+    assert [use.name for use in a.inherited if use.verdict == "change"] == ["def training_epoch_end"]
+    assert a.uses[0].name if a.uses else True
+
+
+def test_a_script_beside_another(tmp_path: Path) -> None:
+    report = report_of(
+        tmp_path,
+        base="import lightning as L\nclass Base(L.LightningModule): ...\n",
+        train="from base import Base\nclass Net(Base): ...\n",
+    )
+    assert classes(report)["Net"] == ("module", "as is")
+
+
+def test_a_stand_in_for_a_missing_import_does_not_hide_it(tmp_path: Path) -> None:
+    text = "try:\n    from lightning import LightningModule\nexcept ImportError:\n    class LightningModule: ...\nclass Net(LightningModule): ...\n"
+    assert classes(report_of(tmp_path, net=text)) == {"Net": ("module", "as is")}
+
+
+def test_circles_end(tmp_path: Path) -> None:
+    report = report_of(
+        tmp_path, a="from b import X\nclass Y(X): ...\n", b="from a import X\nZ = Z\nclass W(Z, W): ...\n"
+    )
+    assert report.classes == []
+
+
+def test_a_name_of_another_library_is_no_use(tmp_path: Path) -> None:
+    assert (
+        uses_of(
+            tmp_path,
+            "from torch import nn\nimport lightning_bolts\nclass Net(nn.Module):\n    def log(self): self.log()\n",
+        )
+        == []
+    )

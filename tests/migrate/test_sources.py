@@ -1,0 +1,80 @@
+"""Which files are read, under which names, and what is said of those that cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from engine.migrate.sources import read
+
+
+def test_names_are_those_of_imports(tmp_path: Path) -> None:
+    for name in (
+        "repo/src/pkg/__init__.py",
+        "repo/src/pkg/sub/mod.py",
+        "repo/src/pkg/sub/__init__.py",
+        "repo/scripts/train.py",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    sources, unread = read([tmp_path / "repo"])
+    assert {each.module: each.is_package for each in sources} == {
+        "pkg": True,
+        "pkg.sub": True,
+        "pkg.sub.mod": False,
+        "scripts.train": False,
+    }
+    assert unread == []
+    # a part of a package has its whole name, and a file that is named twice is read once
+    sources, _ = read([tmp_path / "repo/src/pkg/sub", tmp_path / "repo/src/pkg/sub/mod.py"])
+    assert sorted(each.module for each in sources) == ["pkg.sub", "pkg.sub.mod"]
+
+
+def test_what_is_left_out(tmp_path: Path) -> None:
+    for name in (
+        ".git/a.py",
+        "__pycache__/b.py",
+        "venv/pyvenv.cfg",
+        "venv/c.py",
+        "tests/d.py",
+        "e_test.py",
+        "f.py",
+        "g.txt",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    assert [each.path.name for each in read([tmp_path], ["tests", "*_test.py"])[0]] == ["f.py"]
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("x = 1\nclass:\n")
+    (tmp_path / "bytes.py").write_bytes(b"x = '\xff'\n")
+    (tmp_path / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\nx = '\xff'\n")
+    (tmp_path / "null.py").write_bytes(b"x\0")
+    (tmp_path / "warned.py").write_text("x = '\\d'\n")
+    (tmp_path / "no.ipynb").write_text("{}")
+    (tmp_path / "cut.ipynb").write_text('{"cells": [')
+    sources, unread = read([tmp_path])
+    assert sorted(each.path.name for each in sources) == ["latin.py", "warned.py"]
+    found = {each.path.name: (each.line, each.message) for each in unread}
+    assert sorted(found) == ["bad.py", "bytes.py", "cut.ipynb", "no.ipynb", "null.py"]
+    assert found["bad.py"] == (2, "not valid Python: invalid syntax")
+    assert "no list of cells" in found["no.ipynb"][1]
+
+
+def test_a_notebook(tmp_path: Path) -> None:
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title"]},
+        {"cell_type": "code", "source": ["%matplotlib inline\n", "!pip install lightning\n", "import lightning as L"]},
+        {"cell_type": "code", "source": ["%%bash\n", "ls"]},
+        {"cell_type": "code", "source": ["class:"]},
+        {
+            "cell_type": "code",
+            "source": "files = !ls\nif files:\n    %time x = 1\nL.Trainer?\nawait f()\ntrainer = L.Trainer()",
+        },
+    ]
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells, "nbformat": 4}))
+    (source,), unread = read([tmp_path / "a.ipynb"])
+    assert [each.message for each in unread] == ["cell 4: not valid Python: invalid syntax"]
+    places = [source.place(each.lineno) for each in source.tree.body]
+    assert places == [(2, 1), (2, 2), (2, 3), (5, 1), (5, 2), (5, 4), (5, 5), (5, 6)]

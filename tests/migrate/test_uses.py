@@ -1,0 +1,210 @@
+"""Each use is found, with its line, and its verdict is what our classes have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from reported import classes, report_of, uses_of
+
+AS_IS, INTEROP, CHANGE = "as is", "interop", "change"
+HEAD = "import lightning.pytorch as pl\n"
+
+
+def changes(folder: Path, text: str) -> dict[str, str]:
+    """What needs a change, and what is said about it."""
+    return {use.name: use.what for use in report_of(folder, net=text).uses if use.verdict == CHANGE}
+
+
+def test_a_module_from_top_to_bottom(tmp_path: Path) -> None:
+    text = """\
+    import lightning as L
+    from lightning.pytorch.utilities.types import STEP_OUTPUT
+
+    class Net(L.LightningModule):
+        def __init__(self, width):
+            super().__init__()
+            self.save_hyperparameters(ignore="width")
+            self.layer, self.mine = make(width), 1
+        def forward(self, x):
+            return self.layer(x) + self.mine + self.eval()
+        def training_step(self, batch, batch_idx) -> STEP_OUTPUT:
+            self.log("loss", 1.0, sync_dist=True)
+            self.helper(self.hparams.width)
+            return self(batch)
+        def helper(self, x):
+            trainer = self.trainer
+            if trainer.is_global_zero:
+                trainer.fit(self)
+                trainer.nothing_of_this_name
+            trainer = x
+            trainer.nothing_of_this_name
+    """
+    assert uses_of(tmp_path, text) == [
+        (4, "LightningModule", AS_IS),
+        (6, "LightningModule.__init__", AS_IS),
+        (7, "LightningModule.save_hyperparameters", AS_IS),
+        (11, "STEP_OUTPUT", INTEROP),
+        (11, "def training_step", AS_IS),
+        (12, "LightningModule.log", AS_IS),
+        (13, "LightningModule.hparams", AS_IS),
+        (16, "LightningModule.trainer", AS_IS),
+        (17, "trainer.is_global_zero", AS_IS),
+        (18, "trainer.fit", INTEROP),
+        (19, "trainer.nothing_of_this_name", CHANGE),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "said"),
+    [
+        ("def on_epoch_end(self): ...", "def on_epoch_end", "it is never called: define on_train_epoch_end"),
+        ("def validation_epoch_end(self, outputs): ...", "def validation_epoch_end", "define on_validation_epoch_end"),
+        (
+            "def on_train_batch_end(self, a, b, c, d): ...",
+            "def on_train_batch_end",
+            "called with (outputs, batch, batch_idx)",
+        ),
+        ("def f(self): self.log('x', 1, unknown=2)", "LightningModule.log(unknown=)", "no such argument"),
+        ("def f(self): self.fabric", "LightningModule.fabric", "engine.Engine"),
+        ("def f(self): self.device = 'cpu'", "LightningModule.device =", "it cannot be set"),
+        ("def f(self): self.trainer.fit_loop_of_mine.x", "trainer.fit_loop_of_mine", "there is no 'fit_loop_of_mine'"),
+    ],
+)
+def test_what_needs_a_change_in_a_module(tmp_path: Path, body: str, name: str, said: str) -> None:
+    found = changes(tmp_path, f"{HEAD}class Net(pl.LightningModule):\n    {body}\n")
+    assert list(found) == [name]
+    assert said in found[name]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "def f(self): self.example_input_array = 1",
+        "def f(self): self.whatever(self.other)",
+        "device: int\n    def f(self):\n        self.device: str\n        return self.device",
+        "def on_epoch(self): self.on_epoch()",
+        "def log_it(self, *a, **k): self.log(*a, **k)",
+        "@staticmethod\n    def f(trainer_of_mine): return trainer_of_mine.anything",
+        "def on_train_batch_end(self, *args): ...",
+        "def state_dict(self, *args, **kwargs): return super().state_dict(*args, **kwargs)",
+    ],
+)
+def test_what_works_in_a_module(tmp_path: Path, body: str) -> None:
+    assert changes(tmp_path, f"{HEAD}class Net(pl.LightningModule):\n    {body}\n") == {}
+
+
+def test_a_mixin_is_read_as_a_part_of_the_modules_that_use_it(tmp_path: Path) -> None:
+    report = report_of(
+        tmp_path,
+        pkg__mixin="class Mixin:\n    def f(self): self.trainer.no_such_name\nclass Unused:\n    def f(self): self.trainer.no_such_name\n",
+        pkg__net=f"{HEAD}from pkg.mixin import Mixin\nclass Net(Mixin, pl.LightningModule): ...\n",
+    )
+    assert classes(report) == {"Net": ("module", CHANGE)}
+    assert [(use.owner.name, use.name) for use in report.uses if use.verdict == CHANGE and use.owner] == [
+        ("Mixin", "trainer.no_such_name")
+    ]
+
+
+def test_callbacks_see_the_trainer_and_the_module(tmp_path: Path) -> None:
+    text = f"""\
+{HEAD}
+class A(pl.Callback):
+    def on_train_end(self, t, m):
+        t.datamodule, m.current_epoch, t.callback_metrics
+        self.helper(t, m)
+    def helper(self, trainer: "pl.Trainer", pl_module):
+        trainer.no_such_name; pl_module.fabric
+class B(pl.callbacks.ModelCheckpoint):
+    def __init__(self):
+        super().__init__(monitor="x", no_such=1)
+"""
+    assert [each for each in uses_of(tmp_path, text) if each[0] > 3] == [
+        (4, "def on_train_end", AS_IS),
+        (5, "LightningModule.current_epoch", AS_IS),
+        (5, "trainer.callback_metrics", INTEROP),
+        (5, "trainer.datamodule", AS_IS),
+        (8, "LightningModule.fabric", CHANGE),
+        (8, "trainer.no_such_name", CHANGE),
+        (9, "ModelCheckpoint", AS_IS),
+        (11, "ModelCheckpoint.__init__(no_such=)", CHANGE),
+    ]
+
+
+def test_a_trainer(tmp_path: Path) -> None:
+    text = f"""\
+{HEAD}
+trainer = pl.Trainer(max_epochs=3)
+trainer.fit(net)
+plain = pl.Trainer(logger=False)
+plain.predict
+gone = pl.Trainer(gpus=1)
+valued = pl.Trainer(reload_dataloaders_every_n_epochs=1)
+computed = pl.Trainer(reload_dataloaders_every_n_epochs=some())
+class Holder:
+    def __init__(self):
+        self.trainer = pl.Trainer()
+class Own(pl.Trainer):
+    extra = 1
+def f(trainer: pl.Trainer):
+    return trainer.extra
+"""
+    assert [each for each in uses_of(tmp_path, text) if each[1] != "Trainer.extra"] == [
+        (3, "Trainer", AS_IS),
+        (4, "Trainer.fit", INTEROP),
+        (5, "Trainer", INTEROP),
+        (6, "Trainer.predict", AS_IS),
+        (7, "Trainer(gpus=)", CHANGE),
+        (8, "Trainer()", CHANGE),
+        (9, "Trainer", INTEROP),
+        (12, "Trainer", AS_IS),
+        (13, "Trainer", AS_IS),
+        (15, "Trainer", AS_IS),
+    ]
+    found = changes(tmp_path, text)
+    assert "'devices'" in found["Trainer(gpus=)"]
+    assert "reload_dataloaders_every_n_epochs=1" in found["Trainer()"]
+
+
+def test_an_accelerator(tmp_path: Path) -> None:
+    text = """\
+    import accelerate
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed, no_such_helper
+
+    accelerator = Accelerator(mixed_precision="bf16")
+    plain = Accelerator(cpu=True)
+    accelerator.backward(loss)
+    accelerator.init_trackers("run")
+    accelerator.no_such_name
+    set_seed(0)
+    no_such_helper()
+
+    class Holder:
+        def __init__(self):
+            self.acc = accelerate.Accelerator()
+        def step(self, loss, accelerator: "Accelerator | None" = None):
+            self.acc.backward(loss)
+            self.acc.state.process_index
+            accelerator.wait_for_everyone()
+    """
+    assert uses_of(tmp_path, text) == [
+        (5, "Accelerator", INTEROP),
+        (6, "Accelerator", INTEROP),
+        (7, "Accelerator.backward", AS_IS),
+        (8, "Accelerator.init_trackers", INTEROP),
+        (9, "Accelerator.no_such_name", CHANGE),
+        (10, "set_seed", AS_IS),
+        (11, "no_such_helper", CHANGE),
+        (15, "Accelerator", AS_IS),
+        (17, "Accelerator.backward", AS_IS),
+        (18, "Accelerator.state", INTEROP),
+        (19, "Accelerator.wait_for_everyone", AS_IS),
+    ]
+    assert {each.library for each in report_of(tmp_path, net=text).uses} == {"accelerate"}
+
+
+def test_a_class_that_can_only_be_named(tmp_path: Path) -> None:
+    text = "from lightning.pytorch.callbacks import BatchSizeFinder as F\nis_one = isinstance(x, F)\nF()\nclass Mine(F): ...\n"
+    found = [(line, verdict) for line, _, verdict in uses_of(tmp_path, text)]
+    assert found == [(2, INTEROP), (3, CHANGE), (4, CHANGE)]
