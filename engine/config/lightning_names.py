@@ -68,7 +68,5 @@ def refuse_replaced(*owners: Any) -> None:
 
 def _calls(owner: type, name: str) -> bool:
     """Whether another method of the class names this one."""
-    methods = (
-        (key, getattr(method, "__code__", None)) for each in owner.__mro__ for key, method in vars(each).items()
-    )
+    methods = ((key, getattr(method, "__code__", None)) for each in owner.__mro__ for key, method in vars(each).items())
     return any(code is not None and key != name and name in code.co_names for key, code in methods)

@@ -117,7 +117,10 @@ class Finder(MetaPathFinder, Loader):
                 return found
         if installed(f"{module}.{name}") is not None:
             return importlib.import_module(f"{module}.{name}")
-        if any(f"{tail(module)}.{name}.".lstrip(".").startswith(f"{helper}.") for helper in HELPERS) or tail(module) == "utilities":
+        if (
+            any(f"{tail(module)}.{name}.".lstrip(".").startswith(f"{helper}.") for helper in HELPERS)
+            or tail(module) == "utilities"
+        ):
             with self.lightning_itself():
                 value = getattr(importlib.import_module(module), name)
             self.borrowed.add(f"{tail(module)}.{name}".lstrip("."))

@@ -354,8 +354,7 @@ class Rewinds:
 
 
 def test_data_that_is_its_own_iterator_is_started_once_a_pass() -> None:
-    engine = Engine(accelerator="cpu")
-    loader = engine.prepare(Rewinds())
+    _, loader = prepared(Rewinds())
     for _ in range(2):
         # islice: at the first window already the data would start again for ever
         assert list(itertools.islice(loader, 12)) == [1, 2, 3, 4, 5]

@@ -43,7 +43,11 @@ def adapt(value: Any) -> Any:
         return vars(value)["_adapted"]
     if base := _base(type(value), "LightningDataModule"):
         made = LightningDataModule()
-        own = (name for name in dir(DataModule) if not name.startswith("_") and name not in ("attach", "trainer", "hparams"))
+        own = (
+            name
+            for name in dir(DataModule)
+            if not name.startswith("_") and name not in ("attach", "trainer", "hparams")
+        )
         theirs = (name for name in own if getattr(type(value), name, None) is not getattr(base, name, None))
         vars(made).update({name: getattr(value, name) for name in theirs})
         made.hparams.update(value.hparams)
