@@ -1,9 +1,10 @@
 """Puts ``engine.interop.lightning`` in the place of Lightning, as if each import of a program and of the packages that it uses had been changed.
 
-``install()`` comes before the first import of Lightning. From then on ``lightning``, ``lightning.pytorch`` and ``pytorch_lightning``, with every module
-that is installed below them, look a name up in ``engine.interop.lightning`` and its modules. What trains (a Trainer, a loop, a callback, a logger, a
-strategy) comes from there or is an ``ImportError``; helpers that a changed import would still take from Lightning itself (``HELPERS``) come from it, and
-``Finder.borrowed`` lists them. The code of Lightning's own demos is read as it is, with its imports changed in the same way.
+``install()`` comes before the first import of Lightning. From then on ``lightning``, ``lightning.pytorch`` and ``pytorch_lightning``, with
+every module that is installed below them, look a name up in ``engine.interop.lightning`` and its modules. What trains (a Trainer, a loop, a
+callback, a logger, a strategy) comes from there or is an ``ImportError``; helpers that a changed import would still take from Lightning itself
+(``HELPERS``) come from it, and ``Finder.borrowed`` lists them. The code of Lightning's own demos is read as it is, with its imports
+changed in the same way.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def installed(name: str) -> ModuleSpec | None:
     """Where a module of the real Lightning lies; nothing is imported."""
     root, *parts = name.split(".")
     spec = PathFinder.find_spec(root)
-    for i, part in enumerate(parts):
+    for i in range(len(parts)):
         if spec is None or spec.submodule_search_locations is None:
             return None
         spec = PathFinder.find_spec(".".join([root, *parts[: i + 1]]), list(spec.submodule_search_locations))

@@ -1,7 +1,7 @@
 """Lightning's demos and examples, trained as they are: entries of ``published_modules.py``.
 
-The demos are those of the installed package (``lightning.pytorch.demos``). The examples are read from a checkout of its repository. What its documentation
-shows in fragments is in ``lightning_recipes.py``.
+The demos are those of the installed package (``lightning.pytorch.demos``). The examples are read from a checkout of its repository. What
+its documentation shows in fragments is in ``lightning_recipes.py``.
 """
 
 from __future__ import annotations
