@@ -114,7 +114,7 @@ class Finder(MetaPathFinder, Loader):
         for end in range(len(parts), -1, -1):
             place = ours(".".join([OURS, *parts[:end]]))
             found = getattr(place, name, None) if place is not None else None
-            if found is not None and not (isinstance(found, ModuleType) and not found.__name__.startswith("engine.")):
+            if found is not None and not isinstance(found, ModuleType):
                 return found
         if installed(f"{module}.{name}") is not None:
             return importlib.import_module(f"{module}.{name}")
