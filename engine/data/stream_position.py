@@ -60,6 +60,16 @@ def mark_of(**owners: Any) -> dict[str, Any] | None:
 _OVER = {"over": True}
 
 
+def _rest(iterator: Any) -> Iterator[Any]:
+    """What ``iterator`` has left. It is data that is its own iterator: another ``iter`` of it, at each window, would rewind it."""
+    while True:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        yield batch
+
+
 class Source:
     """Data that is read unchanged; its state is its own, or else its iterator's."""
 
@@ -77,7 +87,7 @@ class Source:
         if state is not None and "iterator" in state:
             iterator.load_state_dict(state["iterator"])
         self._iterator = iterator if stateful(iterator) and not stateful(self.data) else None
-        return iterator, iterator
+        return iterator, _rest(iterator) if iterator is self.data else iterator
 
     def mark(self) -> Any:
         """The data's state after the last batch read; ``None`` if it has none."""

@@ -1,9 +1,10 @@
 """Puts ``engine.interop.lightning`` in the place of Lightning, as if each import of a program and of the packages that it uses had been changed.
 
-``install()`` comes before the first import of Lightning. From then on ``lightning``, ``lightning.pytorch`` and ``pytorch_lightning``, with every module
-that is installed below them, look a name up in ``engine.interop.lightning`` and its modules. What trains (a Trainer, a loop, a callback, a logger, a
-strategy) comes from there or is an ``ImportError``; helpers that a changed import would still take from Lightning itself (``HELPERS``) come from it, and
-``Finder.borrowed`` lists them. The code of Lightning's own demos is read as it is, with its imports changed in the same way.
+``install()`` comes before the first import of Lightning. From then on ``lightning``, ``lightning.pytorch`` and ``pytorch_lightning``, with
+every module that is installed below them, look a name up in ``engine.interop.lightning`` and its modules. What trains (a Trainer, a loop, a
+callback, a logger, a strategy) comes from there or is an ``ImportError``; helpers that a changed import would still take from Lightning itself
+(``HELPERS``) come from it, and ``Finder.borrowed`` lists them. The code of Lightning's own demos is read as it is, with its imports
+changed in the same way.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ HELPERS = (
     "utilities.enums",
     "utilities.data",
     "utilities.memory",
+    "utilities.model_helpers",
     "utilities.model_summary",
     "utilities.warnings",
     "fabric.utilities",
     "core.mixins",
+    "core.saving.get_filesystem",
+    "cli_lightning_logo",
 )
-"""Modules of Lightning with types, warnings and functions that take no part in a training."""
+"""Modules of Lightning with types, warnings and functions that take no part in a training, and single functions."""
 DEMOS = "demos"
 
 
@@ -52,7 +56,7 @@ def installed(name: str) -> ModuleSpec | None:
     """Where a module of the real Lightning lies; nothing is imported."""
     root, *parts = name.split(".")
     spec = PathFinder.find_spec(root)
-    for i, part in enumerate(parts):
+    for i in range(len(parts)):
         if spec is None or spec.submodule_search_locations is None:
             return None
         spec = PathFinder.find_spec(".".join([root, *parts[: i + 1]]), list(spec.submodule_search_locations))
@@ -109,14 +113,18 @@ class Finder(MetaPathFinder, Loader):
         parts = tail(module).split(".") if tail(module) else []
         for end in range(len(parts), -1, -1):
             place = ours(".".join([OURS, *parts[:end]]))
-            if place is not None and hasattr(place, name):
-                return getattr(place, name)
+            found = getattr(place, name, None) if place is not None else None
+            if found is not None and not isinstance(found, ModuleType):
+                return found
         if installed(f"{module}.{name}") is not None:
             return importlib.import_module(f"{module}.{name}")
-        if any(f"{tail(module)}.{name}.".startswith(f"{helper}.") for helper in HELPERS) or tail(module) == "utilities":
+        if (
+            any(f"{tail(module)}.{name}.".lstrip(".").startswith(f"{helper}.") for helper in HELPERS)
+            or tail(module) == "utilities"
+        ):
             with self.lightning_itself():
                 value = getattr(importlib.import_module(module), name)
-            self.borrowed.add(f"{tail(module)}.{name}")
+            self.borrowed.add(f"{tail(module)}.{name}".lstrip("."))
             return value
         raise AttributeError(f"{OURS} has no {name!r}, which is imported from {module}")
 

@@ -1,7 +1,7 @@
 """Lightning's demos and examples, trained as they are: entries of ``published_modules.py``.
 
-The demos are those of the installed package (``lightning.pytorch.demos``). The examples are read from a checkout of its repository. What its documentation
-shows in fragments is in ``lightning_recipes.py``.
+The demos are those of the installed package (``lightning.pytorch.demos``). The examples are read from a checkout of its repository. What
+its documentation shows in fragments is in ``lightning_recipes.py``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def mnist_files(folder: str) -> None:
     root = Path(folder) / "MNIST"
     (root / "complete").mkdir(parents=True)
     (root / "raw").mkdir()
-    for name, raw, count in (("training.pt", "train", 600), ("test.pt", "t10k", 40)):
+    for name, raw, count in (("training.pt", "train", 600), ("test.pt", "t10k", 100)):
         pictures = torch.randint(0, 255, (count, 28, 28), dtype=torch.uint8)
         labels = torch.arange(count) % 10
         torch.save((pictures, labels), root / "complete" / name)

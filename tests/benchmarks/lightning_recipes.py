@@ -513,7 +513,7 @@ def callbacks_of_the_module() -> nn.Module:
             return loader()
 
         def on_train_start(self) -> None:
-            assert self.trainer.max_epochs == 4 and self.trainer.num_training_batches == 8 and self.logger is None
+            assert (self.trainer.max_epochs, self.trainer.num_training_batches, self.logger) == (4, 8, None)
 
     return fit(Own(), val=loader(8, seed=2), max_epochs=4)
 

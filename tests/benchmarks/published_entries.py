@@ -105,7 +105,7 @@ def segmentation_pet_model() -> nn.Module:
     names["T_MAX"] = 8
     data = [{"image": torch.rand(3, 64, 64), "mask": (torch.rand(1, 64, 64) > 0.5).float()} for _ in range(8)]
     loader = DataLoader(data, batch_size=2)
-    module = names["PetModel"]("Unet", "resnet18", in_channels=3, out_classes=1, encoder_weights=None)
+    module = names["PetModel"]("Unet", "tu-resnet18", in_channels=3, out_classes=1, encoder_weights=None)
     return fit(module, loader, loader, library="pytorch_lightning")
 
 
@@ -129,7 +129,7 @@ def torch_uncertainty_regression() -> nn.Module:
     from torch_uncertainty.routines import RegressionRoutine
 
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-    loader = DataLoader(TensorDataset(*table()), batch_size=4)
+    loader = DataLoader(TensorDataset(table()[0], table()[1].squeeze(1)), batch_size=4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     module = RegressionRoutine(model=net, output_dim=1, loss=nn.MSELoss(), optim_recipe=optimizer)
     return fit(module, loader, loader)
@@ -158,16 +158,6 @@ def torchgeo_segmentation() -> nn.Module:
         model="unet", backbone="resnet18", weights=None, in_channels=3, task="multiclass", num_classes=3
     )
     return fit(module, pictures("mask"), pictures("mask"))
-
-
-@ENTRIES.add("torchgeo", "torchgeo")
-def torchgeo_byol() -> nn.Module:
-    from torchgeo.trainers import BYOLTask
-
-    return fit(
-        BYOLTask(model="resnet18", weights=None, in_channels=3, augment_fn=nn.Identity()),
-        pictures("label"),
-    )
 
 
 @ENTRIES.add("anomalib", "anomalib")
@@ -411,7 +401,9 @@ def pina_supervised() -> nn.Module:
     return solver
 
 
-@ENTRIES.add("pykeen", "pykeen")
+@ENTRIES.add(
+    "pykeen", "pykeen", note="constrains its embeddings in on_before_zero_grad, which comes after the step here"
+)
 def pykeen_lcwa() -> nn.Module:
     from pykeen.contrib.lightning import LCWALitModule
 

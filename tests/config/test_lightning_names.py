@@ -13,7 +13,7 @@ from processes import run_script
 from torch import nn
 
 from engine import Callback, DataModule, TrainModule
-from engine.config.lightning_names import DATA, MODULE, REPLACED
+from engine.config.lightning_names import DATA, MODULE, REPLACED, refuse_replaced
 from engine.config.other_trainers import hint
 from engine.config.other_trainers_names import ARGUMENTS, ATTRIBUTES
 from engine.config.settings import Settings
@@ -276,3 +276,25 @@ def test_a_module_that_takes_what_fits(tmp_path: Path) -> None:
     trainer.run(Weight(), ones(1))
     found = trainer.validate(Larger(), ones(1), checkpoint="last")
     assert found[0]["val"] == -1.0
+
+
+def test_a_method_that_the_class_calls_itself_is_its_own() -> None:
+    class Own(TrainModule):
+        def on_epoch_end(self, outputs: list[float]) -> None:
+            pass
+
+        def on_train_epoch_end(self) -> None:
+            self.on_epoch_end([])
+
+    class Old(TrainModule):
+        def on_epoch_end(self) -> None:
+            pass
+
+    class Later(Old):
+        def on_epoch_end(self) -> None:
+            super().on_epoch_end()
+
+    refuse_replaced(Own())
+    for old in (Old(), Later()):
+        with pytest.raises(TypeError, match="defines on_epoch_end, which is not called"):
+            refuse_replaced(old)

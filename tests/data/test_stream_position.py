@@ -5,6 +5,7 @@ Expected batches come from a bare loop over the same loader.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import warnings
@@ -336,6 +337,27 @@ def test_what_has_no_state_is_counted() -> None:
         other.load_state_dict(state)
         with pytest.warns(UserWarning, match=f"{3 + workers} batches are read and discarded"):
             assert bare(other) == whole[3 + workers :]
+
+
+class Rewinds:
+    """Data that is its own iterator: ``iter`` starts it again."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.at = 0
+        return self
+
+    def __next__(self) -> int:
+        if self.at == 5:
+            raise StopIteration
+        self.at += 1
+        return self.at
+
+
+def test_data_that_is_its_own_iterator_is_started_once_a_pass() -> None:
+    _, loader = prepared(Rewinds())
+    for _ in range(2):
+        # islice: at the first window already the data would start again for ever
+        assert list(itertools.islice(loader, 12)) == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(("kind", "at"), [(DataLoader, 4), (torchdatas, 7)])

@@ -106,7 +106,8 @@ def _callbacks(given: Mapping[str, Any], settings: dict[str, Any]) -> list[Any]:
     mine = [] if asked is None else list(asked) if isinstance(asked, (list, tuple)) else [asked]
     for name, kind, default in _DEFAULTS:
         there, on = any(isinstance(each, kind) for each in mine), given[name]
-        if (there and on is False) or (bare and (there or on)):
+        # A given summary stays although Lightning's default one is switched off.
+        if (there and on is False and kind is not named.ModelSummary) or (bare and (there or on)):
             raise ValueError(
                 f"Trainer({name}={on}, barebones={bare}) contradicts the {kind.__name__} in callbacks, or the other: leave one out"
             )

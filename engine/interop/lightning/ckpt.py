@@ -45,6 +45,7 @@ def readable(path: Any) -> Iterator[Any]:
 
 def save(run: Any, path: Path, weights_only: bool, pickle: bool) -> None:
     """Write one file; all ranks call this together. See :meth:`engine.interop.lightning.Trainer.save_checkpoint`."""
+    path = path.absolute()  # a name alone would be one of the run's own checkpoints
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_name(f".{path.name}.partial")
     if pickle:
