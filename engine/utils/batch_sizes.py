@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-_FULL = ("out of memory", "CUDNN_STATUS_NOT_SUPPORTED", "can't allocate memory")
+_SAID = ("out of memory", "cudnn_status_not_supported", "can't allocate memory", "not enough memory")
+"""Messages of out-of-memory errors that are not a ``torch.OutOfMemoryError``."""
 
 
 def find_executable_batch_size(
@@ -40,7 +41,7 @@ def find_executable_batch_size(
             try:
                 return function(size, *args, **kwargs)
             except (RuntimeError, MemoryError) as error:
-                if not isinstance(error, MemoryError) and not any(text in str(error) for text in _FULL):
+                if not is_out_of_memory(error):
                     raise
                 size = size * 9 // 10 if reduce_batch_size_fn is None else reduce_batch_size_fn()
         raise RuntimeError(
@@ -48,6 +49,13 @@ def find_executable_batch_size(
         )
 
     return run
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device's or the host's memory was exhausted."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(said in str(error).lower() for said in _SAID)
 
 
 def release_memory(*objects: Any) -> list[None]:

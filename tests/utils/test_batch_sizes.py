@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.utils.batch_sizes import find_executable_batch_size
+from engine.utils.batch_sizes import find_executable_batch_size, is_out_of_memory
 
 
 def test_batch_sizes_shrink_until_one_fits() -> None:
@@ -26,3 +26,12 @@ def test_batch_sizes_shrink_until_one_fits() -> None:
 
     with pytest.raises(RuntimeError, match="a bug"):
         wrong()
+
+
+def test_what_says_that_memory_is_exhausted() -> None:
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory")
+    )
+    assert not is_out_of_memory(ValueError("out of memory"))
+    assert not is_out_of_memory(RuntimeError("a bug"))

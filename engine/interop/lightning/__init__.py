@@ -26,7 +26,7 @@ from engine.interop.lightning.utilities import seed_everything as seed_everythin
 _CALLBACKS = """callback checkpoint device_stats_monitor early_stopping finetuning gradient_accumulation_scheduler lambda_function lr_finder
     lr_monitor model_checkpoint model_summary batch_size_finder prediction_writer progress progress.rich_progress progress.tqdm_progress
     progress.progress_bar pruning stochastic_weight_avg timer weight_averaging on_exception_checkpoint rich_model_summary"""
-_UTILITIES = "types rank_zero exceptions combined_loader seed enums model_helpers parsing grads distributed model_summary apply_func"
+_UTILITIES = "types rank_zero exceptions combined_loader seed enums model_helpers parsing grads distributed model_summary apply_func memory"
 _PATHS = {
     callbacks: ["callbacks", "profilers", *(f"callbacks.{name}" for name in _CALLBACKS.split())],
     core: ["core", *(f"core.{name}" for name in ["module", "datamodule", "mixins", "hooks", "optimizer", "saving"])],
@@ -45,6 +45,11 @@ _PATHS = {
         "tuner",
         "tuner.tuning",
         "accelerators",
+        *(
+            "fabric",
+            "fabric.utilities",
+            *(f"fabric.utilities.{name}" for name in ["cloud_io", "types", "seed", "rank_zero"]),
+        ),
         *(f"utilities.{name}" for name in _UTILITIES.split()),
     ],
     cli: ["cli"],

@@ -28,7 +28,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "reload_dataloaders_every_n_epochs": (0,),
     "enable_autolog_hparams": (True,),
     "model_registry": (None,),
-    "use_distributed_sampler": (True,),
 }
 """Arguments without a counterpart: the values under which nothing is asked for."""
 _PROFILERS = {"simple": named.SimpleProfiler, "pytorch": named.PyTorchProfiler}

@@ -19,7 +19,10 @@ from typing import Any
 import torch
 
 from engine.checkpoint.convert import convert
+from engine.checkpoint.directory import SHARED
 from engine.checkpoint.manifest import MANIFEST
+from engine.checkpoint.reader import Source, whole
+from engine.checkpoint.user_paths import opened
 from engine.loop.module_calls import save_at
 from engine.loop.snapshot import content
 
@@ -36,11 +39,43 @@ def readable(path: Any) -> Iterator[Any]:
         return
     with tempfile.TemporaryDirectory(prefix="ckpt-") as parent:
         folder = Path(parent) / "step=00000000"
-        if zipfile.is_zipfile(path):
+        if _is_ours(path):
             with zipfile.ZipFile(path) as archive:
-                if MANIFEST in archive.namelist():
-                    archive.extractall(folder)
+                archive.extractall(folder)
         yield folder if folder.exists() else convert(path, folder, trust_pickle=True).path
+
+
+def _is_ours(path: Any) -> bool:
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return MANIFEST in archive.namelist()
+
+
+def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+    """A checkpoint as the dict that Lightning's files hold: weights, hyperparameters, counters and what ``on_save_checkpoint`` added.
+
+    Of Lightning's own files it is what they hold, tensors and plain values only, whatever ``weights_only`` is.
+
+    Raises:
+        pickle.UnpicklingError: such a file holds other objects.
+        FileNotFoundError, DamagedCheckpoint: there is none, or it is damaged.
+    """
+    if Path(path_or_url).is_file() and not _is_ours(path_or_url):
+        loaded: dict[str, Any] = torch.load(path_or_url, map_location=map_location, weights_only=True)
+        return loaded
+    with readable(path_or_url) as path, opened(path, ("model", "state")) as found:
+        source, shared, counters = Source(found), found.tree(SHARED) or {}, found.manifest["counters"]
+        weights = {name: whole(source.stored(name)) for name in source.names if name not in source.extra}
+        source.read_model(weights)
+    device = torch.device("cpu" if map_location is None else map_location)
+    return {
+        **(shared.get("user") or {}),
+        "epoch": counters["epoch"],
+        "global_step": counters["step"],
+        "state_dict": {name: tensor.to(device) for name, tensor in weights.items()},
+        "hyper_parameters": dict(shared.get("hparams", {})),
+    }
 
 
 def save(run: Any, path: Path, weights_only: bool, pickle: bool) -> None:

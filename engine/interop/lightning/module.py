@@ -88,3 +88,15 @@ class LightningDataModule(DataModule):
     def attach(self, run: Any) -> None:
         super().attach(run)
         self.trainer = self.trainer if run is None else run.trainer
+
+
+def _load_from_checkpoint(
+    cls: type[Any], checkpoint_path: Any, map_location: Any = None, hparams_file: None = None, strict: bool | None = None,
+    weights_only: bool | None = None, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """``load_from_checkpoint`` as the base class has it, for classes that override it."""
+    if issubclass(cls, LightningModule):
+        whole: Any = LightningModule.load_from_checkpoint
+        return whole.__func__(cls, checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs)
+    data: Any = LightningDataModule.load_from_checkpoint
+    return data.__func__(cls, checkpoint_path, **kwargs)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.callback import Callback
+from engine.config.other_trainers import hint
 from engine.distributed.environment import detect
 from engine.fit import Fit
 from engine.interop.lightning import ckpt
@@ -127,7 +128,14 @@ class Trainer(TrainerView):
         return model, loaders, datamodule
 
     def joins(self, run: Any) -> None:
-        """A ``run`` starts; called by the module."""
+        """A ``run`` starts; called by the module.
+
+        Raises:
+            ValueError: ``use_distributed_sampler=False`` on several ranks.
+        """
+        if run.world_size > 1 and not self._given["use_distributed_sampler"]:
+            asked = "use_distributed_sampler"
+            raise ValueError(f"Trainer({asked}=False) has no counterpart on {run.world_size} ranks{hint(asked, ())}")
         self._run, run.trainer = run, self
         if run.stage == "fit":
             self._trained = run

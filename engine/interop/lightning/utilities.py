@@ -20,10 +20,13 @@ from engine.data.datamodule import DataModule
 from engine.distributed.environment import detect
 from engine.interop.lightning.callback import Callback
 from engine.interop.lightning.callbacks import ModelSummary as ModelSummary
+from engine.interop.lightning.ckpt import load as _load  # noqa: F401
 from engine.interop.lightning.refused import refused_class
 from engine.module import TrainModule
 from engine.step.optimizers import Schedule as LRSchedulerConfig  # noqa: F401
 from engine.utils import seed
+from engine.utils.batch_sizes import is_out_of_memory as is_oom_error  # noqa: F401
+from engine.utils.batch_sizes import release_memory as garbage_collection_cuda  # noqa: F401
 from engine.utils.overrides import overridden
 from engine.utils.seed import isolated as isolate_rng  # noqa: F401
 from engine.utils.tree import move as move_data_to_device  # noqa: F401

@@ -61,3 +61,27 @@ def test_a_pickle_with_code_is_refused(tmp_path: Path) -> None:
 def test_there_must_be_a_training(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="has not trained"):
         trainer(OURS, tmp_path).save_checkpoint(tmp_path / "x.ckpt")
+
+
+@pytest.mark.parametrize("writer", [THEIRS, OURS], ids=["theirs", "ours"])
+def test_a_file_is_read_as_the_dict_that_it_holds(writer: Any, tmp_path: Path) -> None:
+    net, fitted = module(writer), trainer(writer, tmp_path, max_epochs=1)
+    quietly(fitted.fit, net, data())
+    quietly(fitted.save_checkpoint, tmp_path / "x.ckpt")
+    found = OURS.utilities._load(tmp_path / "x.ckpt", map_location="cpu")
+    assert (found["global_step"], dict(found["hyper_parameters"])) == (10, {"width": 5, "lr": 0.05})
+    torch.testing.assert_close(dict(found["state_dict"]), dict(net.state_dict()))
+
+
+def test_a_class_that_overrides_load_from_checkpoint_loads_through_the_function(tmp_path: Path) -> None:
+    class Own(type(module(OURS))):  # type: ignore[misc]
+        @classmethod
+        def load_from_checkpoint(cls, path: Path, **kwargs: Any) -> Any:
+            return OURS.core._load_from_checkpoint(cls, path, None, None, True, **kwargs)
+
+    net, fitted = module(OURS), trainer(OURS, tmp_path, max_epochs=1)
+    fitted.fit(net, data())
+    fitted.save_checkpoint(tmp_path / "x.ckpt")
+    loaded = Own.load_from_checkpoint(tmp_path / "x.ckpt", lr=0.3)
+    assert (type(loaded), loaded.hparams["lr"]) == (Own, 0.3)
+    torch.testing.assert_close(weights(loaded), weights(net))

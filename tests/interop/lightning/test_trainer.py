@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
@@ -83,12 +84,20 @@ def test_the_constructor_has_lightnings_arguments() -> None:
     assert {name: each.default for name, each in mine.items()} == {name: each.default for name, each in theirs.items()}
 
 
+def test_each_rank_of_several_needs_loaders_that_say_that_they_are_divided(tmp_path: Path) -> None:
+    one = trainer(OURS, tmp_path, max_epochs=1, use_distributed_sampler=False)
+    one.fit(module(OURS), data())  # there is nothing to divide
+    assert one.global_step == 10
+    run = SimpleNamespace(world_size=2)
+    with pytest.raises(ValueError, match=r"use_distributed_sampler=False.* on 2 ranks.*presharded = True"):
+        one.joins(run)
+
+
 @pytest.mark.parametrize(
     ("given", "counterpart"),
     [
         ({"plugins": ["x"]}, "precision"),
         ({"reload_dataloaders_every_n_epochs": 2}, "set_epoch"),
-        ({"use_distributed_sampler": False}, "presharded"),
         ({"enable_autolog_hparams": False}, "logger"),
         ({"model_registry": "x"}, "on_save_checkpoint"),
         ({"strategy": "xla"}, "possible: ddp"),
