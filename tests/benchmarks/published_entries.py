@@ -229,6 +229,14 @@ def forecasting_data(covariates: bool = True) -> Any:
     return data, data.to_dataloader(train=False, batch_size=16)
 
 
+def pickles() -> None:
+    """The line that a program adds whose package reads checkpoints with ``torch.load``. Lightning's class does nothing with it."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    ModelCheckpoint.pickles = True
+
+
+PICKLES = "and with ModelCheckpoint.pickles = True"
 GLUONTS: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "max_epochs": 2}
 
 
@@ -237,6 +245,7 @@ def gluonts(name: str, **arguments: Any) -> nn.Module:
     import pandas
     from gluonts.dataset.common import ListDataset
 
+    pickles()
     data = ListDataset([{"start": pandas.Period("2020-01-01", freq="D"), "target": series()}], freq="D")
     estimator = getattr(gluonts.torch, name)(
         prediction_length=4, batch_size=4, num_batches_per_epoch=4, trainer_kwargs=GLUONTS, **arguments
@@ -244,17 +253,17 @@ def gluonts(name: str, **arguments: Any) -> nn.Module:
     return estimator.train(data).prediction_net
 
 
-@ENTRIES.add("gluonts", "gluonts", "lightning")
+@ENTRIES.add("gluonts", "gluonts", "lightning", note=PICKLES)
 def gluonts_simple_feed_forward() -> nn.Module:
     return gluonts("SimpleFeedForwardEstimator", context_length=12)
 
 
-@ENTRIES.add("gluonts", "gluonts", "lightning")
+@ENTRIES.add("gluonts", "gluonts", "lightning", note=PICKLES)
 def gluonts_deep_ar() -> nn.Module:
     return gluonts("DeepAREstimator", context_length=12, freq="D", hidden_size=8)
 
 
-@ENTRIES.add("gluonts", "gluonts", "lightning")
+@ENTRIES.add("gluonts", "gluonts", "lightning", note=PICKLES)
 def gluonts_patch_tst() -> nn.Module:
     return gluonts("PatchTSTEstimator", context_length=12, patch_len=4)
 
@@ -313,12 +322,13 @@ def frame() -> Any:
     return pandas.DataFrame(x.numpy(), columns=list("abcd")).assign(target=y.numpy())
 
 
-@ENTRIES.add("pytorch-tabular", "pytorch_tabular")
+@ENTRIES.add("pytorch-tabular", "pytorch_tabular", note=PICKLES)
 def pytorch_tabular_category_embedding() -> nn.Module:
     from pytorch_tabular import TabularModel
     from pytorch_tabular.config import DataConfig, OptimizerConfig, TrainerConfig
     from pytorch_tabular.models import CategoryEmbeddingModelConfig
 
+    pickles()
     model = TabularModel(
         data_config=DataConfig(target=["target"], continuous_cols=list("abcd")),
         model_config=CategoryEmbeddingModelConfig(task="regression", layers="16-8"),
@@ -331,11 +341,12 @@ def pytorch_tabular_category_embedding() -> nn.Module:
     return model.model
 
 
-@ENTRIES.add("deeptab", "deeptab")
+@ENTRIES.add("deeptab", "deeptab", note=PICKLES)
 def deeptab_mlp_regressor() -> nn.Module:
     from deeptab.configs import MLPConfig
     from deeptab.models import MLPRegressor
 
+    pickles()
     data = frame()
     model = MLPRegressor(model_config=MLPConfig(layer_sizes=[16, 8]))
     options = {**QUIET, "enable_checkpointing": True}

@@ -27,6 +27,9 @@ _CALLBACKS = """callback checkpoint device_stats_monitor early_stopping finetuni
     lr_monitor model_checkpoint model_summary batch_size_finder prediction_writer progress progress.rich_progress progress.tqdm_progress
     progress.progress_bar pruning stochastic_weight_avg timer weight_averaging on_exception_checkpoint rich_model_summary"""
 _UTILITIES = "types rank_zero exceptions combined_loader seed enums model_helpers parsing grads distributed model_summary apply_func memory"
+_HELPERS = """trainer.states trainer.connectors.logger_connector.result tuner tuner.tuning accelerators accelerators.accelerator
+    loops loops.evaluation_loop loops.fit_loop loops.prediction_loop plugins plugins.io plugins.io.torch_io
+    fabric fabric.utilities fabric.utilities.cloud_io fabric.utilities.types fabric.utilities.seed fabric.utilities.rank_zero"""
 _PATHS = {
     callbacks: ["callbacks", "profilers", *(f"callbacks.{name}" for name in _CALLBACKS.split())],
     core: ["core", *(f"core.{name}" for name in ["module", "datamodule", "mixins", "hooks", "optimizer", "saving"])],
@@ -39,23 +42,12 @@ _PATHS = {
         *(f"strategies.{name}" for name in ["ddp", "fsdp", "deepspeed", "strategy", "model_parallel"]),
     ],
     trainer: ["trainer", "trainer.trainer"],
-    utilities: [
-        "utilities",
-        "trainer.states",
-        "tuner",
-        "tuner.tuning",
-        "accelerators",
-        *(
-            "fabric",
-            "fabric.utilities",
-            *(f"fabric.utilities.{name}" for name in ["cloud_io", "types", "seed", "rank_zero"]),
-        ),
-        *(f"utilities.{name}" for name in _UTILITIES.split()),
-    ],
+    utilities: ["utilities", *_HELPERS.split(), *(f"utilities.{name}" for name in _UTILITIES.split())],
     cli: ["cli"],
 }
-pytorch, tuner, accelerators, profilers = sys.modules[__name__], utilities, utilities, callbacks
-_ELSEWHERE = {"Fabric": ": use engine.Engine", "plugins": ": use Trainer(precision=..., strategy=...)"}
+pytorch, profilers = sys.modules[__name__], callbacks
+tuner = accelerators = loops = plugins = utilities
+_ELSEWHERE = {"Fabric": ": use engine.Engine"}
 sys.modules[f"{__name__}.pytorch"] = pytorch
 for _file, _paths in _PATHS.items():
     for _path in _paths:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
+from pathlib import Path
 from types import new_class
 from typing import Any
 
 import torch
 
 import engine.callbacks as own
+from engine.interop.lightning import ckpt
 from engine.interop.lightning.callback import EVENTS, Callback, listens
 from engine.interop.lightning.refused import ANY, refused_class, translated
 from engine.utils.log import logger
@@ -79,6 +81,9 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
     """Lightning's arguments of :class:`callbacks.ModelCheckpoint`. A checkpoint is complete, in a folder named as Lightning names its file."""
 
     FILE_EXTENSION = ".ckpt"
+    pickles = False
+    """With ``ModelCheckpoint.pickles = True`` each checkpoint that is left at a training's end is also a file beside its folder: weights and
+    hyperparameters in Lightning's form. The paths then are those of the files, for programs that ``torch.load`` them."""
 
     def __init__(
         self, dirpath: Any = None, filename: str | None = None, monitor: str | None = None, verbose: bool = False,
@@ -99,6 +104,7 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
         name = _FIELD.sub(r"\1={\1", name) if auto_insert_metric_name else name
         self.idle = not save_top_k and not save_last
         self._names_last, self._trains_last, self._run = save_last, save_on_train_epoch_end, None
+        self._files: dict[int, Path] = {}
         kept = (monitor, mode, save_top_k, bool(save_last) or self.idle, None, dirpath, name + self.FILE_EXTENSION)
         own.ModelCheckpoint.__init__(
             self, next(iter(every), None), *kept, asynchronous=False
@@ -106,12 +112,26 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._run = trainer.run if stage == "fit" else self._run
+        if self.pickles and "://" in str(trainer.run.checkpoint_path("x")):
+            raise ValueError(
+                "ModelCheckpoint.pickles = True: files are written beside checkpoints in a local folder: give one as dirpath"
+            )
         own.ModelCheckpoint.setup(self, trainer.run, pl_module, stage)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self._trains_last and self.monitor is not None and trainer.run.val_loaders:
             raise ValueError("ModelCheckpoint(save_on_train_epoch_end=True): with validation, a score is taken after it; leave it out")  # fmt: skip
         own.ModelCheckpoint.on_train_start(self, trainer.run, pl_module)
+        self._files = {}
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.pickles:
+            files = {step: Path(f"{self._path(step)}.pt") for step in self.names}
+            if trainer.is_global_zero:
+                for step in files:
+                    ckpt.pickle_beside(Path(self._path(step)), pl_module)
+            trainer.strategy.barrier()
+            self._files = files
 
     @property
     def best_k_models(self) -> dict[str, Any]:
@@ -135,7 +155,7 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
         return self._path(max(self.names)) if self.names and self._names_last else ""
 
     def _path(self, step: int) -> str:
-        return "" if self._run is None else str(self._run.checkpoint_path(self.names[step]))
+        return "" if self._run is None else str(self._files.get(step) or self._run.checkpoint_path(self.names[step]))
 
 
 class EarlyStopping(Callback, own.EarlyStopping):

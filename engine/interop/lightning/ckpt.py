@@ -86,7 +86,7 @@ def save(run: Any, path: Path, weights_only: bool, pickle: bool) -> None:
     if pickle:
         weights = run.engine.get_state_dict(run.module)
         if run.is_main_process:
-            torch.save(_lightnings(run, weights), written)
+            torch.save(_lightnings(run.module, run.state.epoch, run.step, weights), written)
     else:
         folder = path.with_name(f".{path.name}.folder")
         save_at(run, folder, lambda run, score: replace(content(run), optim={}) if weights_only else content(run))
@@ -100,16 +100,24 @@ def save(run: Any, path: Path, weights_only: bool, pickle: bool) -> None:
     run.engine.wait_for_everyone()
 
 
-def _lightnings(run: Any, weights: dict[str, Any]) -> dict[str, Any]:
+def pickle_beside(folder: Path, module: Any) -> Path:
+    """Write the weights of a checkpoint's ``folder``, a ``module``'s, in Lightning's form beside it, unless they are there; by the main process."""
+    file = folder.with_name(f"{folder.name}.pt")
+    if not file.exists():
+        found = load(folder)
+        written = file.with_name(f".{file.name}.partial")
+        torch.save(_lightnings(module, found["epoch"], found["global_step"], found["state_dict"]), written)
+        os.replace(written, file)
+    return file
+
+
+def _lightnings(module: Any, epoch: int, step: int, weights: dict[str, Any]) -> dict[str, Any]:
     """Lightning's form of a checkpoint with weights only."""
-    hyperparameters = {
-        "hparams_name": run.module.hparams_name or "kwargs",
-        "hyper_parameters": dict(run.module.hparams),
-    }
+    hyperparameters = {"hparams_name": module.hparams_name or "kwargs", "hyper_parameters": dict(module.hparams)}
     return {
-        "epoch": run.state.epoch,
-        "global_step": run.step,
+        "epoch": epoch,
+        "global_step": step,
         "pytorch-lightning_version": "2.6.0",
         "state_dict": weights,
-        **(hyperparameters if run.module.hparams else {}),
+        **(hyperparameters if module.hparams else {}),
     }

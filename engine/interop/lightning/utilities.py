@@ -37,6 +37,11 @@ OptimizerConfig = OptimizerLRSchedulerConfig = LRSchedulerConfigType = Any
 MisconfigurationException = ValueError
 Tuner = refused_class("Tuner", "call callbacks.find_lr(module, loader) or find_batch_size, and set what it finds")
 Accelerator = CPUAccelerator = refused_class("Accelerator", "give Trainer(accelerator='cpu' or 'gpu')")
+_LOOPS = "the loops are functions: override the module's or a callback's hooks"
+_EvaluationLoop = _FitLoop = _PredictionLoop = refused_class("a loop of Lightning", _LOOPS)
+CheckpointIO = TorchCheckpointIO = refused_class(
+    "CheckpointIO", "checkpoints have one format: leave it out of Trainer(plugins=...)"
+)
 CUDAAccelerator = refused_class("CUDAAccelerator", "give Trainer(accelerator='cuda')")
 CUDAAccelerator.is_available = staticmethod(torch.cuda.is_available)
 

@@ -73,6 +73,26 @@ def test_a_file_is_read_as_the_dict_that_it_holds(writer: Any, tmp_path: Path) -
     torch.testing.assert_close(dict(found["state_dict"]), dict(net.state_dict()))
 
 
+def test_checkpoints_are_files_beside_their_folders_where_pickles_were_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OURS.callbacks.ModelCheckpoint, "pickles", True)
+    saved = OURS.callbacks.ModelCheckpoint(tmp_path / "best", monitor="val", save_top_k=2, save_last=True)
+    net, fitted = module(OURS), trainer(OURS, tmp_path, max_epochs=3, callbacks=[saved], enable_checkpointing=True)
+    fitted.fit(net, data(), data())
+    files = sorted(map(str, (tmp_path / "best").glob("*.pt")))
+    assert sorted({*saved.best_k_models, saved.last_model_path}) == files
+    last = torch.load(saved.last_model_path, weights_only=True)
+    assert (last["epoch"], last["global_step"]) == (2, 30)
+    torch.testing.assert_close(dict(last["state_dict"]), dict(net.state_dict()))
+    theirs = quietly(type(module(THEIRS)).load_from_checkpoint, saved.last_model_path)
+    torch.testing.assert_close(weights(theirs), weights(net))
+    assert len(fitted.test(ckpt_path="best", dataloaders=data())) == 1
+    longer = trainer(OURS, tmp_path, max_epochs=4)  # the folders are still what a training goes on from
+    longer.fit(module(OURS), data(), data(), ckpt_path=saved.last_model_path.removesuffix(".pt"))
+    assert longer.global_step == 40
+
+
 def test_a_class_that_overrides_load_from_checkpoint_loads_through_the_function(tmp_path: Path) -> None:
     class Own(type(module(OURS))):  # type: ignore[misc]
         @classmethod
