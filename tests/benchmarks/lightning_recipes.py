@@ -374,7 +374,12 @@ def finetuning_callback() -> nn.Module:
     return fit(Tuned(), callbacks=[BackboneFinetuning(1, lambda epoch: 1.5, verbose=False)])
 
 
-@recipe
+@ENTRIES.add(
+    "lightning",
+    "lightning",
+    group="demos",
+    note="the mean of the weights at the ends of epochs here, at their starts there",
+)
 def stochastic_weight_averaging() -> nn.Module:
     from lightning.pytorch.callbacks import StochasticWeightAveraging
 
