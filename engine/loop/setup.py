@@ -130,9 +130,9 @@ def training(run: Run, train_loader: Any, val_loaders: Any, datamodule: DataModu
     if type(module).training_step is TrainModule.training_step:
         raise TypeError(f"{type(module).__name__} must define training_step(self, batch, batch_idx)")
     run.training_step = fitted_step(module, "training_step", module.training_step, training=True)
+    manual_checks(run)
     training_loader(run, train_loader, datamodule)
     run.val_loaders = validation_loaders(run, val_loaders, datamodule)
-    manual_checks(run)
     joined(module, run.engine.group, run.engine.data_group)
     minimum(run)
     place(run)

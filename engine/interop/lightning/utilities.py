@@ -24,7 +24,7 @@ from engine.interop.lightning.ckpt import load as _load  # noqa: F401
 from engine.interop.lightning.refused import refused_class
 from engine.module import TrainModule
 from engine.step.optimizers import Schedule as LRSchedulerConfig  # noqa: F401
-from engine.utils import seed
+from engine.utils import accelerator, seed
 from engine.utils.batch_sizes import is_out_of_memory as is_oom_error  # noqa: F401
 from engine.utils.batch_sizes import release_memory as garbage_collection_cuda  # noqa: F401
 from engine.utils.overrides import overridden
@@ -43,7 +43,7 @@ CheckpointIO = TorchCheckpointIO = refused_class(
     "CheckpointIO", "checkpoints have one format: leave it out of Trainer(plugins=...)"
 )
 CUDAAccelerator = refused_class("CUDAAccelerator", "give Trainer(accelerator='cuda')")
-CUDAAccelerator.is_available = staticmethod(torch.cuda.is_available)
+CUDAAccelerator.is_available = staticmethod(lambda: accelerator.present() == "cuda")
 
 
 class TrainerFn(StrEnum):
