@@ -244,7 +244,7 @@ def _checkpoints(folder: Path, recorded: Mapping[str, dict[str, Any]]) -> list[d
         places = Path(known["path"]), folder / "checkpoints" / name
         if "://" in known["path"] or any(map(_exists, places)):
             found[name] = known
-    for path in (folder / "checkpoints").glob("*/manifest.json"):
+    for path in (folder / "checkpoints").glob("[!.]*/manifest.json"):
         try:
             manifest = _mapping(json.loads(path.read_bytes()))
         except (OSError, ValueError, RecursionError):

@@ -94,6 +94,16 @@ def test_a_csv_logger_is_enough(tmp_path):
     assert run.config == [("max_epochs", "3", ""), ("strategy.name", "ddp", "")]
 
 
+def test_a_checkpoint_that_was_being_written_is_not_there(tmp_path):
+    """A kill between the manifest and the renaming leaves a hidden folder that has everything."""
+    write(tmp_path, start())
+    for name, step in (("step=00000003", 3), (".step=00000006.partial", 6)):
+        place = tmp_path / "checkpoints" / name
+        place.mkdir(parents=True)
+        (place / "manifest.json").write_text(json.dumps({"counters": {"step": step}}))
+    assert [each["step"] for each in read_run(tmp_path).checkpoints] == [3]
+
+
 def test_folders_of_runs(tmp_path):
     for name in ("a", "a/version_2", "a/version_10", "b/version_1"):
         write(tmp_path / name, start())
