@@ -29,7 +29,7 @@ REFUSED = {
     "bf16_full_eval": "an evaluation has the training's precision: Fit(precision='bf16-true') converts the model",
     "fp16_full_eval": "an evaluation has the training's precision: Fit(precision='16-true') converts the model",
     "push_to_hub": "export with 'fit checkpoint export' and upload the folder",
-    "ignore_data_skip": "a resumed run continues in the data where it was; Resume(path, weights_only=True) starts anew",
+    "ignore_data_skip": "a resumed run continues in the data where it was; Resume(path, weights_only=True) starts from the beginning",
     "save_on_each_node": "checkpoints are one directory on a file system that all machines share",
     "parallelism_config": "give Fit(strategy={'name': 'mesh', ...})",
     "debug": "Fit(detect_anomaly=True) finds where a NaN comes from",

@@ -31,7 +31,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """The logger of this name, which logs on the main process unless it is told otherwise."""
+    """The logger of this name, which logs on the main process only, by default."""
     logger = logging.getLogger(name)
     if log_level is not None:
         logger.setLevel(log_level.upper())
