@@ -122,7 +122,7 @@ DIFFERENCES: dict[str, dict[str, str]] = {
         "training_check(use_seedable_sampler=False": _ORDER,
         "test_torch_metrics(Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True, dispatch_batches=True": _DISPATCH,
         "test_torch_metrics(Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=False, dispatch_batches=True": _DISPATCH,
-        "gathered_stream(test_gather_for_metrics_with_iterable_dataset": "the loader of a stream is no dispatcher: each process reads the stream",
+        "gathered_stream(test_gather_for_metrics_with_iterable_dataset": "the loader of a stream is not a dispatcher: each process reads the stream",
         "test_mrpc(True": _DISPATCH,
         "2: training_function": _SCHEDULE,
     },

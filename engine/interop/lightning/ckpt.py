@@ -101,13 +101,14 @@ def save(run: Any, path: Path, weights_only: bool, pickle: bool) -> None:
 
 
 def pickle_beside(folder: Path, module: Any) -> Path:
-    """Write the weights of a checkpoint's ``folder``, a ``module``'s, in Lightning's form beside it, unless they are there; by the main process."""
-    file = folder.with_name(f"{folder.name}.pt")
-    if not file.exists():
-        found = load(folder)
-        written = file.with_name(f".{file.name}.partial")
-        torch.save(_lightnings(module, found["epoch"], found["global_step"], found["state_dict"]), written)
-        os.replace(written, file)
+    """Write the weights of a checkpoint's ``folder``, a ``module``'s, in Lightning's form beside it; by the main process.
+
+    A file of an earlier folder of this name is replaced.
+    """
+    file, found = folder.with_name(f"{folder.name}.pt"), load(folder)
+    written = file.with_name(f".{file.name}.partial")
+    torch.save(_lightnings(module, found["epoch"], found["global_step"], found["state_dict"]), written)
+    os.replace(written, file)
     return file
 
 

@@ -93,6 +93,17 @@ def test_checkpoints_are_files_beside_their_folders_where_pickles_were_asked_for
     assert longer.global_step == 40
 
 
+def test_a_file_of_an_earlier_training_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OURS.callbacks.ModelCheckpoint, "pickles", True)
+    (tmp_path / "best").mkdir()
+    torch.save({"state_dict": {}}, tmp_path / "best" / "epoch=0-step=10.ckpt.pt")
+    saved = OURS.callbacks.ModelCheckpoint(tmp_path / "best")
+    net, fitted = module(OURS), trainer(OURS, tmp_path, max_epochs=1, callbacks=[saved], enable_checkpointing=True)
+    fitted.fit(net, data())
+    found = torch.load(tmp_path / "best" / "epoch=0-step=10.ckpt.pt", weights_only=True)
+    torch.testing.assert_close(dict(found["state_dict"]), dict(net.state_dict()))
+
+
 def test_a_class_that_overrides_load_from_checkpoint_loads_through_the_function(tmp_path: Path) -> None:
     class Own(type(module(OURS))):  # type: ignore[misc]
         @classmethod
