@@ -207,8 +207,8 @@ def test_ctrl_c_reaches_the_ranks_once(tmp_path: Path) -> None:
         + textwrap.dedent(
             """
             def wait():
-                open(f"begun.{rank()}", "w").close()
                 try:
+                    open(f"begun.{rank()}", "w").close()  # inside: the signal may come right after it
                     time.sleep(600)
                 except KeyboardInterrupt:
                     time.sleep(0.5)
