@@ -33,7 +33,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         said = self.__dict__.setdefault("_said", set())
         if (told := (msg, args)) not in said:
             said.add(told)
-            self.warning(msg, *args, **kwargs)
+            self.warning(msg, *args, **{"stacklevel": 3, **kwargs})
 
 
 def get_logger(name: str, log_level: str | None = None) -> RankLogger:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import engine.callbacks as own
+from engine.checkpoint.pickled import write_checkpoint
 from engine.config.lightning_names import CLASSES
-from engine.interop.lightning import ckpt
 from engine.interop.lightning.callback import EVENTS, Callback, listens
 from engine.interop.refused import ANY, refusing, translated
 from engine.utils.log import logger
@@ -118,8 +118,8 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
         if self.pickles:
             files = {step: Path(f"{self._path(step)}.pt") for step in self.names}
             if trainer.is_global_zero:
-                for step in files:
-                    ckpt.pickle_beside(Path(self._path(step)), pl_module)
+                for step, file in files.items():
+                    write_checkpoint(file, self._path(step))
             trainer.strategy.barrier()
             self._files = files
 
