@@ -21,8 +21,7 @@ class Job:
     """One run on ``world_size`` ranks."""
 
     world_size: int
-    nodes: int | None = None
-    """``None``: as many as the device's nodes need."""
+    nodes: int = 1
     strategy: str = "single"
     """As messages name it."""
     precision: str = "32-true"
@@ -62,16 +61,9 @@ class Job:
         """Ranks of a pipeline."""
         return self.axes.get("pp", 1)
 
-    def ranks_per_node(self, per_node: int) -> int:
-        """Ranks that share a node, if a node of this device has room for ``per_node``.
-
-        Raises:
-            ValueError: the ranks do not divide evenly over the nodes.
-        """
-        if self.nodes is None:
-            return min(per_node, self.world_size)
-        if self.nodes < 1 or self.world_size % self.nodes:
-            raise ValueError(f"world_size={self.world_size} ranks do not divide evenly over nodes={self.nodes}")
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks that share a node."""
         return self.world_size // self.nodes
 
     def as_json(self) -> dict[str, Any]:
@@ -79,23 +71,45 @@ class Job:
         return asdict(self)
 
 
-def job_of(run: Run, world_size: int, nodes: int | None, model: nn.Module, batch: Any) -> Job:
+def machines_for(world_size: int, nodes: int | None, per_node: int) -> int:
+    """The nodes of a job.
+
+    Args:
+        world_size: its ranks.
+        nodes: that were asked for; ``None``: as few as have room for the ranks, where a node has room for ``per_node``.
+
+    Raises:
+        ValueError: the ranks do not divide evenly over the nodes.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size} must be at least 1")
+    wanted = -(-world_size // per_node) if nodes is None else nodes
+    if wanted < 1 or world_size % wanted:
+        given = (
+            f"nodes={nodes}"
+            if nodes is not None
+            else f"{wanted} nodes of up to {per_node} devices: give the number of nodes"
+        )
+        raise ValueError(f"world_size={world_size} ranks do not divide evenly over {given}")
+    return wanted
+
+
+def job_of(run: Run, module: nn.Module, batch: Any, world_size: int, nodes: int) -> Job:
     """The facts of a run that is set up, up to its first step.
 
     Args:
-        run: of ``Fit``, with its loaders and its strategy.
-        world_size, nodes: that are planned for.
-        model: the user's module, whole, before a strategy divides it; its tensors may be fake or on the meta device.
+        run: of ``Fit``, with its loaders and its strategy. Its module may have been divided: a stage of a pipeline lacks the others.
+        module: the user's, before that; it lacks what ``configure_model`` makes.
         batch: a micro-batch, for the length of its sequences.
+        world_size, nodes: that are planned for.
     """
     settings, strategy, engine = run.settings, run.engine.strategy, run.engine
     axes = {name: size for name, size in strategy.axes.items() if size > 1}
     data_ranks = engine.data_group.world_size
     schedule = str(vars(strategy).get("schedule", "1f1b")) if axes.get("pp", 1) > 1 else None
     given = vars(strategy).get("num_microbatches")
-    kept = list({id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values())
-    loader = run.train_loader
-    batches = run.num_train_batches
+    whole = max((module, run.module), key=lambda model: _count(model.parameters()))
+    loader, batches = run.train_loader, run.num_train_batches
     return Job(
         world_size=world_size,
         nodes=nodes,
@@ -109,13 +123,13 @@ def job_of(run: Run, world_size: int, nodes: int | None, model: nn.Module, batch
         tf32=settings.matmul_precision in ("high", "medium"),
         compiled=bool(settings.compile),
         checkpointing=settings.activation_checkpointing,
-        parameters=_count(model.parameters()),
-        trainable=_count(p for p in model.parameters() if p.requires_grad),
-        parameter_bytes=sum(prod(each.shape) * each.element_size() for each in kept),
+        parameters=_count(whole.parameters()),
+        trainable=_count(p for p in whole.parameters() if p.requires_grad),
+        parameter_bytes=sum(prod(each.shape) * each.element_size() for each in (*whole.parameters(), *whole.buffers())),
         samples_per_epoch=_samples(loader, (batch_size(batch) or 0) * run.window_at(0) * data_ranks),
         steps_per_epoch=None if batches is None else -(-batches // run.window_at(0)),
         total_steps=run.total_steps,
-        shape=shape_of(model, batch),
+        shape=shape_of(module, batch) or shape_of(run.module, batch),
     )
 
 

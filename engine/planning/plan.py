@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -53,7 +52,6 @@ class Plan:
     def __post_init__(self) -> None:
         if not self.traces:
             raise ValueError("a plan needs the trace of at least one rank")
-        self.job.ranks_per_node(self.device.per_node)  # an error here rather than at the first estimate
 
     # -- memory -----------------------------------------------------------------------------------------------------------------
 
@@ -106,7 +104,7 @@ class Plan:
     @cached_property
     def times(self) -> tuple[StepTime, ...]:
         """Of each traced rank."""
-        each_node = self.job.ranks_per_node(self.device.per_node)
+        each_node = self.job.ranks_per_node
         options = {"tf32": self.job.tf32, "compiled": self.job.compiled}
         return tuple(
             step_time.step_time(trace, self.device, each_node, bubble=self.bubble, **options) for trace in self.traces
@@ -217,11 +215,10 @@ class Plan:
     def assumptions(self) -> tuple[str, ...]:
         """Everything that the estimates assume, a sentence each."""
         job, device = self.job, self.device
-        each_node = job.ranks_per_node(device.per_node)
         found = [
             f"device: {device.source or 'given'}",
             *device.notes,
-            f"{each_node} ranks share a node ({math.ceil(job.world_size / each_node)} nodes), in the order of their numbers",
+            f"{job.ranks_per_node} ranks share a node ({job.nodes} nodes), in the order of their numbers",
             *allocator.assumptions(device, self.worst.collectives),
             *roofline.assumptions(device, tf32=job.tf32, compiled=job.compiled),
         ]
@@ -248,7 +245,7 @@ class Plan:
         return {
             "version": VERSION,
             "job": job.as_json(),
-            "device": {**asdict(self.device), "ranks_per_node": job.ranks_per_node(self.device.per_node)},
+            "device": asdict(self.device),
             "fits": self.fits,
             "verdict": self.verdict,
             "memory": {"device_bytes": self.memory_bytes, "need_bytes": self.peak_bytes, **asdict(self.need)},

@@ -60,12 +60,11 @@ def need_rows(need: Mapping[str, Any], memory: Mapping[str, int]) -> list[tuple[
 def title(plan: Mapping[str, Any]) -> str:
     """``"FSDP on 64 x h100 (8 nodes of 8)"``."""
     job, device = plan["job"], plan["device"]
-    each = device["ranks_per_node"]
-    nodes = -(-job["world_size"] // each)
+    nodes = job["nodes"]
     axes = " x ".join(f"{name}={ranks}" for name, ranks in job["axes"].items())
     return (
         f"{job['strategy']}{f' ({axes})' if axes else ''} in {job['precision']} on {job['world_size']} x {device['name']}, "
-        f"{nodes} node{'s' if nodes > 1 else ''} of {each}"
+        f"{nodes} node{'s' if nodes > 1 else ''} of {job['world_size'] // nodes}"
     )
 
 
