@@ -125,6 +125,7 @@ def _steps(
         micro_batches=size,
         peak=max(timeline, key=lambda moment: moment.memory.total),
         held_at_peak=memory.held_at_peak(),
+        storages_at_peak=memory.storages_at_peak(),
         timeline=timeline,
         collectives=observer.collectives.collectives(),
         operations=observer.operations.operations(),
