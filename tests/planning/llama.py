@@ -1,6 +1,7 @@
 """Llama 3.1 in plain torch, in its published sizes: what the published points and the benchmark of planning are computed for.
 
-Grouped-query attention, rotary positions, SwiGLU, untied input and output embeddings. The model is built in ``configure_model``: planned, it has no memory.
+Grouped-query attention, rotary positions, SwiGLU, untied input and output embeddings. The model is built in ``configure_model``: planned, it
+has no memory.
 """
 
 from __future__ import annotations
@@ -182,7 +183,9 @@ class Llama(TrainModule):
 
     def parallelize(self, mesh: Any, sequence_parallel: bool = False) -> dict[str, Any]:
         """Heads and channels over the ranks; with ``sequence_parallel`` the residual path is cut along the sequence, and the logits stay cut."""
-        columns = dict.fromkeys(("attention.q", "attention.k", "attention.v", "perceptron.gate", "perceptron.up"), "colwise")
+        columns = dict.fromkeys(
+            ("attention.q", "attention.k", "attention.v", "perceptron.gate", "perceptron.up"), "colwise"
+        )
         rows = ("attention.out", "perceptron.down")
         if not sequence_parallel:
             blocks = columns | dict.fromkeys(rows, "rowwise")
