@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from engine.config.settings import Settings, check
 from engine.data.datamodule import DataModule
 from engine.distributed import failures
 from engine.distributed.environment import detect
+from engine.distributed.group import Group
 from engine.engine import Engine
 from engine.launch.local_ranks import crew
 from engine.loop import checkpoint_events, compatibility, setup, snapshot
@@ -37,6 +39,8 @@ from engine.loop.train import of_the_epoch, train
 from engine.loop.watching import collected, watched
 from engine.loop.whole_weights import holding, whole_state
 from engine.module import TrainModule
+from engine.planning.plan import RankTrace
+from engine.planning.tracing import trace
 from engine.replay.replayed_step import ReplayedStep
 from engine.replay.starting_point import starting_point
 from engine.replay.step_watch import StepWatch
@@ -340,14 +344,57 @@ class Fit:
             max_time=None,
             reload_best=False,
         )
-        callbacks = [
-            c for c in settings.callbacks if c.critical and not (c.is_logger or c.runs_last or c.shows_progress)
-        ]
+        callbacks = _of_the_step(settings.callbacks)
         again = Fit.from_resolved(Resolved(settings, self.origins, self.sections), [*callbacks, watch])
         result = again.run(module, train_loader, val_loaders, datamodule=datamodule, resume=checkpoint)
         if not watch.seen:
             raise ValueError(f"replay(step={step}): the run ends at step {result.step}: {result.stop_reason}")
         return replayed
+
+    def plan(
+        self,
+        module: TrainModule,
+        train_loader: Any = None,
+        *,
+        world_size: int,
+        nodes: int = 1,
+        datamodule: DataModule | None = None,
+    ) -> list[RankTrace]:
+        """What one step of this training needs on ``world_size`` ranks: memory, communication, operations; traced in this process, without data.
+
+        The real strategy and optimizers run on tensors without values in a simulated job. Nothing of ``module``, of this process's random numbers
+        or on disk changes; loggers, progress bars and checkpoint callbacks are left out.
+
+        Args:
+            module, train_loader, datamodule: as in :meth:`run`; the first micro-batch gives the shapes.
+            world_size, nodes: processes of the job, and its machines.
+
+        Raises:
+            RuntimeError: this process is in a job (``torch.distributed`` is initialized), or the module is in a run.
+            ValueError, TypeError: as :meth:`run`, and data that can be read only once.
+        """
+        datamodule, train_loader = _datamodule(datamodule, train_loader)
+        return trace(
+            self._simulated,
+            _train_module(module),
+            train_loader,
+            world_size=world_size,
+            nodes=nodes,
+            datamodule=datamodule,
+        )
+
+    def _simulated(self, module: TrainModule, group: Group) -> Run:
+        """The run of ``module`` on a simulated job; with copies of the settings' objects, which stay as they are."""
+        settings = replace(
+            self.settings,
+            strategy=copy.deepcopy(self.settings.strategy),
+            callbacks=tuple(copy.deepcopy(c) for c in _of_the_step(_own_kind("callbacks", self.settings.callbacks))),
+            num_nodes=1,
+            devices="auto",
+            accelerator="cpu",
+            detect_anomaly=False,
+        )
+        return self._run(module, "fit", settings, group)
 
     def state_dict(self, module: TrainModule, *, everywhere: bool = False) -> dict[str, Any]:
         """The full (unsharded) parameters and buffers of a trained module, by name, on the CPU; all ranks call this.
@@ -426,41 +473,56 @@ class Fit:
         self, module: TrainModule, stage: str, find_train_loader: Callable[[Run], None] = lambda run: None
     ) -> Iterator[Run]:
         """Meet the other processes and make the run."""
-        module = adapted(module)
-        if not isinstance(module, TrainModule):
-            if isinstance(getattr(module, "_orig_mod", getattr(module, "module", None)), TrainModule):
-                raise TypeError(
-                    f"Fit takes a TrainModule, got one that {type(module).__name__} has wrapped: give the module itself; Fit(compile=True) compiles "
-                    "it, and strategies wrap it"
-                )
-            raise TypeError(
-                f"Fit takes a TrainModule, got {type(module).__name__}: subclass engine.TrainModule, or keep your loop with engine.Engine"
-            )
+        module = _train_module(module)
         settings = replace(self.settings, callbacks=_own_kind("callbacks", self.settings.callbacks))
         with crew(settings) as group:
-            engine = Engine(
-                strategy=settings.strategy,
-                precision=settings.precision,
-                on_nonfinite=settings.on_nonfinite,
-                seed=settings.seed,
-                group=group,
-                activation_checkpointing=settings.activation_checkpointing,
-                compile=settings.compile,
-                sync_batchnorm=settings.sync_batchnorm,
-            )
-            origins, settings = _configured(engine.strategy, settings, self.origins)
-            refuse_replaced(module, *settings.callbacks)
-            callbacks = tuple(
-                c for c in _with_own(module, settings.callbacks) if not (settings.fast_dev_run and c.runs_last)
-            )
-            check_keys(callbacks, Callback)
-            config = compatibility.shown(settings, origins, engine.strategy, engine.precision) | described(
-                self.sections, origins
-            )
-            hooks = Hooks(callbacks, module, Callback, TrainModule)
-            run = Run(settings, engine, module, callbacks, hooks, stage, config, snapshot.content)
+            run = self._run(module, stage, settings, group)
             run.find_train_loader = partial(find_train_loader, run)
             yield run
+
+    def _run(self, module: TrainModule, stage: str, settings: Settings, group: Group) -> Run:
+        """The run of ``module`` on these processes."""
+        engine = Engine(
+            strategy=settings.strategy,
+            precision=settings.precision,
+            on_nonfinite=settings.on_nonfinite,
+            seed=settings.seed,
+            group=group,
+            activation_checkpointing=settings.activation_checkpointing,
+            compile=settings.compile,
+            sync_batchnorm=settings.sync_batchnorm,
+        )
+        origins, settings = _configured(engine.strategy, settings, self.origins)
+        refuse_replaced(module, *settings.callbacks)
+        callbacks = tuple(
+            c for c in _with_own(module, settings.callbacks) if not (settings.fast_dev_run and c.runs_last)
+        )
+        check_keys(callbacks, Callback)
+        config = compatibility.shown(settings, origins, engine.strategy, engine.precision) | described(
+            self.sections, origins
+        )
+        hooks = Hooks(callbacks, module, Callback, TrainModule)
+        return Run(settings, engine, module, callbacks, hooks, stage, config, snapshot.content)
+
+
+def _of_the_step(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Those that may change a step: not loggers, progress bars and checkpoint callbacks."""
+    return [c for c in callbacks if c.critical and not (c.is_logger or c.runs_last or c.shows_progress)]
+
+
+def _train_module(module: Any) -> TrainModule:
+    """The user's module, one of another library as ours."""
+    module = adapted(module)
+    if not isinstance(module, TrainModule):
+        if isinstance(getattr(module, "_orig_mod", getattr(module, "module", None)), TrainModule):
+            raise TypeError(
+                f"Fit takes a TrainModule, got one that {type(module).__name__} has wrapped: give the module itself; Fit(compile=True) compiles "
+                "it, and strategies wrap it"
+            )
+        raise TypeError(
+            f"Fit takes a TrainModule, got {type(module).__name__}: subclass engine.TrainModule, or keep your loop with engine.Engine"
+        )
+    return module
 
 
 def _own_kind(where: str, callbacks: Sequence[Any]) -> tuple[Callback, ...]:
