@@ -11,9 +11,12 @@ from typing import Any
 import torch
 
 BACKWARD = "autograd::engine::evaluate_function"
-FORWARD = {"forward", "forward_backward"}
+FORWARD = {"forward", "forward_backward", "backward"}
+"""Ranges of the loop that are forward passes until the first node of the backward pass runs."""
 FLAT = ("FSDP::all_gather", "FSDP::post_backward_reduce", "FSDP::all_reduce")
 """What FSDP calls its own work on flat buffers, as the profiler shows it."""
+NUMBER = 8
+"""Bytes of a Python number as an operator's argument."""
 KINDS = {
     "c10d::allreduce_": "all_reduce",
     "c10d::_allgather_base_": "all_gather",
@@ -65,6 +68,8 @@ class Recording:
 
     blocks: list[Block] = field(default_factory=list)
     sent: list[Sent] = field(default_factory=list)
+    packed: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    """When FSDP copies into or out of flat buffers, and the storages of the tensors that it copies."""
     backward: list[int] = field(default_factory=list)
     """When nodes of the backward pass begin."""
     marks: dict[str, int] = field(default_factory=dict)
@@ -132,6 +137,9 @@ def read(tree: Iterable[Any]) -> Recording:
             found.marks[name.removeprefix("mark:")] = event.start_time_ns
         elif name in KINDS and event.tag.name == "TorchOp":
             found.sent.append(_sent(event, within))
+        elif name.startswith("fsdp::"):
+            pointers = tuple(tensor.storage_data_ptr for tensor in _tensors(event.extra_fields.inputs))
+            found.packed.append((event.start_time_ns, pointers))
         if operation < 0 and _is_operation(name):
             numbers, operation = numbers + 1, numbers
         stack += [(child, (*within, name), operation) for child in reversed(event.children)]
@@ -142,7 +150,7 @@ def read(tree: Iterable[Any]) -> Recording:
 
 
 def _blocks(changes: Iterable[tuple[int, Any, tuple[str, ...], int]]) -> list[Block]:
-    """Without kernels' own, which no operation hands on, and what the back end of a process group copies."""
+    """Without kernels' own, which no operation hands on; what the back end of a process group copies; numbers of Python, which are on the host."""
     found: dict[Block, None] = {}
     at: dict[int, Block] = {}
     for time, change, within, operation in changes:
@@ -155,7 +163,11 @@ def _blocks(changes: Iterable[tuple[int, Any, tuple[str, ...], int]]) -> list[Bl
             at[pointer] = block
         elif before is not None and -1 < operation == before.operation:
             del found[before]
-    return [block for block in found if not any(name.startswith("c10d::") for name in block.within)]
+    return [block for block in found if not _of_back_end(block) and not (block.operation < 0 and block.size == NUMBER)]
+
+
+def _of_back_end(block: Block) -> bool:
+    return any(name.startswith(("c10d::", "gloo:")) for name in block.within)
 
 
 def _sent(event: Any, within: tuple[str, ...]) -> Sent:

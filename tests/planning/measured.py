@@ -158,7 +158,11 @@ def evaluated(recording: Recording, marks: Marks) -> dict[str, Any]:
     for name, held in marks.held.items():
         recording.assign(recording.marks[name], held)
     for sent in recording.sent:
+        if any(name.startswith("_c10d_functional::") for name in sent.within):
+            continue  # what tensor parallelism exchanges is activations and their gradients
         recording.assign(sent.time, dict.fromkeys(sent.pointers, "communication"))
+    for moment, pointers in recording.packed:
+        recording.assign(moment, dict.fromkeys(pointers, "communication"))
     start, end = recording.marks["start"], recording.marks["end"]
     for block in recording.blocks:
         unseen = block.lost or block.end > FOREVER
