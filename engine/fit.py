@@ -39,7 +39,9 @@ from engine.loop.train import of_the_epoch, train
 from engine.loop.watching import collected, watched
 from engine.loop.whole_weights import holding, whole_state
 from engine.module import TrainModule
-from engine.planning.plan import RankTrace
+from engine.planning.devices import Hardware, hardware, network
+from engine.planning.job import Job, job_of, machines_for
+from engine.planning.plan import Plan
 from engine.planning.tracing import trace
 from engine.replay.replayed_step import ReplayedStep
 from engine.replay.starting_point import starting_point
@@ -357,31 +359,47 @@ class Fit:
         train_loader: Any = None,
         *,
         world_size: int,
-        nodes: int = 1,
+        nodes: int | None = None,
+        device: str | Hardware = "h100",
+        links: str | None = None,
+        price: float | None = None,
+        storage: float | None = None,
         datamodule: DataModule | None = None,
-    ) -> list[RankTrace]:
-        """What one step of this training needs on ``world_size`` ranks: memory, communication, operations; traced in this process, without data.
+    ) -> Plan:
+        """Forecast this training on ``world_size`` ranks: memory, communication, time and cost; traced in this process, without data.
 
-        The real strategy and optimizers run on tensors without values in a simulated job. Nothing of ``module``, of this process's random numbers
-        or on disk changes; loggers, progress bars and checkpoint callbacks are left out.
+        The real strategy and optimizers run one step on tensors without values in a simulated job. Nothing of ``module``, of this process's random
+        numbers or on disk changes; loggers, progress bars and checkpoint callbacks are left out.
 
         Args:
             module, train_loader, datamodule: as in :meth:`run`; the first micro-batch gives the shapes.
-            world_size, nodes: processes of the job, and its machines.
+            world_size: processes of the job, one device each.
+            nodes: machines; ``None``: as many as the device's usual nodes need.
+            device: ``"h100"``, ``"a100-80gb"``, ... (:data:`engine.planning.devices.DEVICES`), or memory, operations a second and bytes a second:
+                ``"80GiB,1e15,3e12"``.
+            links: bandwidths of one device within and between nodes, ``"450GB/s,50GB/s"``; ``None``: the device's usual ones.
+            price: of one device for one hour.
+            storage: bytes a second that checkpoints are written with.
 
         Raises:
             RuntimeError: this process is in a job (``torch.distributed`` is initialized), or the module is in a run.
             ValueError, TypeError: as :meth:`run`, and data that can be read only once.
         """
+        where = hardware(device) if links is None else network(links, hardware(device))
+        machines = machines_for(world_size, nodes, where.per_node)
         datamodule, train_loader = _datamodule(datamodule, train_loader)
-        return trace(
+        module = _train_module(module)
+        jobs: list[Job] = []
+        traces = trace(
             self._simulated,
-            _train_module(module),
+            module,
             train_loader,
             world_size=world_size,
-            nodes=nodes,
+            nodes=machines,
             datamodule=datamodule,
+            note=lambda run, batch: jobs.append(job_of(run, module, batch, world_size, machines)),
         )
+        return Plan(tuple(traces), jobs[0], where, price, storage)
 
     def _simulated(self, module: TrainModule, group: Group) -> Run:
         """The run of ``module`` on a simulated job; with copies of the settings' objects, which stay as they are."""

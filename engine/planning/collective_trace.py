@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,7 +39,7 @@ class CollectiveTrace:
 
     def __init__(self, axes: Mapping[str, tuple[int, ...]]) -> None:
         self._names = {ranks: name for name, ranks in axes.items()}
-        self._calls: dict[tuple[str, tuple[int, ...]], list[tuple[int, str]]] = {}
+        self._calls: dict[tuple[str, tuple[int, ...], str], list[int]] = {}  # by kind, ranks and phase
 
     def note(
         self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, phase: str
@@ -63,21 +62,14 @@ class CollectiveTrace:
             group = next(kwargs[name] for name in _GROUP_ARGUMENTS if name in kwargs)
         ranks = tuple(dist.get_process_group_ranks(torch_private.group_of(group)))
         size = max(sum(t.numel() * t.element_size() for t in tensors) for tensors in given)
-        self._calls.setdefault((kind, ranks), []).append((size, phase))
+        self._calls.setdefault((kind, ranks, phase), []).append(size)
         return [tensor for tensors in given for tensor in tensors]
 
     def collectives(self) -> tuple[Collective, ...]:
         """What was counted since :meth:`clear`."""
         return tuple(
-            Collective(
-                kind,
-                self._axis(ranks),
-                ranks,
-                len(calls),
-                sum(size for size, _ in calls),
-                Counter(phase for _, phase in calls).most_common(1)[0][0],
-            )
-            for (kind, ranks), calls in self._calls.items()
+            Collective(kind, self._axis(ranks), ranks, len(sizes), sum(sizes), phase)
+            for (kind, ranks, phase), sizes in self._calls.items()
         )
 
     def clear(self) -> None:

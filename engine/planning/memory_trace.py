@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -138,6 +139,18 @@ class MemoryTrace:
 
     def held_at_peak(self) -> dict[str, int]:
         """Bytes of parameters, gradients and activations by module when the recorded step needed the most, the largest first."""
+        by_module: dict[str, int] = {}
+        for held, size in self._at_peak().items():
+            if size and held.kind in (PARAMETERS, GRADIENTS, ACTIVATIONS):
+                by_module[held.module] = by_module.get(held.module, 0) + size
+        return dict(sorted(by_module.items(), key=lambda item: -item[1])[:MOST_SHOWN])
+
+    def storages_at_peak(self) -> tuple[tuple[int, int], ...]:
+        """Sizes of storages, and how many of each there were, when the recorded step needed the most, the largest first."""
+        counts = Counter(size for size in self._at_peak().values() if size)
+        return tuple(sorted(counts.items(), reverse=True))
+
+    def _at_peak(self) -> dict[Held, int]:
         sizes = dict(self._at_start)
         total = highest = sum(sizes.values())
         at = 0
@@ -148,11 +161,7 @@ class MemoryTrace:
                 highest, at = total, index
         for held, change, _, _ in log[:at]:
             sizes[held] = sizes.get(held, 0) + change
-        by_module: dict[str, int] = {}
-        for held, size in sizes.items():
-            if size and held.kind in (PARAMETERS, GRADIENTS, ACTIVATIONS):
-                by_module[held.module] = by_module.get(held.module, 0) + size
-        return dict(sorted(by_module.items(), key=lambda item: -item[1])[:MOST_SHOWN])
+        return sizes
 
     def _amounts(self) -> dict[str, int]:
         amounts = dict.fromkeys(Memory.__dataclass_fields__, 0)

@@ -43,7 +43,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """The collectives of one kind over one mesh axis that a rank takes part in during one step."""
+    """The collectives of one kind over one mesh axis that a rank takes part in during one phase of a step."""
 
     kind: str
     """``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"broadcast"``, ``"all_to_all"``, ``"send"`` or ``"recv"``."""
@@ -52,11 +52,11 @@ class Collective:
     ranks: tuple[int, ...]
     """The members of this rank's group on that axis."""
     count: int
-    """Calls in a step."""
+    """Calls in that phase."""
     bytes: int
     """Summed over the calls, each with the whole tensor's size: the output of a gather, the input of a scatter, the tensor of a reduction."""
     phase: str
-    """As in :class:`Moment`: where most of them are called."""
+    """As in :class:`Moment`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ MOST_WINDOWS = 4
 
 Start = Callable[[TrainModule, SimulatedGroup], Run]
 """Makes a run of this module on this group."""
+Note = Callable[[Run, Any], None]
+"""Called once a run is set up, up to its first step, with a micro-batch."""
 
 
 def trace(
@@ -40,10 +42,11 @@ def trace(
     nodes: int = 1,
     datamodule: DataModule | None = None,
     ranks: Sequence[int] = (0,),
+    note: Note = lambda run, batch: None,
 ) -> list[RankTrace]:
     """One full step of each of these ranks in a job of ``world_size`` ranks on ``nodes`` machines.
 
-    The module, the process's random numbers and torch's process groups are as before afterwards.
+    The module, the process's random numbers and torch's process groups are as before afterwards. ``note`` is called for each of the ranks.
 
     Raises:
         RuntimeError: this process is in a job already, or the module is in a run.
@@ -51,7 +54,7 @@ def trace(
     """
     if module.attached:
         raise RuntimeError(f"{type(module).__name__} is in a run: plan before it, or plan a new module")
-    return [_trace(start, module, train_loader, rank, world_size, nodes, datamodule) for rank in ranks]
+    return [_trace(start, module, train_loader, rank, world_size, nodes, datamodule, note) for rank in ranks]
 
 
 def _trace(
@@ -62,6 +65,7 @@ def _trace(
     world_size: int,
     nodes: int,
     datamodule: DataModule | None,
+    note: Note,
 ) -> RankTrace:
     with ExitStack() as stack:
         stack.enter_context(isolated())
@@ -74,7 +78,7 @@ def _trace(
         stack.enter_context(session(run, datamodule))
         setup.training_loader(run, train_loader, datamodule)
         batch, samples = first_batch(run.train_loader)
-        return _steps(run, simulation, train_loader, datamodule, batch, samples)
+        return _steps(run, simulation, train_loader, datamodule, batch, samples, note)
 
 
 def _steps(
@@ -84,6 +88,7 @@ def _steps(
     datamodule: DataModule | None,
     batch: Any,
     samples: int,
+    note: Note,
 ) -> RankTrace:
     """Set up the training and run two windows; the second is recorded."""
     engine = run.engine
@@ -97,6 +102,7 @@ def _steps(
         observer.name(run.module)
         setup.training(run, train_loader, [], datamodule)
         observer.name(run.module)
+        note(run, batch)
         inputs = [fake_batch(batch) for _ in range(size)]
         run.optimization.begin()
         engine.window.accumulating = run.optimization.accumulates
@@ -119,6 +125,7 @@ def _steps(
         micro_batches=size,
         peak=max(timeline, key=lambda moment: moment.memory.total),
         held_at_peak=memory.held_at_peak(),
+        storages_at_peak=memory.storages_at_peak(),
         timeline=timeline,
         collectives=observer.collectives.collectives(),
         operations=observer.operations.operations(),
