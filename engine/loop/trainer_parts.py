@@ -21,7 +21,7 @@ ELSEWHERE = {
     "barebones": "there is nothing to switch off",
     "distributed_sampler_kwargs": "use trainer.world_size and trainer.global_rank",
     "enable_validation": "use trainer.val_dataloaders",
-    **dict.fromkeys(("fit_loop", "validate_loop", "test_loop", "predict_loop"), _LOOPS),
+    **dict.fromkeys(("validate_loop", "test_loop", "predict_loop"), _LOOPS),
     "init_module": "build parts of the model in configure_model",
     "max_time": "use self.run.settings.max_time",
     **dict.fromkeys(("precision_plugin", "scaler"), "use trainer.precision, and self.run.engine"),

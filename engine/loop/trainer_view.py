@@ -11,6 +11,7 @@ import torch
 from engine.config.other_trainers import missing
 from engine.loop.given_loaders import shared_out
 from engine.loop.live_metrics import Values, live, live_shown, withheld
+from engine.loop.loop_view import FitLoopView
 from engine.loop.trainer_parts import ELSEWHERE, RUN, StrategyView, TrainerState
 
 
@@ -254,6 +255,8 @@ class TrainerView:
     evaluating = property(
         lambda self: self._stage in ("validate", "test", "sanity_check"), doc="Validating or testing."
     )
+
+    fit_loop = property(lambda self: FitLoopView(self), doc="What modules read of Lightning's loops.")
 
     # -- objects ----------------------------------------------------------------------------------------------------------------
 
