@@ -12,7 +12,7 @@ from engine.config.other_trainers import missing
 from engine.loop.given_loaders import shared_out
 from engine.loop.live_metrics import Values, live, live_shown, withheld
 from engine.loop.loop_view import FitLoopView
-from engine.loop.trainer_parts import ELSEWHERE, RUN, StrategyView, TrainerState
+from engine.loop.trainer_parts import ELSEWHERE, RUN, AcceleratorConnector, StrategyView, TrainerState
 
 
 class TrainerView:
@@ -327,6 +327,11 @@ class TrainerView:
     num_devices = property(
         lambda self: self._run.engine.group.environment.local_world_size, doc="Processes of this machine."
     )
+
+    @property
+    def _accelerator_connector(self) -> AcceleratorConnector:
+        settings = self._run.settings
+        return AcceleratorConnector(settings.accelerator, settings.devices)
 
     # -- files ------------------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from engine.interop.lightning.foreign import adapt
 from engine.interop.lightning.loggers import AdaptedLogger, Logger, WrappedLogger
 from engine.interop.lightning.module import LightningModule
 from engine.loop.result import Result, TrainState
+from engine.loop.trainer_parts import AcceleratorConnector as _AcceleratorConnector  # noqa: F401
 from engine.loop.trainer_view import TrainerView, Values
 
 
