@@ -101,6 +101,11 @@ class Strategy:
         self.group = self.data_group = group
         self.random_stream = group.rank
 
+    @property
+    def axes(self) -> dict[str, int]:
+        """The ranks on each axis of the mesh, after ``connect``."""
+        return {"dp_replicate": self.group.world_size}
+
     def transform_by(self, transforms: Transforms) -> None:
         """Called once, after ``connect``, with what is to be done to models; ``ValueError`` if this strategy does not allow it."""
         transforms.check(self.compiles_whole, type(self).__name__)
@@ -173,6 +178,11 @@ class Strategy:
             yield
         finally:
             self.sync(models, True)
+
+    @contextmanager
+    def late_sync(self, model: nn.Module) -> Iterator[None]:
+        """The backward pass in this block reduces a prepared model's gradients, also those of earlier passes that did not."""
+        yield
 
     def expect(self, models: Sequence[nn.Module], root: Tensor) -> None:
         """The next backward pass starts at ``root``, which no forward pass has returned."""

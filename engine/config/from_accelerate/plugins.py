@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import field, make_dataclass
 from typing import Any, ClassVar
 
+import torch
+
 
 def _names(name: str, values: str) -> Any:
     made: Any = enum.StrEnum
@@ -95,13 +97,13 @@ DataLoaderConfiguration = _settings(
     "use_stateful_dataloader=False",
 )
 InitProcessGroupKwargs = _settings("InitProcessGroupKwargs", "backend init_method timeout")
-GradScalerKwargs = _settings(
-    "GradScalerKwargs",
+_Scaler: Any = _settings(
+    "_Scaler",
     "init_scale=65536.0 growth_factor=2.0 backoff_factor=0.5 growth_interval=2000 enabled=True",
 )
 AutocastKwargs = _settings("AutocastKwargs", "enabled=True cache_enabled")
-ProfileKwargs = _settings(
-    "ProfileKwargs",
+_Profile: Any = _settings(
+    "_Profile",
     "activities schedule_option on_trace_ready record_shapes=False profile_memory=False with_stack=False with_flops=False "
     "with_modules=False output_trace_dir",
 )
@@ -114,6 +116,40 @@ _DDP: Any = _settings(
     "dim=0 broadcast_buffers=True bucket_cap_mb=25 find_unused_parameters=False check_reduction=False "
     "gradient_as_bucket_view=False static_graph=False comm_hook='NO' comm_wrapper='NO' comm_state_option={}",
 )
+
+
+class GradScalerKwargs(_Scaler):
+    """Arguments of the loss scaler of fp16."""
+
+    def tune(self, scaler: Any) -> None:
+        """Set a scaler that has not scaled a loss yet.
+
+        Raises:
+            ValueError: it cannot be set.
+        """
+        if not self.enabled or not isinstance(scaler, torch.amp.GradScaler):
+            raise ValueError(
+                "GradScalerKwargs: the strategy owns the loss scaler, or enabled=False, which fp16 cannot do without"
+            )
+        scaler._init_scale = self.init_scale
+        scaler.set_growth_factor(self.growth_factor)
+        scaler.set_backoff_factor(self.backoff_factor)
+        scaler.set_growth_interval(self.growth_interval)
+
+
+class ProfileKwargs(_Profile):
+    """Arguments of ``torch.profiler.profile``."""
+
+    def build(self) -> torch.profiler.profile:
+        """The profiler, which writes no files: ``output_trace_dir`` is its user's."""
+        given = self.to_kwargs()
+        plan, kinds = given.pop("schedule_option", None), given.pop("activities", None)
+        given.pop("output_trace_dir", None)
+        if plan is not None:
+            given["schedule"] = torch.profiler.schedule(**plan)
+        if kinds is not None:
+            given["activities"] = [getattr(torch.profiler.ProfilerActivity, kind.upper()) for kind in kinds]
+        return torch.profiler.profile(**given)
 
 
 class ProjectConfiguration(_Project):
