@@ -32,7 +32,7 @@ class FitLoopView(_Part):
     """The epochs."""
 
     max_epochs = property(lambda self: self._trainer.max_epochs, doc="The trainer's.")
-    min_epochs = property(lambda self: self._trainer.min_epochs, doc="The trainer's.")
+    min_epochs = property(lambda self: self._trainer.min_epochs or 0, doc="The trainer's; 0: no such limit.")
     max_steps = property(lambda self: self._trainer.max_steps, doc="The trainer's.")
     min_steps = property(lambda self: self._trainer.min_steps, doc="The trainer's.")
     max_batches = property(
@@ -65,7 +65,7 @@ class EpochLoopView(_Part):
     """The batches of an epoch."""
 
     global_step = property(lambda self: self._trainer.global_step, doc="The trainer's.")
-    _batches_that_stepped = property(lambda self: self._trainer.global_step, doc="Optimizer steps; a step is one here.")
+    _batches_that_stepped = property(lambda self: self._trainer.global_step, doc="Steps, with the one just done.")
     val_loop = property(
         lambda self: SimpleNamespace(_data_source=DataSourceView(self._trainer, "validation")),
         doc="The validations of this training.",

@@ -136,7 +136,7 @@ def _validation(given: Mapping[str, Any], found: Translated) -> None:
     if in_time:
         found.settings["val_every"] = interval
     elif interval is None or (interval == 1 and isinstance(interval, float)):
-        found.settings["val_every"] = f"{epochs} epochs"
+        found.settings["val_every"] = f"{min(epochs, NEVER)} epochs"  # sys.maxsize: never
     else:
         found.batches = interval, epochs
 
