@@ -182,7 +182,9 @@ class Llama(TrainModule):
 
     def parallelize(self, mesh: Any, sequence_parallel: bool = False) -> dict[str, Any]:
         """Heads and channels over the ranks; with ``sequence_parallel`` the residual path is cut along the sequence, and the logits stay cut."""
-        columns = dict.fromkeys(("attention.q", "attention.k", "attention.v", "perceptron.gate", "perceptron.up"), "colwise")
+        columns = dict.fromkeys(
+            ("attention.q", "attention.k", "attention.v", "perceptron.gate", "perceptron.up"), "colwise"
+        )
         rows = ("attention.out", "perceptron.down")
         if not sequence_parallel:
             blocks = columns | dict.fromkeys(rows, "rowwise")
