@@ -143,12 +143,16 @@ class Simulation(Mode):
             return self._answered("compares values on the host", True) or True
         largest = {
             _aten.nonzero.default: lambda t: torch.empty((t.numel(), t.ndim), dtype=torch.int64),
-            _aten.masked_select.default: lambda t, mask: t.new_empty(torch.broadcast_shapes(t.shape, mask.shape).numel()),
+            _aten.masked_select.default: lambda t, mask: t.new_empty(
+                torch.broadcast_shapes(t.shape, mask.shape).numel()
+            ),
             _aten._unique2.default: lambda t, *_: tuple(t.new_empty(t.numel()) for _ in range(3)),
         }.get(operator)
         if largest is None:
             raise
-        self._answered(f"has a result ({operator.overloadpacket}) whose shape depends on values", "the largest possible one")
+        self._answered(
+            f"has a result ({operator.overloadpacket}) whose shape depends on values", "the largest possible one"
+        )
         with self.fake:
             return largest(*args)
 

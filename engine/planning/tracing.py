@@ -80,7 +80,7 @@ def _trace(
             copied = fake_module(module) if isinstance(module, TrainModule) else module()
         facts.built(copied)
         run = start(copied, group)
-        stack.enter_context(session(run, datamodule))
+        stack.enter_context(session(run, datamodule, lambda: simulation))
         setup.training_loader(run, train_loader, datamodule)
         batch, samples = first_batch(run.train_loader)
         return _steps(run, simulation, answers, train_loader, datamodule, batch, samples, facts)
