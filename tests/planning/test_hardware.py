@@ -90,7 +90,7 @@ def test_a_device_by_its_numbers() -> None:
     ],
 )
 def test_what_is_no_device(given: str, words: str) -> None:
-    with pytest.raises(ValueError, match="--device|positive") as caught:
+    with pytest.raises(ValueError, match=r"--device|positive") as caught:
         hardware(given)
     assert words in str(caught.value)
 
@@ -106,5 +106,5 @@ def test_links() -> None:
     assert found.reached.compute == 0.7
     assert rate("2 GiB/s", "--storage") == 2 * 2**30
     for wrong in ("1,2,3", "", "fast", "5GB/s:soon", "0"):
-        with pytest.raises(ValueError, match="give|positive|bandwidth"):
+        with pytest.raises(ValueError, match=r"give|positive|bandwidth"):
             network(wrong, h100)
