@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 import torch.nn.parallel.distributed as ddp
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
@@ -51,6 +52,22 @@ def is_wrapper(kind: type) -> bool:
 def in_backward() -> bool:
     """Whether autograd runs a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def accumulates(operator: Any) -> bool:
+    """Whether autograd itself adds two gradients of one tensor now, outside of any node."""
+    return operator is torch.ops.aten.add.Tensor and in_backward() and torch._C._current_autograd_node() is None
+
+
+def unsharded_gradients(model: Any) -> list[Tensor]:
+    """The whole gradients that FSDP's blocks keep now."""
+    found = []
+    for module in model.modules():
+        state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+        for parameter in getattr(getattr(state, "_fsdp_param_group", None), "fsdp_params", ()):
+            whole = getattr(parameter, "_unsharded_param", None)
+            found += [parameter.unsharded_accumulated_grad, None if whole is None else whole.grad]
+    return [gradient for gradient in found if gradient is not None]
 
 
 def group_of(name: Any) -> dist.ProcessGroup:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from engine.loop import setup
 from engine.loop.lifecycle import session
 from engine.loop.run import Run
 from engine.module import TrainModule
-from engine.planning import torch_private
+from engine.planning import memory_trace, torch_private
 from engine.planning.fake_module import fake_batch, fake_module, make_fake
 from engine.planning.first_batch import first_batch
 from engine.planning.job import Facts
@@ -106,16 +107,17 @@ def _steps(
         setup.training(run, train_loader, [], datamodule)
         observer.name(run.module)
         facts.ready(run, batch)
-        inputs = [fake_batch(batch) for _ in range(size)]
+        fresh = partial(fake_batch, batch)
         run.optimization.begin()
         engine.window.accumulating = run.optimization.accumulates
         engine.window.agree = list  # all ranks are like this one
-        window(run, inputs, weights, observer)
+        window(run, [], fresh, weights, observer)
         for _ in range(MOST_WINDOWS - 1):
             before = observer.collectives.collectives()
             gc.collect()
-            observer.begin(run.module, _optimizers(run), leaves(inputs))
-            window(run, inputs, weights, observer)
+            ready = [fresh()]
+            observer.begin(run.module, _optimizers(run), leaves(ready))
+            window(run, ready, fresh, weights, observer)
             observer.end()
             if observer.collectives.collectives() == before:
                 break
@@ -135,20 +137,25 @@ def _steps(
     )
 
 
-def window(run: Run, batches: Sequence[Any], weights: Sequence[Any], observer: StepTrace) -> None:
-    """One optimizer step, as :func:`engine.loop.train.train_epoch` makes it."""
+def window(run: Run, ready: list[Any], fresh: Callable[[], Any], weights: Sequence[Any], observer: StepTrace) -> None:
+    """One optimizer step, as :func:`engine.loop.train.train_epoch` makes it: one micro-batch at a time is in memory, ``ready`` or made by ``fresh``."""
     optimization, recorder = run.optimization, run.recorder
-    for index, (batch, share) in enumerate(zip(batches, weights, strict=True)):
+    for index, share in enumerate(weights):
+        batch = ready.pop() if ready else fresh()
+        observer.memory.mark(leaves(batch), memory_trace.INPUTS)
         run.engine.window.share = share
         recorder.size, recorder.batch = share.size, batch
         with observer.phase("forward"):
-            optimization.micro(batch, index, share)
+            outputs = optimization.micro(batch, index, share)
         observer.mark_gradients(_optimizers(run))
-    run.stepping = True
-    with observer.phase("optimizer step"):
-        optimization.step()
-    run.stepping = False
-    recorder.batch = None
+        if share.last:
+            run.stepping = True
+            with observer.phase("optimizer step"):
+                optimization.step()
+            run.stepping = False
+        else:
+            observer.mark_kept_gradients(run.module)
+        batch = outputs = recorder.batch = None
     recorder.window += 1
 
 
