@@ -10,12 +10,8 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-<<<<<<< HEAD
-=======
-from torch.distributed.fsdp import FSDPModule
-import torch.nn.parallel.distributed as ddp
->>>>>>> help-e
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 try:
     from torch._C._distributed_c10d import _create_work_from_future, _resolve_process_group

@@ -16,43 +16,8 @@ from engine.loop.lifecycle import session
 from engine.loop.run import Run
 from engine.loop.train import of_the_epoch
 from engine.module import TrainModule
-def _begin(run: Run, answers: Answers) -> None:
-    """What a training does before its first batch."""
-    run.optimization.begin()
-    run.engine.window.accumulating = run.optimization.accumulates
-    for hook in (*run.hooks.on_fit_start, *run.hooks.on_train_start, *run.hooks.on_train_epoch_start):
-        try:
-            of_the_epoch(run, [hook])
-        except Exception as error:
-            answers.leave_out(hook, error)
-
-
-def _windows(
-    run: Run, fresh: Callable[[], Any], weights: Sequence[Any], observer: StepTrace, answers: Answers
-) -> str | None:
-    """Run windows until one communicates as the one before; the last is recorded. What ended it early, in a sentence."""
-    before = None
-    for _ in range(MOST_WINDOWS):
-        gc.collect()
-        ready = [fresh()]
-        observer.begin(run.module, _optimizers(run), leaves(ready))
-        try:
-            window(run, ready, fresh, weights, observer)
-        except Exception as error:
-            if not answers.explain(error):
-                raise
-            return f"the plan ends at {answers.place(error)}: {type(error).__name__}: {error}"
-        finally:
-            observer.end()
-        now = observer.collectives.collectives()
-        if now == before:
-            break
-        before = now
-    return None
-
-
-def window(run: Run, ready: list[Any], fresh: Callable[[], Any], weights: Sequence[Any], observer: StepTrace) -> None:
-    """One optimizer step, as :func:`engine.loop.train.train_epoch` makes it: one micro-batch at a time is in memory, ``ready`` or made by ``fresh``."""
+from engine.planning import memory_trace, torch_private
+from engine.planning.answers import Answers
 from engine.planning.fake_module import fake_batch, fake_module, make_fake
 from engine.planning.first_batch import first_batch
 from engine.planning.job import Facts
@@ -64,7 +29,7 @@ from engine.utils.seed import isolated
 from engine.utils.tree import leaves
 
 MOST_WINDOWS = 4
-"""The first window makes the optimizer's state. DDP arranges its buckets anew in the second: a window counts once it communicates as the one before."""
+"""The first window makes the optimizer's state. DDP arranges its buckets anew in the second: a window counts once it communicates as the last."""
 
 Start = Callable[[TrainModule, SimulatedGroup], Run]
 """Makes a run of this module on this group."""
@@ -168,17 +133,28 @@ def _steps(
     )
 
 
-<<<<<<< HEAD
+def _begin(run: Run, answers: Answers) -> None:
+    """What a training does before its first batch."""
+    run.optimization.begin()
+    run.engine.window.accumulating = run.optimization.accumulates
+    for hook in (*run.hooks.on_fit_start, *run.hooks.on_train_start, *run.hooks.on_train_epoch_start):
+        try:
+            of_the_epoch(run, [hook])
+        except Exception as error:
+            answers.leave_out(hook, error)
+
+
 def _windows(
-    run: Run, inputs: Sequence[Any], weights: Sequence[Any], observer: StepTrace, answers: Answers
+    run: Run, fresh: Callable[[], Any], weights: Sequence[Any], observer: StepTrace, answers: Answers
 ) -> str | None:
     """Run windows until one communicates as the one before; the last is recorded. What ended it early, in a sentence."""
     before = None
     for _ in range(MOST_WINDOWS):
         gc.collect()
-        observer.begin(run.module, _optimizers(run), leaves(inputs))
+        ready = [fresh()]
+        observer.begin(run.module, _optimizers(run), leaves(ready))
         try:
-            window(run, inputs, weights, observer)
+            window(run, ready, fresh, weights, observer)
         except Exception as error:
             if not answers.explain(error):
                 raise
@@ -192,12 +168,8 @@ def _windows(
     return None
 
 
-def window(run: Run, batches: Sequence[Any], weights: Sequence[Any], observer: StepTrace) -> None:
-    """One optimizer step, as :func:`engine.loop.train.train_epoch` makes it."""
-=======
 def window(run: Run, ready: list[Any], fresh: Callable[[], Any], weights: Sequence[Any], observer: StepTrace) -> None:
-    """One optimizer step, as :func:`engine.loop.train.train_epoch` makes it: one micro-batch at a time is in memory, ``ready`` or made by ``fresh``."""
->>>>>>> help-e
+    """One optimizer step, as :func:`engine.loop.train.train_epoch` makes it. One micro-batch at a time is in memory: ``ready``, then ``fresh``."""
     optimization, recorder, hooks = run.optimization, run.recorder, run.hooks
     for index, share in enumerate(weights):
         batch = ready.pop() if ready else fresh()
