@@ -84,6 +84,7 @@ def _trace(
         run = start(copied, group)
         stack.enter_context(session(run, datamodule, lambda: simulation))
         setup.training_loader(run, train_loader, datamodule)
+        assert run.train_loader is not None
         batch, samples = first_batch(run.train_loader)
         return _steps(run, simulation, answers, train_loader, datamodule, batch, samples, facts)
 
