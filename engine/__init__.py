@@ -37,6 +37,7 @@ _NAMES = {
     "HangError": "engine.utils.errors",
     "MismatchError": "engine.utils.errors",
     "RankError": "engine.utils.errors",
+    "get_logger": "engine.distributed.rank_logger",
     "isolated": "engine.utils.seed",
     "seed_everything": "engine.utils.seed",
 }
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from engine.data.combined_loaders import CombinedLoader as CombinedLoader
     from engine.data.datamodule import DataModule as DataModule
     from engine.distributed.environment import Environment as Environment
+    from engine.distributed.rank_logger import get_logger as get_logger
     from engine.engine import Engine as Engine
     from engine.fit import Fit as Fit
     from engine.loop.result import Result as Result

@@ -1,6 +1,7 @@
 """Llama 3.1 in plain torch, in its published sizes: what the published points and the benchmark of planning are computed for.
 
-Grouped-query attention, rotary positions, SwiGLU, untied input and output embeddings. The model is built in ``configure_model``: planned, it has no memory.
+Grouped-query attention, rotary positions, SwiGLU, untied input and output embeddings. The model is built in ``configure_model``: planned, it
+has no memory.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Published measurements of training Llama 3.1, to hold plans against.
 
-Source: github.com/pytorch/torchtitan at b5bcd76, ``benchmarks/llama3_h100_202412_torchtitan.md`` (tables 1, 3, 4, 5; also in arXiv 2410.06511) and
-``benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md``. What those pages leave out comes from torchtitan at 9dec370, with which the tables were measured:
+Source: github.com/pytorch/torchtitan at b5bcd76, ``benchmarks/llama3_h100_202412_torchtitan.md`` (tables 1, 3, 4, 5) and
+``benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md``; the paper is arXiv 2410.06511. What those pages leave out comes from torchtitan at 9dec370,
+with which the tables were measured:
 
 - ``train_configs/llama3_*.toml``: sequences of 8,192 tokens, AdamW, gradients clipped to norm 1; parameters and optimizer state in float32, gathered
   in bfloat16, gradients reduced in float32.
 - ``torchtitan/metrics.py``: memory is ``reserved_bytes.all.peak``, what the allocator has taken, in GiB; over all ranks the largest.
-- ``parallelisms/parallelize_llama.py``: "selective" keeps attention and every second product of a layer; tensor parallel cuts the residual path along the
-  sequence and the logits along the vocabulary; in a pipeline gathered parameters are kept between forward and backward passes.
+- ``parallelisms/parallelize_llama.py``: "selective" keeps attention and every second product of a layer; tensor parallel cuts the residual path
+  along the sequence and the logits along the vocabulary; in a pipeline gathered parameters are kept between forward and backward passes.
 - ``parallelisms/pipelining_utils.py``: as many micro-batches in the pipeline as it has ranks.
 
 Hardware: nodes of 8 H100 (96 GB HBM2e, 2.4 TB/s, limited to 500 W) with NVLink, 400 Gb/s a GPU between nodes.
