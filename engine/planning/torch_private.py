@@ -87,9 +87,10 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def accumulates(operator: Any) -> bool:
-    """Whether autograd itself adds two gradients of one tensor now, outside of any node."""
-    return operator is torch.ops.aten.add.Tensor and in_backward() and torch._C._current_autograd_node() is None
+def node_number() -> int:
+    """Which node of the backward pass runs in this thread, or has run last in it; -1 outside of backward passes."""
+    node = torch._C._current_autograd_node() if in_backward() else None
+    return -1 if node is None else node._sequence_nr()
 
 
 def unsharded_gradients(model: Any) -> list[Tensor]:
@@ -145,6 +146,8 @@ class Simulation(Mode):
             return args[0].fake_device
         if wraps(types):
             return NotImplemented
+        if operator is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # the fake one would be a copy
         kwargs = kwargs or {}
         if FakeTensor not in types and _of_host(operator, args, kwargs):
             with unset_fake_temporarily():
