@@ -113,7 +113,7 @@ def group_of(name: Any) -> dist.ProcessGroup:
 def flops_of(packet: Any) -> Callable[..., int] | None:
     """The formula for the floating point operations of an operator (a multiplication and an addition are two)."""
     found: Any = flop_registry.get(packet) or _ATTENTION_ON_CPU.get(packet)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 class Simulation(Mode):
