@@ -400,6 +400,7 @@ class Fit:
             nodes=machines,
             datamodule=datamodule,
             facts=facts,
+            accelerated=where.caching,
         )
         return Plan(tuple(traces), facts.job(world_size, machines), where, price, storage)
 
@@ -414,7 +415,7 @@ class Fit:
             accelerator="cpu",
             detect_anomaly=False,
         )
-        return self._run(module, "fit", settings, group)
+        return self._run(module, "fit", settings, group, compiles=False)
 
     def state_dict(self, module: TrainModule, *, everywhere: bool = False) -> dict[str, Any]:
         """The full (unsharded) parameters and buffers of a trained module, by name, on the CPU; all ranks call this.
@@ -500,8 +501,8 @@ class Fit:
             run.find_train_loader = partial(find_train_loader, run)
             yield run
 
-    def _run(self, module: TrainModule, stage: str, settings: Settings, group: Group) -> Run:
-        """The run of ``module`` on these processes."""
+    def _run(self, module: TrainModule, stage: str, settings: Settings, group: Group, compiles: bool = True) -> Run:
+        """The run of ``module`` on these processes; ``compiles``: as the settings say."""
         engine = Engine(
             strategy=settings.strategy,
             precision=settings.precision,
@@ -509,7 +510,7 @@ class Fit:
             seed=settings.seed,
             group=group,
             activation_checkpointing=settings.activation_checkpointing,
-            compile=settings.compile,
+            compile=settings.compile if compiles else False,
             sync_batchnorm=settings.sync_batchnorm,
         )
         origins, settings = _configured(engine.strategy, settings, self.origins)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import optimizer
 
 try:
     from torch._C import _distributed_c10d
@@ -258,6 +259,20 @@ def real() -> Iterator[None]:
     """Inside the block, within a :class:`Simulation`, tensors have values."""
     with unset_fake_temporarily(), _disable_current_modes():
         yield
+
+
+@contextmanager
+def as_on_accelerators() -> Iterator[None]:
+    """Inside the block optimizers change fake parameters on the CPU many at once (``foreach``) unless told otherwise, as they do on CUDA and XPU:
+    faster there, with intermediate results as large as the parameters."""
+    devices = optimizer._get_foreach_kernels_supported_devices
+    kinds: list[Any] = optimizer._foreach_supported_types  # the list that DTensor adds itself to
+    kinds.append(FakeTensor)
+    try:
+        with patch.object(optimizer, "_get_foreach_kernels_supported_devices", lambda: [*devices(), "cpu"]):
+            yield
+    finally:
+        kinds.remove(FakeTensor)
 
 
 @contextmanager

@@ -167,7 +167,9 @@ def _blocks(changes: Iterable[tuple[int, Any, tuple[str, ...], int]]) -> list[Bl
             at[pointer] = block
         elif before is not None and -1 < operation == before.operation:
             del found[before]
-    return [block for block in found if not _of_back_end(block) and not (block.operation < 0 and block.size in ON_THE_HOST)]
+    return [
+        block for block in found if not _of_back_end(block) and not (block.operation < 0 and block.size in ON_THE_HOST)
+    ]
 
 
 def _of_back_end(block: Block) -> bool:
