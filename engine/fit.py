@@ -378,7 +378,7 @@ class Fit:
             train_loader, datamodule: as in :meth:`run`; the first micro-batch gives the shapes.
             world_size: processes of the job, one device each.
             nodes: machines; ``None``: as many as the device's usual nodes need.
-            device: ``"h100"``, ``"a100-80gb"``, ... (:data:`engine.planning.devices.DEVICES`), or memory, operations a second and bytes a second:
+            device: ``"h100"``, ``"a100-80gb"``, ... (:data:`engine.planning.device_table.DEVICES`), or memory, operations and bytes a second:
                 ``"80GiB,1e15,3e12"``.
             links: bandwidths of one device within and between nodes, ``"450GB/s,50GB/s"``; ``None``: the device's usual ones.
             price: of one device for one hour.
