@@ -50,8 +50,8 @@ def trace(
     """One full step of each of these ranks in a job of ``world_size`` ranks on ``nodes`` machines.
 
     The module, the process's random numbers and torch's process groups are as before afterwards. ``module`` may be a function that makes it: its
-    tensors then never have values, whatever their size. ``facts`` are collected. ``accelerated``: torch's optimizers choose their implementation as on CUDA rather than as on
-    the CPU, and what a strategy keeps in the host's memory is left out.
+    tensors then never have values, whatever their size. ``facts`` are collected. ``accelerated``: torch's optimizers choose their implementation as
+    on CUDA rather than as on the CPU, and what a strategy keeps in the host's memory is left out.
 
     Raises:
         RuntimeError: this process is in a job already, or the module is in a run.
