@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Never
 
+from torch import nn
+
 from engine.callback import Callback
 from engine.checkpoint.resume import Resume
 from engine.checkpoint.run_folder import Trained
@@ -40,7 +42,7 @@ from engine.loop.watching import collected, watched
 from engine.loop.whole_weights import holding, whole_state
 from engine.module import TrainModule
 from engine.planning.devices import Hardware, hardware, network
-from engine.planning.job import Job, job_of, machines_for
+from engine.planning.job import Facts, machines_for
 from engine.planning.plan import Plan
 from engine.planning.tracing import trace
 from engine.replay.replayed_step import ReplayedStep
@@ -355,7 +357,7 @@ class Fit:
 
     def plan(
         self,
-        module: TrainModule,
+        module: TrainModule | Callable[[], TrainModule],
         train_loader: Any = None,
         *,
         world_size: int,
@@ -372,7 +374,8 @@ class Fit:
         numbers or on disk changes; loggers, progress bars and checkpoint callbacks are left out.
 
         Args:
-            module, train_loader, datamodule: as in :meth:`run`; the first micro-batch gives the shapes.
+            module: as in :meth:`run`, or a function that makes it, which is called where tensors have no values and take no memory.
+            train_loader, datamodule: as in :meth:`run`; the first micro-batch gives the shapes.
             world_size: processes of the job, one device each.
             nodes: machines; ``None``: as many as the device's usual nodes need.
             device: ``"h100"``, ``"a100-80gb"``, ... (:data:`engine.planning.devices.DEVICES`), or memory, operations a second and bytes a second:
@@ -388,18 +391,17 @@ class Fit:
         where = hardware(device) if links is None else network(links, hardware(device))
         machines = machines_for(world_size, nodes, where.per_node)
         datamodule, train_loader = _datamodule(datamodule, train_loader)
-        module = _train_module(module)
-        jobs: list[Job] = []
+        facts = Facts()
         traces = trace(
             self._simulated,
-            module,
+            _train_module(module) if isinstance(module, nn.Module) else lambda: _train_module(module()),
             train_loader,
             world_size=world_size,
             nodes=machines,
             datamodule=datamodule,
-            note=lambda run, batch: jobs.append(job_of(run, module, batch, world_size, machines)),
+            facts=facts,
         )
-        return Plan(tuple(traces), jobs[0], where, price, storage)
+        return Plan(tuple(traces), facts.job(world_size, machines), where, price, storage)
 
     def _simulated(self, module: TrainModule, group: Group) -> Run:
         """The run of ``module`` on a simulated job; with copies of the settings' objects, which stay as they are."""

@@ -17,6 +17,7 @@ from engine.module import TrainModule
 from engine.planning import torch_private
 from engine.planning.fake_module import fake_batch, fake_module, make_fake
 from engine.planning.first_batch import first_batch
+from engine.planning.job import Facts
 from engine.planning.plan import RankTrace
 from engine.planning.simulated_group import SimulatedGroup, simulated
 from engine.planning.step_trace import StepTrace
@@ -29,43 +30,44 @@ MOST_WINDOWS = 4
 
 Start = Callable[[TrainModule, SimulatedGroup], Run]
 """Makes a run of this module on this group."""
-Note = Callable[[Run, Any], None]
-"""Called once a run is set up, up to its first step, with a micro-batch."""
 
 
 def trace(
     start: Start,
-    module: TrainModule,
+    module: TrainModule | Callable[[], TrainModule],
     train_loader: Any = None,
     *,
     world_size: int,
     nodes: int = 1,
     datamodule: DataModule | None = None,
     ranks: Sequence[int] = (0,),
-    note: Note = lambda run, batch: None,
+    facts: Facts | None = None,
 ) -> list[RankTrace]:
     """One full step of each of these ranks in a job of ``world_size`` ranks on ``nodes`` machines.
 
-    The module, the process's random numbers and torch's process groups are as before afterwards. ``note`` is called for each of the ranks.
+    The module, the process's random numbers and torch's process groups are as before afterwards. ``module`` may be a function that makes it: its
+    tensors then never have values, whatever their size. ``facts`` are collected.
 
     Raises:
         RuntimeError: this process is in a job already, or the module is in a run.
         ValueError: settings that do not fit together, as in a run.
     """
-    if module.attached:
+    if isinstance(module, TrainModule) and module.attached:
         raise RuntimeError(f"{type(module).__name__} is in a run: plan before it, or plan a new module")
-    return [_trace(start, module, train_loader, rank, world_size, nodes, datamodule, note) for rank in ranks]
+    return [
+        _trace(start, module, train_loader, rank, world_size, nodes, datamodule, facts or Facts()) for rank in ranks
+    ]
 
 
 def _trace(
     start: Start,
-    module: TrainModule,
+    module: TrainModule | Callable[[], TrainModule],
     train_loader: Any,
     rank: int,
     world_size: int,
     nodes: int,
     datamodule: DataModule | None,
-    note: Note,
+    facts: Facts,
 ) -> RankTrace:
     with ExitStack() as stack:
         stack.enter_context(isolated())
@@ -73,12 +75,13 @@ def _trace(
         simulation = torch_private.Simulation()
         stack.enter_context(torch_private.swappable(simulation))
         with simulation:
-            copied = fake_module(module)
+            copied = fake_module(module) if isinstance(module, TrainModule) else module()
+        facts.built(copied)
         run = start(copied, group)
         stack.enter_context(session(run, datamodule))
         setup.training_loader(run, train_loader, datamodule)
         batch, samples = first_batch(run.train_loader)
-        return _steps(run, simulation, train_loader, datamodule, batch, samples, note)
+        return _steps(run, simulation, train_loader, datamodule, batch, samples, facts)
 
 
 def _steps(
@@ -88,7 +91,7 @@ def _steps(
     datamodule: DataModule | None,
     batch: Any,
     samples: int,
-    note: Note,
+    facts: Facts,
 ) -> RankTrace:
     """Set up the training and run two windows; the second is recorded."""
     engine = run.engine
@@ -102,7 +105,7 @@ def _steps(
         observer.name(run.module)
         setup.training(run, train_loader, [], datamodule)
         observer.name(run.module)
-        note(run, batch)
+        facts.ready(run, batch)
         inputs = [fake_batch(batch) for _ in range(size)]
         run.optimization.begin()
         engine.window.accumulating = run.optimization.accumulates
