@@ -17,7 +17,7 @@ from engine.planning.memory_trace import MemoryTrace
 from engine.planning.operation_trace import OperationTrace
 
 
-class StepTrace(torch_private.TorchDispatchMode):
+class StepTrace(torch_private.Mode):
     """Observes a training, real or simulated::
 
     trace = StepTrace(axes)
@@ -58,9 +58,11 @@ class StepTrace(torch_private.TorchDispatchMode):
         self._stack.close()
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(torch_private.is_wrapper, types)):
-            return NotImplemented
         kwargs = kwargs or {}
+        if torch_private.asks_device(operator):
+            return operator(*args, **kwargs)
+        if torch_private.wraps(types):
+            return NotImplemented
         self._set_phase()
         result = operator(*args, **kwargs)
         memory = self.memory

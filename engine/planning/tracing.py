@@ -15,6 +15,7 @@ from engine.loop.lifecycle import session
 from engine.loop.run import Run
 from engine.module import TrainModule
 from engine.planning import torch_private
+from engine.planning.answers import Answers
 from engine.planning.fake_module import fake_batch, fake_module, make_fake
 from engine.planning.first_batch import first_batch
 from engine.planning.job import Facts
@@ -72,21 +73,23 @@ def _trace(
     with ExitStack() as stack:
         stack.enter_context(isolated())
         group = stack.enter_context(simulated(rank, world_size, nodes))
-        simulation = torch_private.Simulation()
+        answers = Answers()
+        simulation = torch_private.Simulation(answers)
         stack.enter_context(torch_private.swappable(simulation))
         with simulation:
             copied = fake_module(module) if isinstance(module, TrainModule) else module()
         facts.built(copied)
         run = start(copied, group)
-        stack.enter_context(session(run, datamodule))
+        stack.enter_context(session(run, datamodule, lambda: simulation))
         setup.training_loader(run, train_loader, datamodule)
         batch, samples = first_batch(run.train_loader)
-        return _steps(run, simulation, train_loader, datamodule, batch, samples, facts)
+        return _steps(run, simulation, answers, train_loader, datamodule, batch, samples, facts)
 
 
 def _steps(
     run: Run,
     simulation: torch_private.Simulation,
+    answers: Answers,
     train_loader: Any,
     datamodule: DataModule | None,
     batch: Any,
@@ -110,15 +113,7 @@ def _steps(
         run.optimization.begin()
         engine.window.accumulating = run.optimization.accumulates
         engine.window.agree = list  # all ranks are like this one
-        window(run, inputs, weights, observer)
-        for _ in range(MOST_WINDOWS - 1):
-            before = observer.collectives.collectives()
-            gc.collect()
-            observer.begin(run.module, _optimizers(run), leaves(inputs))
-            window(run, inputs, weights, observer)
-            observer.end()
-            if observer.collectives.collectives() == before:
-                break
+        error = _windows(run, inputs, weights, observer, answers)
     memory = observer.memory
     timeline = memory.timeline()
     return RankTrace(
@@ -132,7 +127,31 @@ def _steps(
         timeline=timeline,
         collectives=observer.collectives.collectives(),
         operations=observer.operations.operations(),
+        missing=(*answers.sentences(), *([] if error is None else [error])),
     )
+
+
+def _windows(
+    run: Run, inputs: Sequence[Any], weights: Sequence[Any], observer: StepTrace, answers: Answers
+) -> str | None:
+    """Run windows until one communicates as the one before; the last is recorded. What ended it early, in a sentence."""
+    before = None
+    for _ in range(MOST_WINDOWS):
+        gc.collect()
+        observer.begin(run.module, _optimizers(run), leaves(inputs))
+        try:
+            window(run, inputs, weights, observer)
+        except Exception as error:
+            if not answers.explain(error):
+                raise
+            return f"the plan ends at {answers.place(error)}: {type(error).__name__}: {error}"
+        finally:
+            observer.end()
+        now = observer.collectives.collectives()
+        if now == before:
+            break
+        before = now
+    return None
 
 
 def window(run: Run, batches: Sequence[Any], weights: Sequence[Any], observer: StepTrace) -> None:
