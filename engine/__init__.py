@@ -12,6 +12,7 @@ _NAMES = {
     "Engine": "engine.engine",
     "CombinedLoader": "engine.data.combined_loaders",
     "Loss": "engine.step.gradients",
+    "Plan": "engine.planning.plan",
     "Precision": "engine.step.precision",
     "FP8": "engine.transforms.float8",
     "Callback": "engine.callback",
@@ -37,6 +38,7 @@ _NAMES = {
     "HangError": "engine.utils.errors",
     "MismatchError": "engine.utils.errors",
     "RankError": "engine.utils.errors",
+    "get_logger": "engine.distributed.rank_logger",
     "isolated": "engine.utils.seed",
     "seed_everything": "engine.utils.seed",
 }
@@ -56,12 +58,14 @@ if TYPE_CHECKING:
     from engine.data.combined_loaders import CombinedLoader as CombinedLoader
     from engine.data.datamodule import DataModule as DataModule
     from engine.distributed.environment import Environment as Environment
+    from engine.distributed.rank_logger import get_logger as get_logger
     from engine.engine import Engine as Engine
     from engine.fit import Fit as Fit
     from engine.loop.result import Result as Result
     from engine.loop.result import TrainState as TrainState
     from engine.loop.run import Run as Run
     from engine.module import TrainModule as TrainModule
+    from engine.planning.plan import Plan as Plan
     from engine.step.gradients import Loss as Loss
     from engine.step.precision import Precision as Precision
     from engine.strategies.base import Single as Single

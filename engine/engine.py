@@ -150,9 +150,9 @@ class Engine:
     def prepare(self, *objects: Any) -> Any:
         """Prepare models, optimizers, loaders and schedulers for this job's processes; a single object is returned without a tuple.
 
-        Objects of other kinds, and objects that are prepared already, are returned unchanged.
+        Objects of other kinds, and objects that are prepared already, are returned unchanged. A subclass's ``prepare_model``, ... are called.
         """
-        done = tuple(self._prepared.prepare(item) for item in objects)
+        done = tuple(self._prepared.prepare(item, self) for item in objects)
         return done[0] if len(done) == 1 else done
 
     def prepare_model(self, model: nn.Module, *, autocast: bool = True) -> nn.Module:

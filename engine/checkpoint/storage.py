@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +13,7 @@ from typing import Any, Protocol
 from engine.checkpoint import directory
 from engine.checkpoint.files import DamagedCheckpoint, Record, check_entry
 from engine.checkpoint.manifest import FOLDERS, MANIFEST, manifest_of, next_serial
+from engine.checkpoint.one_file import is_one_file, unpack
 from engine.checkpoint.remote_storage import Remote
 
 
@@ -79,7 +82,7 @@ def split(path: str | Path) -> tuple[Location, str]:
         root, _, name = str(path).rstrip("/").rpartition("/")
         return Remote(root), name
     local = Path(path)
-    return Local(local.parent), local.name
+    return (OneFile if is_one_file(local) else Local)(local.parent), local.name
 
 
 _REMAINS = {
@@ -175,3 +178,15 @@ class Local:
 
     def sweep(self) -> None:
         directory.sweep(self.directory)
+
+
+class OneFile(Local):
+    """A directory with one-file checkpoints (:mod:`engine.checkpoint.one_file`). Each rank reads its own copy of the files in one."""
+
+    shared = False
+
+    def fetch(self, name: str) -> Path:
+        folder = tempfile.mkdtemp(prefix="checkpoints-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        unpack(self.path(name), Path(folder) / name)
+        return Path(folder) / name

@@ -10,9 +10,10 @@ from pathlib import Path
 from engine.checkpoint.directory import Opened
 from engine.checkpoint.files import DamagedCheckpoint, inside
 from engine.checkpoint.manifest import FOLDERS, MANIFEST
+from engine.checkpoint.one_file import is_one_file
 from engine.checkpoint.remote_storage import Remote, reach
 from engine.checkpoint.run_locks import runs
-from engine.checkpoint.storage import Location, locate, split
+from engine.checkpoint.storage import Location, OneFile, locate, split
 
 
 def folder(path: str | Path) -> Location | None:
@@ -23,6 +24,8 @@ def folder(path: str | Path) -> Location | None:
     Raises:
         NotADirectoryError: it is a file.
     """
+    if is_one_file(path):
+        return None
     if "://" not in str(path) and Path(path).is_file():
         raise NotADirectoryError(
             f"{path} is a file, but a checkpoint is a directory. Convert a file of another trainer with: fit checkpoint convert {path} OUT"
@@ -120,4 +123,6 @@ def outgoing(path: str | Path) -> Iterator[Path]:
 def _has_manifest(where: Location, name: str) -> bool:
     if isinstance(where, Remote):
         return bool(name) and where.has_manifest(name)
+    if isinstance(where, OneFile):
+        return True
     return (Path(where.path(name)) / MANIFEST).is_file()

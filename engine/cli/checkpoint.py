@@ -28,9 +28,9 @@ def parser() -> argparse.ArgumentParser:
     """The subcommands and their arguments."""
     top = argparse.ArgumentParser(
         prog="fit checkpoint",
-        description="Inspect, verify, export, convert and remove checkpoints, without running code from them.",
+        description="Inspect, verify, export, convert, pack and remove checkpoints, without running code from them.",
     )
-    commands = top.add_subparsers(dest="action", required=True, metavar="list|show|verify|export|convert|prune")
+    commands = top.add_subparsers(dest="action", required=True, metavar="list|show|verify|export|convert|pack|prune")
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
         found = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
@@ -58,6 +58,14 @@ def parser() -> argparse.ArgumentParser:
 
     others = "a Lightning .ckpt, a torch.distributed.checkpoint directory or safetensors"
     _convert(add("convert", f"write a checkpoint of this library from {others}"))
+    command = add("pack", "write a checkpoint as one file, from which everything that takes a checkpoint reads it")
+    command.add_argument("path", help=one)
+    command.add_argument("out", help="the file, by convention x.ckpt: a zip archive of the checkpoint's folder")
+    command.add_argument(
+        "--pickle",
+        action="store_true",
+        help="instead a dict for torch.load: weights, hyperparameters and counters under Lightning's keys",
+    )
     _prune(
         add("prune", "delete all complete checkpoints of a folder except the newest, and those with the best scores")
     )

@@ -8,12 +8,16 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
+from engine.checkpoint import pickled
 from engine.checkpoint.convert import convert
 from engine.checkpoint.export import export_checkpoint
 from engine.checkpoint.files import printable
 from engine.checkpoint.listing import entries, facts, problems, prune
+from engine.checkpoint.one_file import pack
+from engine.checkpoint.user_paths import opened
 from engine.cli.main import table
 from engine.config.masked import rows as settings_rows
 
@@ -129,6 +133,16 @@ def _convert(arguments: argparse.Namespace) -> Answer:
     return asdict(found), [*lines, *found.notes], True
 
 
+def _pack(arguments: argparse.Namespace) -> Answer:
+    out = Path(arguments.out).absolute()
+    if out.exists():
+        raise FileExistsError(f"{out} exists: choose another path, or remove it")
+    with opened(arguments.path) as found:
+        pack(found.directory, out) if not arguments.pickle else pickled.write_checkpoint(out, found.directory)
+    size = out.stat().st_size
+    return {"path": str(out), "bytes": size}, [f"{out}: {_size(size)}"], True
+
+
 def _prune(arguments: argparse.Namespace) -> Answer:
     found = prune(arguments.root, arguments.keep, arguments.keep_best, arguments.dry_run)
     words = {
@@ -145,6 +159,7 @@ _ACTIONS: dict[str, Callable[[argparse.Namespace], Answer]] = {
     "verify": _verify,
     "export": _export,
     "convert": _convert,
+    "pack": _pack,
     "prune": _prune,
 }
 

@@ -54,6 +54,31 @@ REPLACED = {
 }
 """Hooks of earlier versions that are never called; a class that defines one is refused."""
 
+_LOOPS = "the loops are functions: override the module's or a callback's hooks"
+_LOGGERS = "give Lightning's own, or a Logger with log_metrics"
+CLASSES = {
+    "Accelerator": "give Trainer(accelerator='cpu' or 'gpu')",
+    "CPUAccelerator": "give Trainer(accelerator='cpu')",
+    "AdvancedProfiler": "use SimpleProfiler, PyTorchProfiler, or python -m cProfile",
+    "BatchSizeFinder": "call callbacks.find_batch_size(module, loader), and set what it finds",
+    "LearningRateFinder": "call callbacks.find_lr(module, loader), and set what it finds",
+    "Tuner": "call callbacks.find_lr(module, loader) or find_batch_size, and set what it finds",
+    "ModelPruning": "use callbacks.Pruning(...)",
+    "OnExceptionCheckpoint": "ModelCheckpoint saves the last complete step after an error",
+    "SpikeDetection": "use callbacks.SpikeGuard()",
+    "ThroughputMonitor": "use callbacks.ThroughputMonitor()",
+    "Timer": "give Trainer(max_time=...)",
+    **dict.fromkeys(("CometLogger", "NeptuneLogger"), _LOGGERS),
+    "DeepSpeedStrategy": "give engine.DeepSpeed(stage=2, ...), or its name, 'deepspeed_stage_2'",
+    "ModelParallelStrategy": "give engine.MeshParallel(tp=..., dp_shard=...)",
+    **dict.fromkeys(("XLAStrategy", "SingleDeviceXLAStrategy"), "XLA devices are not supported"),
+    **dict.fromkeys(("_EvaluationLoop", "_FitLoop", "_PredictionLoop"), _LOOPS),
+    **dict.fromkeys(
+        ("CheckpointIO", "TorchCheckpointIO"), "checkpoints have one format: leave it out of Trainer(plugins=...)"
+    ),
+}
+"""Classes without a counterpart of the same kind."""
+
 
 def refused_hook(name: str, function: Any) -> str:
     """What to define instead of a method of this name; ``""`` if it is not a hook of an earlier version.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from engine.checkpoint.one_file import pack
 from engine.checkpoint.storage import same, split
 from engine.checkpoint.writer import Content, Saver
 from engine.distributed.collectives import stack
@@ -78,6 +80,25 @@ def _with_tensors(tree: Any, device: torch.device) -> Any:
     if type(tree) in (list, tuple):
         return type(tree)(_with_tensors(each, device) for each in tree)
     return {key: _with_tensors(each, device) for key, each in tree.items()} if type(tree) is dict else tree
+
+
+def save_file(run: Any, path: Path | str, content: Callable[..., Content]) -> Path:
+    """Save a checkpoint as one local file, whose folders are made; see :mod:`engine.checkpoint.one_file`.
+
+    Raises:
+        ValueError: ``path`` is a URL.
+    """
+    if "://" in str(path):
+        raise ValueError(f"{path}: a checkpoint is one file only at a local path; at a URL it is a folder")
+    file = Path(path).absolute()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    folder = file.with_name(f".{file.name}.folder")
+    save_at(run, folder, content)
+    if run.is_main_process:
+        pack(folder, file)
+        shutil.rmtree(folder)
+    run.engine.wait_for_everyone()
+    return file
 
 
 def save_at(run: Any, where: Path | str, content: Callable[..., Content]) -> Path | str:

@@ -530,9 +530,10 @@ class Run:
         self.pulse += 1
         return self.saver.lost
 
-    def save_checkpoint_at(self, where: Path | str) -> Path | str:
-        """:meth:`save_checkpoint` at ``where``, a path or a URL: also outside of the run's folder, where nothing else of the run looks for it."""
-        return module_calls.save_at(self, where, self._content)
+    def save_checkpoint_at(self, where: Path | str, *, one_file: bool = False) -> Path | str:
+        """:meth:`save_checkpoint` at ``where``, a path or a URL: also outside of the run's folder, where nothing else of the run looks for it.
+        ``one_file``: as one file at a local path, a zip of the folder, from which everything that takes a checkpoint reads it."""
+        return (module_calls.save_file if one_file else module_calls.save_at)(self, where, self._content)
 
     def remove_checkpoint(self, path: Path | str) -> None:
         """Delete the checkpoint at ``path``; every rank may call this, the main process does it."""

@@ -19,7 +19,7 @@ from engine.data.combined_loaders import CombinedLoader
 from engine.data.datamodule import DataModule
 from engine.engine import Engine
 from engine.fit import Fit
-from engine.interop.lightning.refused import refused_class
+from engine.interop.refused import refused_class
 from engine.loop.run import Run
 from engine.loop.trainer_view import ELSEWHERE, TrainerView
 from engine.migrate.members import Member, member

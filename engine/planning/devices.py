@@ -276,8 +276,9 @@ def hardware(wanted: str | Hardware) -> Hardware:
 
     Args:
         wanted: ``"h100"``; ``"80GiB,1e15,3e12"``: memory, floating point operations a second (in every dtype) and bytes a second of its memory;
-            ``"80GiB,bf16=1e15,fp32=6e13,3e12"``: the operations by dtype; ``"measured:8GiB,fp32=6e10,2e10"``: the numbers are what is reached, not
-            stated; ``"h100,96GB"``: a known device with another memory.
+            ``"80GiB,bf16=1e15,fp32=6e13,host=2e-6,3e12"``: the operations by dtype, and the seconds that the host needs to start one;
+            ``"h100,96GB"``, ``"cpu,16GiB,fp32=6e10,2e10"``: what else differs from a known device; ``"measured:..."``: the numbers are what is
+            reached, not what a vendor states.
 
     Raises:
         ValueError: neither; the message names the nearest name.
@@ -287,51 +288,57 @@ def hardware(wanted: str | Hardware) -> Hardware:
     given = str(wanted)
     first, *rest = (part.strip() for part in given.removeprefix(_PREFIX).split(","))
     name = first.lower().replace("_", "-").replace(" ", "-")
-    found = None if given.startswith(_PREFIX) else DEVICES.get(ALIASES.get(name, name))
-    if found is not None:
-        if not rest:
-            return found
-        if len(rest) == 1:
-            return replace(found, memory=_memory(rest[0], wanted), name=f"{found.name} with {rest[0]}")
-        raise ValueError(f"--device {wanted!r}: after a device's name only its memory may follow, as in {name},80GiB")
-    if not rest:
-        names = ", ".join(DEVICES)
+    known = DEVICES.get(ALIASES.get(name, name))
+    if known is None and not rest:
         raise ValueError(
-            f"--device {wanted!r} is unknown{nearest(name, [*DEVICES, *ALIASES])}; possible: {names}, or memory, operations a second and "
-            "bytes a second: 80GiB,1e15,3e12"
+            f"--device {wanted!r} is unknown{nearest(name, [*DEVICES, *ALIASES])}; possible: {', '.join(DEVICES)}, or memory, operations a second "
+            "and bytes a second: 80GiB,1e15,3e12"
         )
-    return _described(wanted, first, rest)
+    if known is not None and not rest:
+        return known
+    if known is None:
+        rest = [first, *rest]
+    base = known or DEVICES["h100"]
+    if known is not None and len(rest) == 1:
+        return replace(base, memory=_memory(rest[0], given), name=given)
+    return _described(
+        given, base, rest, "as those of h100" if known is None else "and the rest as those of " + known.name
+    )
 
 
-def _described(wanted: str, memory: str, rest: list[str]) -> Hardware:
-    *speeds, bandwidth = rest
+def _described(given: str, base: Hardware, parts: list[str], others: str) -> Hardware:
+    memory, *speeds, bandwidth = parts if len(parts) > 1 else (parts[0], "")
     if not speeds:
         raise ValueError(
-            f"--device {wanted!r}: give memory, operations a second and bytes a second, as in 80GiB,1e15,3e12"
+            f"--device {given!r}: give memory, operations a second and bytes a second, as in 80GiB,1e15,3e12"
         )
     peaks: dict[str, float] = {}
+    dispatch = base.dispatch
+    numbers = [each for each in speeds if not each.startswith("host=")]
     for each in speeds:
         dtype, equals, number = each.partition("=")
-        if not equals and len(speeds) > 1:
-            raise ValueError(
-                f"--device {wanted!r}: with several numbers name their dtypes, as in bf16={each},fp32=6e13"
-            )
+        if dtype == "host" and equals:
+            dispatch = _number(number, given, "seconds")
+            continue
+        if not equals and len(numbers) > 1:
+            raise ValueError(f"--device {given!r}: with several numbers name their dtypes, as in bf16={each},fp32=6e13")
         if equals and dtype not in _SHORT:
-            raise ValueError(f"--device {wanted!r}: unknown dtype {dtype!r}{nearest(dtype, _SHORT)}")
-        value = _number(number if equals else each, wanted, "operations a second")
+            raise ValueError(f"--device {given!r}: unknown dtype {dtype!r}{nearest(dtype, [*_SHORT, 'host'])}")
+        value = _number(number if equals else each, given, "operations a second")
         peaks |= {_SHORT[dtype]: value} if equals else dict.fromkeys(DTYPES, value)
-    if "float32" not in peaks:
-        peaks["float32"] = min(peaks.values())
-    return Hardware(
-        name=wanted,
-        memory=_memory(memory, wanted),
+    if not peaks:
+        raise ValueError(f"--device {given!r}: give its operations a second, as in 80GiB,1e15,3e12")
+    peaks.setdefault("float32", min(peaks.values()))
+    return replace(
+        base,
+        name=given,
+        memory=_memory(memory, given),
         peaks=peaks,
-        bandwidth=_number(bandwidth, wanted, "bytes a second"),
-        within=DEVICES["h100"].within,
-        between=DEVICES["h100"].between,
-        per_node=8,
-        reached=_MEASURED if wanted.startswith(_PREFIX) else Reached(),
-        source="given; links between devices as those of h100, unless --network gives others",
+        bandwidth=_number(bandwidth, given, "bytes a second"),
+        dispatch=dispatch,
+        reached=_MEASURED if given.startswith(_PREFIX) else Reached(),
+        source=f"given; links between devices, unless --network gives others, {others}",
+        notes=(),
     )
 
 

@@ -41,6 +41,7 @@ class MemoryTrace:
         self._held: dict[int, Held] = {}
         self._log: list[tuple[Held, int, str, str]] | None = None
         self._at_start: list[tuple[Held, int]] = []
+        self._sum: tuple[int, int, int] | None = None
 
     # -- storages -----------------------------------------------------------------------------------------------------------------
 
@@ -76,6 +77,17 @@ class MemoryTrace:
             ):
                 held.kind = COMMUNICATION
 
+    def added(self, before: Tensor, result: Tensor) -> None:
+        """Autograd has added another gradient to ``before``. With real tensors it does so in place if nothing else refers to ``before``, which
+        shows before the next operation: then it is released. With tensors that Python sees, it never does."""
+        old, new = self.note(before), self.note(result)
+        if old is not None and new is not None and old.size == new.size and self._log and self._log[-1][0] is new:
+            self._sum = before.untyped_storage()._cdata, result.untyped_storage()._cdata, len(self._log) - 1
+
+    def settle(self) -> None:
+        """The next operation begins."""
+        self._sum = None
+
     def kept_for_backward(self) -> None:
         """The forward pass is over: what is left of it is there for the backward pass."""
         for held in self._held.values():
@@ -84,7 +96,13 @@ class MemoryTrace:
 
     def _end(self, key: int) -> None:
         held = self._held.pop(key, None)
-        if held is not None:
+        if held is not None and self._sum is not None and key == self._sum[0] and self._sum[1] in self._held:
+            assert self._log is not None
+            _, result, event = self._sum
+            del self._log[event]
+            held.alive = self._held[result].alive  # its reference's end is that of the sum
+            self._held[result], self._sum = held, None
+        elif held is not None:
             self._event(held, -held.size)
             held.size = 0
 

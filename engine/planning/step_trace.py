@@ -64,8 +64,9 @@ class StepTrace(torch_private.Mode):
         if torch_private.wraps(types):
             return NotImplemented
         self._set_phase()
-        result = operator(*args, **kwargs)
         memory = self.memory
+        memory.settle()
+        result = operator(*args, **kwargs)
         namespace = operator.namespace
         if namespace in collective_trace.NAMESPACES:
             tensors = self.collectives.note(operator, args, kwargs, result, memory.phase)
@@ -77,6 +78,8 @@ class StepTrace(torch_private.Mode):
             self.operations.note(operator, args, kwargs, result, memory.phase)
         if isinstance(result, Tensor):
             memory.note(result)
+            if torch_private.accumulates(operator):
+                memory.added(args[0], result)
         elif isinstance(result, (list, tuple)):
             for tensor in _tensors(result):
                 memory.note(tensor)
@@ -153,6 +156,10 @@ class StepTrace(torch_private.Mode):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     self.memory.mark([parameter.grad], memory_trace.GRADIENTS, self._owners.get(id(parameter)))
+
+    def mark_kept_gradients(self, model: nn.Module) -> None:
+        """What FSDP keeps whole until the last micro-batch of a window."""
+        self.memory.mark(torch_private.unsharded_gradients(model), memory_trace.GRADIENTS)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -10,6 +10,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+<<<<<<< HEAD
+=======
+from torch.distributed.fsdp import FSDPModule
+import torch.nn.parallel.distributed as ddp
+>>>>>>> help-d
 from torch import Tensor
 
 try:
@@ -80,6 +85,22 @@ def asks_device(operator: Any) -> bool:
 def in_backward() -> bool:
     """Whether autograd runs a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def accumulates(operator: Any) -> bool:
+    """Whether autograd itself adds two gradients of one tensor now, outside of any node."""
+    return operator is torch.ops.aten.add.Tensor and in_backward() and torch._C._current_autograd_node() is None
+
+
+def unsharded_gradients(model: Any) -> list[Tensor]:
+    """The whole gradients that FSDP's blocks keep now."""
+    found = []
+    for module in model.modules():
+        state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+        for parameter in getattr(getattr(state, "_fsdp_param_group", None), "fsdp_params", ()):
+            whole = getattr(parameter, "_unsharded_param", None)
+            found += [parameter.unsharded_accumulated_grad, None if whole is None else whole.grad]
+    return [gradient for gradient in found if gradient is not None]
 
 
 def group_of(name: Any) -> dist.ProcessGroup:

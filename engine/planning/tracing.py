@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from engine.data.datamodule import DataModule
 from engine.loop import setup
 from engine.loop.lifecycle import session
 from engine.loop.run import Run
+from engine.loop.train import of_the_epoch
 from engine.module import TrainModule
-from engine.planning import torch_private
+from engine.planning import memory_trace, torch_private
 from engine.planning.answers import Answers
 from engine.planning.fake_module import fake_batch, fake_module, make_fake
 from engine.planning.first_batch import first_batch
@@ -27,7 +29,7 @@ from engine.utils.seed import isolated
 from engine.utils.tree import leaves
 
 MOST_WINDOWS = 4
-"""The first window makes the optimizer's state. DDP arranges its buckets anew in the second: a window counts once it communicates as the one before."""
+"""The first window makes the optimizer's state. DDP arranges its buckets anew in the second: a window counts once it communicates as the last."""
 
 Start = Callable[[TrainModule, SimulatedGroup], Run]
 """Makes a run of this module on this group."""
@@ -70,36 +72,20 @@ def _trace(
     datamodule: DataModule | None,
     facts: Facts,
 ) -> RankTrace:
-    with set_up(start, module, train_loader, rank, world_size, nodes, datamodule, facts) as (run, simulation, answers):
-        batch, samples = first_batch(run.train_loader)
-        return _steps(run, simulation, answers, train_loader, datamodule, batch, samples, facts)
-
-
-@contextmanager
-def set_up(
-    start: Start,
-    module: TrainModule | Callable[[], TrainModule],
-    train_loader: Any,
-    rank: int,
-    world_size: int,
-    nodes: int,
-    datamodule: DataModule | None,
-    facts: Facts,
-) -> Iterator[tuple[Run, torch_private.Simulation, Answers]]:
-    """A simulated run with its module, without values, and its training loader; arguments as of :func:`trace`."""
     with ExitStack() as stack:
         stack.enter_context(isolated())
         group = stack.enter_context(simulated(rank, world_size, nodes))
         answers = Answers()
         simulation = torch_private.Simulation(answers)
-        stack.enter_context(torch_private.swappable(simulation))
+        stack.enter_context(torch_private.usable(simulation, answers))
         with simulation:
             copied = fake_module(module) if isinstance(module, TrainModule) else module()
         facts.built(copied)
         run = start(copied, group)
         stack.enter_context(session(run, datamodule, lambda: simulation))
         setup.training_loader(run, train_loader, datamodule)
-        yield run, simulation, answers
+        batch, samples = first_batch(run.train_loader)
+        return _steps(run, simulation, answers, train_loader, datamodule, batch, samples, facts)
 
 
 def _steps(
@@ -123,13 +109,13 @@ def _steps(
         make_fake(run.module)
         observer.name(run.module)
         setup.training(run, train_loader, [], datamodule)
+        # A plan takes a few steps more than a short training has, and a schedule may end with it.
+        run.set_optimizers(run.optimizers, run.schedulers, automatic=False)
         observer.name(run.module)
         facts.ready(run, batch)
-        inputs = [fake_batch(batch) for _ in range(size)]
-        run.optimization.begin()
-        engine.window.accumulating = run.optimization.accumulates
         engine.window.agree = list  # all ranks are like this one
-        error = _windows(run, inputs, weights, observer, answers)
+        _begin(run, answers)
+        error = _windows(run, partial(fake_batch, batch), weights, observer, answers)
     memory = observer.memory
     timeline = memory.timeline()
     return RankTrace(
@@ -147,16 +133,28 @@ def _steps(
     )
 
 
+def _begin(run: Run, answers: Answers) -> None:
+    """What a training does before its first batch."""
+    run.optimization.begin()
+    run.engine.window.accumulating = run.optimization.accumulates
+    for hook in (*run.hooks.on_fit_start, *run.hooks.on_train_start, *run.hooks.on_train_epoch_start):
+        try:
+            of_the_epoch(run, [hook])
+        except Exception as error:
+            answers.leave_out(hook, error)
+
+
 def _windows(
-    run: Run, inputs: Sequence[Any], weights: Sequence[Any], observer: StepTrace, answers: Answers
+    run: Run, fresh: Callable[[], Any], weights: Sequence[Any], observer: StepTrace, answers: Answers
 ) -> str | None:
     """Run windows until one communicates as the one before; the last is recorded. What ended it early, in a sentence."""
     before = None
     for _ in range(MOST_WINDOWS):
         gc.collect()
-        observer.begin(run.module, _optimizers(run), leaves(inputs))
+        ready = [fresh()]
+        observer.begin(run.module, _optimizers(run), leaves(ready))
         try:
-            window(run, inputs, weights, observer)
+            window(run, ready, fresh, weights, observer)
         except Exception as error:
             if not answers.explain(error):
                 raise
@@ -170,20 +168,30 @@ def _windows(
     return None
 
 
-def window(run: Run, batches: Sequence[Any], weights: Sequence[Any], observer: StepTrace) -> None:
-    """One optimizer step, as :func:`engine.loop.train.train_epoch` makes it."""
-    optimization, recorder = run.optimization, run.recorder
-    for index, (batch, share) in enumerate(zip(batches, weights, strict=True)):
+def window(run: Run, ready: list[Any], fresh: Callable[[], Any], weights: Sequence[Any], observer: StepTrace) -> None:
+    """One optimizer step, as :func:`engine.loop.train.train_epoch` makes it. One micro-batch at a time is in memory: ``ready``, then ``fresh``."""
+    optimization, recorder, hooks = run.optimization, run.recorder, run.hooks
+    for index, share in enumerate(weights):
+        batch = ready.pop() if ready else fresh()
+        observer.memory.mark(leaves(batch), memory_trace.INPUTS)
         run.engine.window.share = share
         recorder.size, recorder.batch = share.size, batch
         with observer.phase("forward"):
-            optimization.micro(batch, index, share)
+            for hook in hooks.on_train_batch_start:
+                hook(run, run.module, batch, index)
+            outputs = optimization.micro(batch, index, share)
         observer.mark_gradients(_optimizers(run))
-    run.stepping = True
-    with observer.phase("optimizer step"):
-        optimization.step()
-    run.stepping = False
-    recorder.batch = None
+        if share.last:
+            run.stepping = True
+            with observer.phase("optimizer step"):
+                optimization.step()
+            run.stepping = False
+        else:
+            observer.mark_kept_gradients(run.module)
+        with observer.phase("end"):
+            for hook in hooks.on_train_batch_end:
+                hook(run, run.module, outputs, batch, index)
+        batch = outputs = recorder.batch = None
     recorder.window += 1
 
 

@@ -51,18 +51,18 @@ class Registry:
         """The user's model."""
         return self.stepper.known
 
-    def prepare(self, item: Any) -> Any:
-        """Prepare an object by its type; others are returned unchanged."""
+    def prepare(self, item: Any, by: Any) -> Any:
+        """An object made ready by the method for its type that ``by`` has, an engine: ``prepare_model``, ... Others are returned unchanged."""
         if isinstance(item, (PreparedLoader, PreparedOptimizer, PreparedScheduler)):
             return item
         if isinstance(item, nn.Module):
-            return self.model(item)
+            return by.prepare_model(item)
         if isinstance(item, Optimizer):
-            return self.optimizer(item)
+            return by.prepare_optimizer(item)
         if isinstance(item, LRScheduler) or _schedules(item):
-            return self.scheduler(item)
+            return by.prepare_scheduler(item)
         if isinstance(item, (DataLoader, CombinedLoader)):
-            return self.loader(item)
+            return by.prepare_data_loader(item)
         return item
 
     def model(self, model: nn.Module, autocast: bool = True) -> nn.Module:

@@ -215,6 +215,24 @@ def test_convert(tmp_path: Path, run: Output) -> None:
     assert run.json("convert", tmp_path / "a.pt", tmp_path / "two", "--trust-pickle")["tensors"] == 8
 
 
+def test_pack(folder: Path, tmp_path: Path, run: Output) -> None:
+    out = tmp_path / "one.ckpt"
+    assert run.json("pack", folder, out)["bytes"] == out.stat().st_size
+    assert "intact" in run("verify", out)
+    run("export", out, tmp_path / "of_file")
+    run("export", folder, tmp_path / "of_folder")
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("of_file", "of_folder"))
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert "exists" in run("pack", folder, out, status=1)
+    data = out.read_bytes()
+    out.write_bytes(data[:-30])
+    assert "is a file, but a checkpoint is a directory" in run("show", out, status=1)
+    run("pack", folder, tmp_path / "one.pt", "--pickle")
+    found = torch.load(tmp_path / "one.pt", weights_only=True)
+    assert found["global_step"] == 3
+    torch.testing.assert_close({name: found["state_dict"][name] for name in one}, one, rtol=0, atol=0)
+
+
 def test_prune(folder: Path, run: Output) -> None:
     dry = run("prune", folder, "--keep", 1, "--dry-run").splitlines()
     assert dry == [f"{NAMES[0]}: would be removed", f"{NAMES[1]}: would be removed", f"{NAMES[2]}: kept"]
@@ -299,7 +317,7 @@ def test_nothing_there(action: str, tmp_path: Path, run: Output) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("action", ["list", "show", "verify", "export", "convert", "prune"])
+@pytest.mark.parametrize("action", ["list", "show", "verify", "export", "convert", "pack", "prune"])
 def test_each_has_help(action: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["checkpoint", action, "--help"])

@@ -13,6 +13,8 @@ import torch
 BACKWARD = "autograd::engine::evaluate_function"
 FORWARD = {"forward", "forward_backward", "backward"}
 """Ranges of the loop that are forward passes until the first node of the backward pass runs."""
+LOOP = FORWARD | {"optimizer"}
+"""All ranges of the loop."""
 FLAT = ("FSDP::all_gather", "FSDP::post_backward_reduce", "FSDP::all_reduce")
 """What FSDP calls its own work on flat buffers, as the profiler shows it."""
 NUMBER = 8

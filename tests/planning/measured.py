@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from allocations import Recording, read
+from allocations import LOOP, Recording, read
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -166,8 +166,8 @@ def evaluated(recording: Recording, marks: Marks) -> dict[str, Any]:
     start, end = recording.marks["start"], recording.marks["end"]
     for block in recording.blocks:
         unseen = block.lost or block.end > FOREVER
-        if block.start < start:
-            block.category = OTHER if unseen else block.category or OTHER
+        if block.start < start and (unseen or not (block.category or block.within and block.within[0] in LOOP)):
+            block.category = OTHER
         block.category = block.category or recording.by_context(block)
     levels = [{k: v for k, v in level.items() if v and k != OTHER} for level in recording.levels(start, end)]
     inside = [sent for sent in recording.sent if start < sent.time < end]

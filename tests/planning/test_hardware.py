@@ -69,6 +69,9 @@ def test_a_device_by_its_numbers() -> None:
     assert (found.memory, found.peak("bfloat16"), found.peak("float32")) == (8 * 10**9, 2e14, 1e13)
     assert found.peak("float16") == 1e13
     assert found.reached == Reached(1.0, 1.0, 1.0)
+    host = hardware("measured:cpu,16GiB,fp32=6e10,host=2e-6,2e10")
+    assert (host.caching, host.reserved, host.per_node) == (False, 0, 1)  # as of the CPU
+    assert (host.memory, host.peak("float32"), host.dispatch, host.bandwidth) == (16 * 2**30, 6e10, 2e-6, 2e10)
     small = hardware("h100,96GB")
     assert (small.memory, small.bandwidth) == (96 * 10**9, 3.35e12)
 
@@ -86,11 +89,13 @@ def test_a_device_by_its_numbers() -> None:
         ("80GiB,1e15,nan", "'nan' is not a positive number of bytes a second"),
         ("80GiB,bf17=1e15,3e12", "unknown dtype 'bf17'; did you mean 'bf16'"),
         ("80GiB,1e15,2e15,3e12", "name their dtypes"),
-        ("h100,1e15,3e12", "only its memory may follow"),
+        ("h100,1e15,3e12", "'1e15' is not a size"),
+        ("80GiB,host=1e-6,3e12", "give its operations a second"),
+        ("80GiB,3e12", "give memory, operations a second"),
     ],
 )
 def test_what_is_no_device(given: str, words: str) -> None:
-    with pytest.raises(ValueError, match="--device|positive") as caught:
+    with pytest.raises(ValueError, match=r"--device|positive") as caught:
         hardware(given)
     assert words in str(caught.value)
 
@@ -106,5 +111,5 @@ def test_links() -> None:
     assert found.reached.compute == 0.7
     assert rate("2 GiB/s", "--storage") == 2 * 2**30
     for wrong in ("1,2,3", "", "fast", "5GB/s:soon", "0"):
-        with pytest.raises(ValueError, match="give|positive|bandwidth"):
+        with pytest.raises(ValueError, match=r"give|positive|bandwidth"):
             network(wrong, h100)

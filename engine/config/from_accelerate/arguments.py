@@ -17,6 +17,32 @@ _KINDS = {
 }
 
 
+_HANDLERS = [
+    "AutocastKwargs",
+    "DistributedDataParallelKwargs",
+    "GradScalerKwargs",
+    "InitProcessGroupKwargs",
+    "ProfileKwargs",
+]
+
+
+def handlers_by_name(given: list[Any]) -> dict[str, Any]:
+    """The ``kwargs_handlers`` by the names of their classes.
+
+    Raises:
+        ValueError: one has no counterpart, or two are of one class.
+    """
+    found: dict[str, Any] = {}
+    for handler in given:
+        name = type(handler).__name__
+        if name not in _HANDLERS or name in found:
+            raise ValueError(
+                f"kwargs_handlers: {name} is given twice, or has no counterpart; there are {', '.join(_HANDLERS)}"
+            )
+        found[name] = handler
+    return found
+
+
 def flag_of(name: str) -> bool:
     """Whether a launcher has set this variable."""
     return flag(os.environ.get(name, ""))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import enum
 from collections.abc import Mapping
-from dataclasses import asdict, field, make_dataclass
+from dataclasses import field, make_dataclass
 from typing import Any, ClassVar
+
+import torch
 
 
 def _names(name: str, values: str) -> Any:
@@ -43,23 +45,33 @@ class Plugin:
 
     def to_section(self) -> dict[str, Any]:
         """The given fields as in the file."""
-        given = {name: _plain(value) for name, value in asdict(self).items() if value is not None}  # type: ignore[call-overload]
+        given = {name: _plain(value) for name, value in vars(self).items() if value is not None}
+        if "auto_wrap_policy" in given:
+            given |= _wrapping(given["auto_wrap_policy"])
         return {self.prefix + self.renamed.get(name, name): value for name, value in given.items()}
 
 
 def _plain(value: Any) -> Any:
     """A value as in the file: names of enums and classes, and what torch's own policies say."""
-    if type(value).__name__ in ("CPUOffload", "CPUOffloadPolicy"):
-        return getattr(value, "offload_params", True)
-    classes = getattr(value, "keywords", {}).get("transformer_layer_cls")  # a partial of torch's transformer policy
-    if classes is not None:
-        raise ValueError(
-            "auto_wrap_policy is a function: give auto_wrap_policy='transformer_based_wrap' and "
-            f"transformer_cls_names_to_wrap={sorted(each.__name__ for each in classes)}"
-        )
+    kind = type(value).__name__
+    if kind in ("CPUOffload", "CPUOffloadPolicy", "OffloadPolicy"):
+        return getattr(value, "offload_params", kind == "CPUOffloadPolicy")
+    if kind in ("MixedPrecision", "MixedPrecisionPolicy"):
+        return dict(vars(value))
     if isinstance(value, (set, tuple, list)):
         return [getattr(item, "__name__", item) for item in value]
     return value.name if isinstance(value, enum.Enum) else value
+
+
+def _wrapping(policy: Any) -> dict[str, Any]:
+    """What a partial of one of torch's two policies says, in Accelerate's fields; other values stay as they are."""
+    said = getattr(policy, "keywords", {})
+    if "transformer_layer_cls" in said:
+        names = sorted(each.__name__ for each in said["transformer_layer_cls"])
+        return {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": names}
+    if "min_num_params" in said:
+        return {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": said["min_num_params"]}
+    return {}
 
 
 def _settings(name: str, fields: str, base: type = KwargsHandler, **said: Any) -> Any:
@@ -85,13 +97,13 @@ DataLoaderConfiguration = _settings(
     "use_stateful_dataloader=False",
 )
 InitProcessGroupKwargs = _settings("InitProcessGroupKwargs", "backend init_method timeout")
-GradScalerKwargs = _settings(
-    "GradScalerKwargs",
+_Scaler: Any = _settings(
+    "_Scaler",
     "init_scale=65536.0 growth_factor=2.0 backoff_factor=0.5 growth_interval=2000 enabled=True",
 )
 AutocastKwargs = _settings("AutocastKwargs", "enabled=True cache_enabled")
-ProfileKwargs = _settings(
-    "ProfileKwargs",
+_Profile: Any = _settings(
+    "_Profile",
     "activities schedule_option on_trace_ready record_shapes=False profile_memory=False with_stack=False with_flops=False "
     "with_modules=False output_trace_dir",
 )
@@ -104,6 +116,40 @@ _DDP: Any = _settings(
     "dim=0 broadcast_buffers=True bucket_cap_mb=25 find_unused_parameters=False check_reduction=False "
     "gradient_as_bucket_view=False static_graph=False comm_hook='NO' comm_wrapper='NO' comm_state_option={}",
 )
+
+
+class GradScalerKwargs(_Scaler):
+    """Arguments of the loss scaler of fp16."""
+
+    def tune(self, scaler: Any) -> None:
+        """Set a scaler that has not scaled a loss yet.
+
+        Raises:
+            ValueError: it cannot be set.
+        """
+        if not self.enabled or not isinstance(scaler, torch.amp.GradScaler):
+            raise ValueError(
+                "GradScalerKwargs: the strategy owns the loss scaler, or enabled=False, which fp16 cannot do without"
+            )
+        scaler._init_scale = self.init_scale
+        scaler.set_growth_factor(self.growth_factor)
+        scaler.set_backoff_factor(self.backoff_factor)
+        scaler.set_growth_interval(self.growth_interval)
+
+
+class ProfileKwargs(_Profile):
+    """Arguments of ``torch.profiler.profile``."""
+
+    def build(self) -> torch.profiler.profile:
+        """The profiler, which writes no files: ``output_trace_dir`` is its user's."""
+        given = self.to_kwargs()
+        plan, kinds = given.pop("schedule_option", None), given.pop("activities", None)
+        given.pop("output_trace_dir", None)
+        if plan is not None:
+            given["schedule"] = torch.profiler.schedule(**plan)
+        if kinds is not None:
+            given["activities"] = [getattr(torch.profiler.ProfilerActivity, kind.upper()) for kind in kinds]
+        return torch.profiler.profile(**given)
 
 
 class ProjectConfiguration(_Project):

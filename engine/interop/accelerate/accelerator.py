@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.algorithms.join import Join
-from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from engine.config.from_accelerate import arguments as translation
 from engine.config.from_accelerate import plugins as settings
 from engine.data.padded_loaders import Loader, split_over
 from engine.distributed.collectives import broadcast_object
-from engine.distributed.per_process import only
 from engine.engine import Engine
 from engine.interop.accelerate import data_loader as loaders
 from engine.interop.accelerate.optimizer import AcceleratedOptimizer
@@ -55,41 +54,25 @@ class Accelerator(Engine):
     trackers: list[Any] = []
 
     def __init__(
-        self,
-        device_placement: bool = True,
-        split_batches: bool | None = None,
-        mixed_precision: Any = None,
-        gradient_accumulation_steps: int = 1,
-        cpu: bool = False,
-        dataloader_config: Any = None,
-        deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
-        torch_tp_plugin: Any = None,
-        megatron_lm_plugin: Any = None,
-        rng_types: list[Any] | None = None,
-        log_with: Any = None,
-        project_dir: Any = None,
-        project_config: Any = None,
-        gradient_accumulation_plugin: Any = None,
-        step_scheduler_with_optimizer: bool = True,
-        kwargs_handlers: list[Any] | None = None,
-        dynamo_backend: Any = None,
-        dynamo_plugin: Any = None,
-        deepspeed_plugins: Any = None,
-        parallelism_config: Any = None,
-        *,
-        rules: str = "exact",
-    ) -> None:
+        self, device_placement: bool = True, split_batches: bool | None = None, mixed_precision: Any = None,
+        gradient_accumulation_steps: int = 1, cpu: bool = False, dataloader_config: Any = None, deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None, torch_tp_plugin: Any = None, megatron_lm_plugin: Any = None, rng_types: list[Any] | None = None,
+        log_with: Any = None, project_dir: Any = None, project_config: Any = None, gradient_accumulation_plugin: Any = None,
+        step_scheduler_with_optimizer: bool = True, kwargs_handlers: list[Any] | None = None, dynamo_backend: Any = None,
+        dynamo_plugin: Any = None, deepspeed_plugins: Any = None, parallelism_config: Any = None, *, rules: str = "exact",
+    ) -> None:  # fmt: skip
         if rules not in ("exact", "accelerate"):
             raise ValueError(f"rules={rules!r} is unknown; possible: 'exact', 'accelerate'")
         self._given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        handlers = _handlers(kwargs_handlers or [])
-        init = vars(handlers["InitProcessGroupKwargs"]) if "InitProcessGroupKwargs" in handlers else {}
-        partial_state = PartialState(cpu, **init)
+        handlers = self.handlers = translation.handlers_by_name(kwargs_handlers or [])
+        partial_state = PartialState(
+            cpu, **vars(handlers.get("InitProcessGroupKwargs", settings.InitProcessGroupKwargs()))
+        )
         found, facts = translation.engine_settings(self._given, handlers.get("DistributedDataParallelKwargs"))
         super().__init__(group=partial_state.group, **found)
-        self.rules, self.handlers = rules, handlers
-        self._tune_scaler()
+        self.rules = rules
+        if "GradScalerKwargs" in handlers and self.scaler is not None:
+            handlers["GradScalerKwargs"].tune(self.scaler)
         self._describe(facts)
         self._plan_windows(gradient_accumulation_plugin)
         self.trackers = []
@@ -118,19 +101,6 @@ class Accelerator(Engine):
     def __deepcopy__(self, memo: Any) -> Accelerator:
         return self
 
-    def _tune_scaler(self) -> None:
-        handler = self.handlers.get("GradScalerKwargs")
-        if handler is None or self.scaler is None:
-            return
-        if not handler.enabled or not isinstance(self.scaler, torch.amp.GradScaler):
-            raise ValueError(
-                "GradScalerKwargs: the strategy owns the loss scaler, or enabled=False, which fp16 cannot do without"
-            )
-        self.scaler._init_scale = handler.init_scale
-        self.scaler.set_growth_factor(handler.growth_factor)
-        self.scaler.set_backoff_factor(handler.backoff_factor)
-        self.scaler.set_growth_interval(handler.growth_interval)
-
     def _plan_windows(self, plugin: Any) -> None:
         if plugin is None:
             plugin = settings.GradientAccumulationPlugin(num_steps=self.accumulate_grad_batches)
@@ -145,20 +115,17 @@ class Accelerator(Engine):
 
     # -- what Accelerate shows --------------------------------------------------------------------------------------------------
 
-    @property
-    def distributed_type(self) -> Any:
-        """The kind of distribution."""
-        return self.state.distributed_type
-
-    @property
-    def mixed_precision(self) -> str:
-        """``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``."""
-        return str(self.state.mixed_precision)
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there are several processes."""
-        return self.num_processes > 1
+    distributed_type = property(attrgetter("state.distributed_type"), doc="The kind of distribution.")
+    mixed_precision = property(attrgetter("state.mixed_precision"), doc="``no``, ``bf16``, ``fp16`` or ``fp8``.")
+    use_distributed = property(lambda self: self.num_processes > 1, doc="Whether there are several processes.")
+    project_dir = property(attrgetter("project_configuration.project_dir"), doc="The folder of this project.")
+    logging_dir = property(attrgetter("project_configuration.logging_dir"), doc="The trackers' folder.")
+    save_iteration = property(attrgetter("project_configuration.iteration"), doc="The number of the next checkpoint.")
+    split_batches = property(attrgetter("dataloader_config.split_batches"))
+    dispatch_batches = property(attrgetter("dataloader_config.dispatch_batches"))
+    use_seedable_sampler = property(attrgetter("dataloader_config.use_seedable_sampler"))
+    non_blocking = property(attrgetter("dataloader_config.non_blocking"))
+    use_stateful_dataloader = property(attrgetter("dataloader_config.use_stateful_dataloader"))
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -172,21 +139,6 @@ class Accelerator(Engine):
             self.window.share = Share(-1, float(value), float(value), last=True)
 
     @property
-    def project_dir(self) -> Any:
-        """The folder of this project."""
-        return self.project_configuration.project_dir
-
-    @property
-    def logging_dir(self) -> Any:
-        """The trackers' folder."""
-        return self.project_configuration.logging_dir
-
-    @property
-    def save_iteration(self) -> int:
-        """The number of the next checkpoint under ``automatic_checkpoint_naming``."""
-        return int(self.project_configuration.iteration)
-
-    @property
     def even_batches(self) -> bool:
         """Whether the last global batch is filled up (under Accelerate's rule; otherwise nothing is)."""
         return bool(self.dataloader_config.even_batches)
@@ -198,28 +150,17 @@ class Accelerator(Engine):
     # -- objects made ready -----------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
-        """As :meth:`engine.Engine.prepare`.
-
-        Args:
-            device_placement: for each object: ``False`` leaves batches where they are.
-        """
-        places = device_placement or [None] * len(args)
-        if len(places) != len(args):
-            raise ValueError(f"device_placement has {len(places)} entries for {len(args)} objects")
-        done = tuple(self._prepare_one(item, place) for item, place in zip(args, places, strict=True))
-        return done[0] if len(done) == 1 else done
-
-    def _prepare_one(self, item: Any, place: bool | None) -> Any:
-        if isinstance(item, (Loader, AcceleratedScheduler)):
-            return item
-        if isinstance(item, torch.utils.data.DataLoader):
-            return self.prepare_data_loader(item, place)
-        if isinstance(item, nn.Module):
-            return self.prepare_model(item, place)
-        if isinstance(item, torch.optim.Optimizer):
-            return self.prepare_optimizer(item)
-        done = super().prepare(item)
-        return self.prepare_scheduler(done) if isinstance(done, PreparedScheduler) else done
+        """As :meth:`engine.Engine.prepare`; ``device_placement``: for each object, ``False`` leaves a loader's batches where they are."""
+        if device_placement is None:
+            return super().prepare(*args)
+        if len(device_placement) != len(args):
+            raise ValueError(f"device_placement has {len(device_placement)} entries for {len(args)} objects")
+        done = []
+        for item, place in zip(args, device_placement, strict=True):
+            is_model, is_loader = (isinstance(item, kind) for kind in (nn.Module, DataLoader))
+            own = self.prepare_model if is_model else self.prepare_data_loader if is_loader else None
+            done.append(super().prepare(item) if own is None else own(item, place))
+        return done[0] if len(done) == 1 else tuple(done)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:  # type: ignore[override]
         """As :meth:`engine.Engine.prepare_model`; with ``evaluation_mode`` as :meth:`engine.Engine.place_model`."""
@@ -228,13 +169,12 @@ class Accelerator(Engine):
             raise ValueError(
                 f"device_placement=False: {type(model).__name__} is not on {self.device}; move it there, or leave it out"
             )
-        autocast = self.handlers.get("AutocastKwargs")
         if evaluation_mode:
             return self.place_model(model)
+        autocast = self.handlers.get("AutocastKwargs")
         return super().prepare_model(model, autocast=autocast is None or autocast.enabled)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """As :meth:`engine.Engine.prepare_optimizer`."""
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
         prepared = super().prepare_optimizer(optimizer)
@@ -244,6 +184,8 @@ class Accelerator(Engine):
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:  # type: ignore[override]
         """A scheduler that steps once when the optimizer did; under Accelerate's rule once for each process, unless batches are split."""
+        if isinstance(scheduler, AcceleratedScheduler):
+            return scheduler
         follows = self.rules == "accelerate"
         times = self.num_processes if follows and not self.dataloader_config.split_batches else 1
         prepared = scheduler if isinstance(scheduler, PreparedScheduler) else super().prepare_scheduler(scheduler)
@@ -285,11 +227,9 @@ class Accelerator(Engine):
         return loaders.skip_first_batches(dataloader, num_batches)
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """As :meth:`engine.Engine.unwrap_model`: the module that was given to ``prepare``."""
         return super().unwrap_model(model)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """As :meth:`engine.Engine.free_memory`."""
         self._micro = 0
         self.checkpoints.forget()
         return super().free_memory(*objects)
@@ -315,19 +255,9 @@ class Accelerator(Engine):
         finally:
             self.window.exit(models)
 
-    @contextlib.contextmanager
-    def trigger_sync_in_backward(self, model: Any) -> Iterator[None]:
+    def trigger_sync_in_backward(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """The backward pass in this block reduces the gradients, also those of earlier passes under :meth:`no_sync`."""
-        if not isinstance(model, DistributedDataParallel):
-            yield
-            return
-        before = model.require_backward_grad_sync, model.require_forward_param_sync
-        model.require_backward_grad_sync = model.require_forward_param_sync = True
-        model.reducer.prepare_for_backward([])
-        try:
-            yield
-        finally:
-            model.require_backward_grad_sync, model.require_forward_param_sync = before
+        return self.strategy.late_sync(model)
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
@@ -364,19 +294,14 @@ class Accelerator(Engine):
     @contextlib.contextmanager
     def profile(self, profile_handler: Any = None) -> Iterator[Any]:
         """``torch.profiler.profile`` with the arguments of :class:`ProfileKwargs`."""
-        given = (profile_handler or self.handlers.get("ProfileKwargs") or settings.ProfileKwargs()).to_kwargs()
-        folder, plan = given.pop("output_trace_dir", None), given.pop("schedule_option", None)
-        kinds = [getattr(torch.profiler.ProfilerActivity, kind.upper()) for kind in given.pop("activities", None) or ()]
-        schedule = None if plan is None else torch.profiler.schedule(**plan)
-        with torch.profiler.profile(activities=kinds or None, schedule=schedule, **given) as profiler:
+        handler = profile_handler or self.handlers.get("ProfileKwargs") or settings.ProfileKwargs()
+        with handler.build() as profiler:
             yield profiler
-        if folder is not None:
-            os.makedirs(folder, exist_ok=True)
-            profiler.export_chrome_trace(os.path.join(folder, f"profile_{self.process_index}.json"))
+        if handler.output_trace_dir is not None:
+            os.makedirs(handler.output_trace_dir, exist_ok=True)
+            profiler.export_chrome_trace(f"{handler.output_trace_dir}/profile_{self.process_index}.json")
 
-    def on_local_process(self, function: Any = None, local_process_index: int = 0) -> Any:
-        """Decorator: the function runs on this process of each machine only."""
-        return only(function, lambda: self.local_process_index == local_process_index)
+    on_local_process = PartialState.on_local_process
 
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
 
@@ -403,13 +328,11 @@ class Accelerator(Engine):
     def save_model(
         self, model: Any, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
     ) -> list[Path]:
-        """As :meth:`engine.Engine.save_model`."""
         if not safe_serialization:
             raise ValueError("safe_serialization=False: weights are always safetensors; leave it out")
         return super().save_model(model, save_directory, max_shard_size)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
-        """As :meth:`engine.Engine.get_state_dict`."""
         return super().get_state_dict(model)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
@@ -446,29 +369,6 @@ class Accelerator(Engine):
         self.wait_for_checkpoint()
         for tracker in self.trackers:
             tracker.finish()
-
-
-for _name in ("split_batches", "dispatch_batches", "use_seedable_sampler", "non_blocking", "use_stateful_dataloader"):
-    setattr(Accelerator, _name, property(operator.attrgetter(f"dataloader_config.{_name}")))
-
-
-def _handlers(given: list[Any]) -> dict[str, Any]:
-    known = {
-        "DistributedDataParallelKwargs",
-        "GradScalerKwargs",
-        "InitProcessGroupKwargs",
-        "AutocastKwargs",
-        "ProfileKwargs",
-    }
-    found: dict[str, Any] = {}
-    for handler in given:
-        name = type(handler).__name__
-        if name not in known or name in found:
-            raise ValueError(
-                f"kwargs_handlers: {name} is given twice, or has no counterpart; there are {', '.join(sorted(known))}"
-            )
-        found[name] = handler
-    return found
 
 
 def _again(given: dict[str, Any]) -> Accelerator:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from engine.distributed import collectives
 from engine.interop.accelerate.state import PartialState
-from engine.utils.tree import batch_size, leaves, map_tensors, move
+from engine.utils.tree import batch_size as find_batch_size  # noqa: F401
+from engine.utils.tree import leaves, map_tensors, move
 
 
 class DistributedOperationException(ValueError):
@@ -35,12 +36,8 @@ def gather(tensor: Any) -> Any:
 
 def gather_object(object: Any) -> Any:
     """The items of every rank's list, in the order of ranks; on one process the object itself."""
-    group = PartialState().group
-    return (
-        object
-        if group.world_size == 1
-        else [item for part in collectives.gather_object(group, object) for item in part]
-    )
+    parts = collectives.gather_object(PartialState().group, object)
+    return object if len(parts) == 1 else [item for part in parts for item in part]
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
@@ -94,11 +91,6 @@ def slice_tensors(
 ) -> Any:
     """A tree with each tensor's slice."""
     return map_tensors(lambda tensor: tensor[tensor_slice], data)
-
-
-def find_batch_size(data: Any) -> int | None:
-    """The length of the first tensor."""
-    return batch_size(data)
 
 
 def copy_tensor_to_devices(tensor: Tensor | None = None) -> Any:

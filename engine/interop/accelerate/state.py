@@ -82,15 +82,10 @@ class PartialState(_Shared):
             f"Process index: {self.process_index}\nLocal process index: {self.local_process_index}\nDevice: {self.device}\n"
         )
 
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there are several processes."""
-        return self.group.world_size > 1
-
-    @property
-    def backend(self) -> str | None:
-        """torch's name of what the collectives use; ``None`` with one process."""
-        return torch.distributed.get_backend() if self.use_distributed else None
+    use_distributed = property(lambda self: self.group.world_size > 1, doc="Whether there are several processes.")
+    backend = property(
+        lambda self: torch.distributed.get_backend() if self.use_distributed else None, doc="Torch's name of it."
+    )
 
     def on_local_process(self, function: Any = None, local_process_index: int = 0) -> Any:
         """Decorator: the function runs on this process of each machine only."""
@@ -140,30 +135,20 @@ class GradientState(_Shared):
         if gradient_accumulation_plugin is not None:
             self.plugin = gradient_accumulation_plugin
 
-    @property
-    def num_steps(self) -> int:
-        """Micro-batches in a window."""
-        return int(self.plugin.num_steps)
-
-    @property
-    def active_dataloader(self) -> Any:
-        """The loader that is being read; ``None``: none is."""
-        return self.dataloader_references[-1] if self.dataloader_references else None
-
-    @property
-    def in_dataloader(self) -> bool:
-        """Whether a loader is being read."""
-        return bool(self.dataloader_references)
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether its newest batch is its last."""
-        return self.in_dataloader and self.active_dataloader.end_of_dataloader
-
-    @property
-    def remainder(self) -> int:
-        """Samples in its last global batch if that is not full, else 0; -1: not known."""
-        return self.active_dataloader.remainder if self.in_dataloader else -1
+    num_steps = property(lambda self: int(self.plugin.num_steps), doc="Micro-batches in a window.")
+    in_dataloader = property(lambda self: bool(self.dataloader_references), doc="Whether a loader is being read.")
+    active_dataloader = property(
+        lambda self: self.dataloader_references[-1] if self.in_dataloader else None,
+        doc="The loader that is being read.",
+    )
+    end_of_dataloader = property(
+        lambda self: self.in_dataloader and self.active_dataloader.end_of_dataloader,
+        doc="Whether its newest batch is its last.",
+    )
+    remainder = property(
+        lambda self: self.active_dataloader.remainder if self.in_dataloader else -1,
+        doc="Samples in its last global batch if that is not full, else 0; -1: not known.",
+    )
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 import engine.callbacks as own
-from engine.interop.lightning import ckpt
+from engine.checkpoint.pickled import write_checkpoint
+from engine.config.lightning_names import CLASSES
 from engine.interop.lightning.callback import EVENTS, Callback, listens
-from engine.interop.lightning.refused import ANY, refused_class, translated
+from engine.interop.refused import ANY, refusing, translated
 from engine.utils.log import logger
 
 _FIELD = re.compile(r"\{([^}:!\[]+)")
@@ -63,18 +64,7 @@ TQDMProgressBar = _named("TQDMProgressBar", own.TQDMProgressBar, "refresh_rate p
 SimpleProfiler = _named("SimpleProfiler", own.SimpleProfiler, "dirpath filename extended")
 PyTorchProfiler = _named("PyTorchProfiler", own.Profiler)
 Profiler = Callback
-AdvancedProfiler = refused_class("AdvancedProfiler", "use SimpleProfiler, PyTorchProfiler, or python -m cProfile")
-BatchSizeFinder = refused_class(
-    "BatchSizeFinder", "call callbacks.find_batch_size(module, loader), and set what it finds"
-)
-LearningRateFinder = refused_class(
-    "LearningRateFinder", "call callbacks.find_lr(module, loader), and set what it finds"
-)
-ModelPruning = refused_class("ModelPruning", "use callbacks.Pruning(...)")
-OnExceptionCheckpoint = refused_class("OnExceptionCheckpoint", "ModelCheckpoint saves the last complete step after an error")  # fmt: skip
-SpikeDetection = refused_class("SpikeDetection", "use callbacks.SpikeGuard()")
-ThroughputMonitor = refused_class("ThroughputMonitor", "use callbacks.ThroughputMonitor()")
-Timer = refused_class("Timer", "give Trainer(max_time=...)")
+__getattr__ = refusing(__name__, CLASSES)
 
 
 class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
@@ -128,8 +118,8 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
         if self.pickles:
             files = {step: Path(f"{self._path(step)}.pt") for step in self.names}
             if trainer.is_global_zero:
-                for step in files:
-                    ckpt.pickle_beside(Path(self._path(step)), pl_module)
+                for step, file in files.items():
+                    write_checkpoint(file, self._path(step))
             trainer.strategy.barrier()
             self._files = files
 

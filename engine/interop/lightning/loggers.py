@@ -7,7 +7,8 @@ from typing import Any
 
 import engine.callbacks as own
 from engine.callback import Callback as OwnCallback
-from engine.interop.lightning.refused import ANY, refused_class, translated
+from engine.config.lightning_names import CLASSES
+from engine.interop.refused import ANY, refusing, translated
 
 _WITHOUT = {
     "prefix": ("", "put it into the names that you log"),
@@ -124,4 +125,4 @@ class MLFlowLogger(WrappedLogger):
         return given.setdefault("experiment_name", "lightning_logs")
 
 
-CometLogger = NeptuneLogger = refused_class("This logger", "give Lightning's own, or a Logger with log_metrics")
+__getattr__ = refusing(__name__, CLASSES)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from engine.interop.lightning.refused import ANY, refused_class, translated
+from engine.config.lightning_names import CLASSES
+from engine.interop.refused import ANY, refusing, translated
 from engine.strategies.base import Single, Strategy
 from engine.strategies.ddp import DDP
 from engine.strategies.fsdp import FSDP
@@ -90,9 +91,5 @@ def SingleDeviceStrategy(device: Any = None, **options: Any) -> Single:
     return Single(**translated("SingleDeviceStrategy", "", (), options, _WITHOUT))
 
 
-DeepSpeedStrategy = refused_class(
-    "DeepSpeedStrategy", "give engine.DeepSpeed(stage=2, ...), or its name, 'deepspeed_stage_2'"
-)
-ModelParallelStrategy = refused_class("ModelParallelStrategy", "give engine.MeshParallel(tp=..., dp_shard=...)")
-XLAStrategy = SingleDeviceXLAStrategy = refused_class("XLAStrategy", "XLA devices are not supported")
 ParallelStrategy = Strategy
+__getattr__ = refusing(__name__, CLASSES)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.callback import Callback
+from engine.checkpoint.pickled import write as write_pickle
 from engine.config.other_trainers import hint
 from engine.distributed.environment import detect
 from engine.fit import Fit
@@ -17,7 +18,9 @@ from engine.interop.lightning.arguments import InBatches, translate
 from engine.interop.lightning.foreign import adapt
 from engine.interop.lightning.loggers import AdaptedLogger, Logger, WrappedLogger
 from engine.interop.lightning.module import LightningModule
+from engine.loop.module_calls import save_file
 from engine.loop.result import Result, TrainState
+from engine.loop.snapshot import content
 from engine.loop.trainer_view import TrainerView, Values
 
 
@@ -151,15 +154,23 @@ class Trainer(TrainerView):
         """Save the latest training as one file, in it and after it; all ranks call this together.
 
         Args:
-            filepath: of the file, by convention ``x.ckpt``: a zip of a checkpoint's folder, which every method with ``ckpt_path`` reads.
+            filepath: of the file, by convention ``x.ckpt``: see :mod:`engine.checkpoint.one_file`.
             weights_only: leave out the optimizers.
             pickle: Lightning's format instead, which Lightning reads: weights, hyperparameters and counters.
         """
         if self._trained is None:
             raise RuntimeError("save_checkpoint() needs a model: this trainer has not trained one")
+        run, path = self._trained, Path(filepath).absolute()
         if storage_options is not None or "://" in str(filepath):
             raise ValueError(f"save_checkpoint({filepath!r}): give a local path; ModelCheckpoint(dirpath=...) takes a URL")
-        ckpt.save(self._trained, Path(filepath), bool(weights_only), pickle)
+        if not pickle:
+            save_file(run, path, lambda run, _: replace(content(run), optim={}) if weights_only else content(run))
+            return
+        weights = run.engine.get_state_dict(run.module)
+        if run.is_main_process:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_pickle(path, weights, run.state.epoch, run.step, run.module.hparams, run.module.hparams_name)
+        run.engine.wait_for_everyone()
 
     # -- attributes that differ from the view's -----------------------------------------------------------------------------------
 

@@ -15,13 +15,14 @@ import torch
 from torch import nn
 
 from engine.config.hyperparameters import HParams as AttributeDict  # noqa: F401
+from engine.config.lightning_names import CLASSES
 from engine.data.combined_loaders import CombinedLoader as CombinedLoader
 from engine.data.datamodule import DataModule
 from engine.distributed.environment import detect
 from engine.interop.lightning.callback import Callback
 from engine.interop.lightning.callbacks import ModelSummary as ModelSummary
 from engine.interop.lightning.ckpt import load as _load  # noqa: F401
-from engine.interop.lightning.refused import refused_class
+from engine.interop.refused import refused_class, refusing
 from engine.module import TrainModule
 from engine.step.optimizers import Schedule as LRSchedulerConfig  # noqa: F401
 from engine.utils import accelerator, seed
@@ -35,13 +36,7 @@ STEP_OUTPUT = EPOCH_OUTPUT = TRAIN_DATALOADERS = EVAL_DATALOADERS = OptimizerLRS
 _METRIC = _EVALUATE_OUTPUT = _PREDICT_OUTPUT = _OUT_DICT = _PATH = _MAP_LOCATION_TYPE = LRSchedulerPLType = Any
 OptimizerConfig = OptimizerLRSchedulerConfig = LRSchedulerConfigType = Any
 MisconfigurationException = ValueError
-Tuner = refused_class("Tuner", "call callbacks.find_lr(module, loader) or find_batch_size, and set what it finds")
-Accelerator = CPUAccelerator = refused_class("Accelerator", "give Trainer(accelerator='cpu' or 'gpu')")
-_LOOPS = "the loops are functions: override the module's or a callback's hooks"
-_EvaluationLoop = _FitLoop = _PredictionLoop = refused_class("a loop of Lightning", _LOOPS)
-CheckpointIO = TorchCheckpointIO = refused_class(
-    "CheckpointIO", "checkpoints have one format: leave it out of Trainer(plugins=...)"
-)
+__getattr__ = refusing(__name__, CLASSES)
 CUDAAccelerator = refused_class("CUDAAccelerator", "give Trainer(accelerator='cuda')")
 CUDAAccelerator.is_available = staticmethod(lambda: accelerator.present() == "cuda")
 

@@ -1,8 +1,9 @@
-"""Errors about names and arguments of Lightning that have no counterpart."""
+"""Errors about names and arguments of other trainers that have no counterpart."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 ANY = object()
@@ -12,7 +13,7 @@ ANY = object()
 def translated(
     call: str, order: str, args: Any, given: Mapping[str, Any], without: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Lightning's arguments of ``call`` by name (``order``: the positional ones'), except those that have no counterpart.
+    """Another trainer's arguments of ``call`` by name (``order``: the positional ones'), except those that have no counterpart.
 
     ``without``: each of these, with the value that asks for nothing (:data:`ANY`), and what to do instead of another.
 
@@ -29,6 +30,18 @@ def translated(
     return {name: value for name, value in found.items() if name not in without}
 
 
+def refusing(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a module that refuses these ``names``; each says what to use instead."""
+
+    def attribute(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return refused_class(name, names[name])
+
+    return attribute
+
+
+@functools.cache
 def refused_class(name: str, instead: str) -> type[Any]:
     """A class that can be imported, and not made: that is an error that says what to use ``instead``."""
 

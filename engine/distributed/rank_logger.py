@@ -1,0 +1,48 @@
+"""Loggers for scripts of several processes: one of them speaks, or all of them in turn."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from engine.distributed.environment import detect
+
+
+class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
+    """Logs on rank 0. With ``main_process_only=False`` every rank does; with ``in_order=True`` they do so one after the other, and all ranks make
+    the call together."""
+
+    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        everywhere, in_order = not kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
+        kwargs.setdefault("stacklevel", 2)
+        if not self.isEnabledFor(level):
+            return
+        joined = dist.is_available() and dist.is_initialized()
+        own = dist.get_rank() if joined else detect(os.environ).rank
+        for rank in range(dist.get_world_size()) if in_order and joined else [own]:
+            if rank == own and (everywhere or in_order or own == 0):
+                self.logger.log(level, msg, *args, **kwargs)
+            if in_order and joined:
+                dist.barrier()
+
+    def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
+        """A warning that appears once for each text and its arguments."""
+        said = self.__dict__.setdefault("_said", set())
+        if (told := (msg, args)) not in said:
+            said.add(told)
+            self.warning(msg, *args, **{"stacklevel": 3, **kwargs})
+
+
+def get_logger(name: str, log_level: str | None = None) -> RankLogger:
+    """``logging.getLogger(name)`` for scripts of several processes: by default only rank 0 logs; see :class:`RankLogger`.
+
+    Args:
+        log_level: ``"INFO"``, ...; by default unchanged.
+    """
+    logger = logging.getLogger(name)
+    if log_level is not None:
+        logger.setLevel(log_level.upper())
+    return RankLogger(logger, {})
