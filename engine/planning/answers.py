@@ -5,17 +5,20 @@ from __future__ import annotations
 import linecache
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
-import engine
 from engine.planning import torch_private
+from engine.utils import overrides
 
 _TORCH = str(Path(torch.__file__).parent)
-_OWN = str(Path(engine.__file__).parent)
+_OWN = str(Path(overrides.__file__).parent.parent)
+_PLANNING = str(Path(__file__).parent)
+_PACKAGES = "site-packages"
 _SIGNS = ("faketensor", "fake tensor", "data is not allocated", "data pointer", "tensor subclasses", "meta tensor")
 """What torch's errors about tensors without values say."""
 
@@ -40,6 +43,11 @@ class Answers:
         """One for each line that asked."""
         return tuple(self._found)
 
+    def leave_out(self, hook: Callable[..., Any], error: Exception) -> None:
+        """A hook failed that is no part of the step itself."""
+        name = getattr(hook, "__qualname__", None) or getattr(getattr(hook, "func", None), "__qualname__", repr(hook))
+        self._found[f"{name} is left out: without values it raises {type(error).__name__}: {error}"] = None
+
     def explain(self, error: Exception) -> bool:
         """Whether an error of the training comes from values that are not there, or from an answer, and not from the training itself."""
         said = str(error).lower()
@@ -54,15 +62,27 @@ class Answers:
 
 
 def _asking(frame: FrameType | None) -> str | None:
-    """The line outside of torch that needs a value; ``None`` if it is the library's."""
+    """The training's line that needs a value, in its own code if another package's reads it; ``None`` if the library asks for itself."""
+    others = None
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(_OWN) and "planning" not in name:
+        own = name.startswith(_OWN)
+        if own and not name.startswith(_PLANNING) and others is None:
             return None
-        if not name.startswith((_TORCH, _OWN, "<")):
-            return f"{name}:{frame.f_lineno} ({linecache.getline(name, frame.f_lineno).strip()})"
+        if not own and not name.startswith((_TORCH, "<")):
+            here = f"{name}:{frame.f_lineno} ({linecache.getline(name, frame.f_lineno).strip()})"
+            if _PACKAGES not in name:
+                return here
+            others = others or here
+        elif (
+            own
+            and others is not None
+            and not name.startswith(_PLANNING)
+            and "training_step" not in frame.f_code.co_name
+        ):
+            return others
         frame = frame.f_back
-    return None
+    return others
 
 
 __all__ = ["Answers"]

@@ -10,12 +10,8 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-<<<<<<< HEAD
-=======
-from torch.distributed.fsdp import FSDPModule
-import torch.nn.parallel.distributed as ddp
->>>>>>> help-d
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 try:
     from torch._C._distributed_c10d import _create_work_from_future, _resolve_process_group
@@ -167,6 +163,7 @@ class Simulation(Mode):
             _aten.masked_select.default: lambda t, mask: t.new_empty(
                 torch.broadcast_shapes(t.shape, mask.shape).numel()
             ),
+            _aten.bincount.default: lambda t, weights=None, least=0: t.new_empty(max(least, 1), dtype=torch.int64),
             _aten._unique2.default: lambda t, *_: tuple(t.new_empty(t.numel()) for _ in range(3)),
         }.get(operator)
         if largest is None:
@@ -197,7 +194,7 @@ class Simulation(Mode):
 
 def _of_host(operator: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operation has nothing but values that the host has."""
-    tensors = [each for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    tensors = _tensors(args, _tensors(kwargs.values(), []))
     if tensors:
         return all(t.device == _HOST and t.numel() <= MOST_HOST_NUMBERS for t in tensors)
     if kwargs.get("device", _HOST) not in (None, _HOST, "cpu") or not args:
@@ -206,6 +203,16 @@ def _of_host(operator: Any, args: Any, kwargs: Any) -> bool:
         return all(isinstance(each, int) for each in args) and kwargs.get("dtype") in (None, *INTEGERS)
     sizes = args[0] if isinstance(args[0], (list, tuple)) else args
     return kwargs.get("dtype") in INTEGERS and prod(s for s in sizes if isinstance(s, int)) <= MOST_HOST_NUMBERS
+
+
+def _tensors(values: Any, found: list[Tensor]) -> list[Tensor]:
+    """The tensors among arguments of an operator are added to ``found``."""
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            _tensors(value, found)
+    return found
 
 
 def _finished(result: Any, args: Any) -> Any:
@@ -245,14 +252,34 @@ def real() -> Iterator[None]:
 
 
 @contextmanager
-def swappable(simulation: Simulation) -> Iterator[None]:
-    """Inside the block ``Module.to`` works on fake parameters: it swaps their contents, which torch refuses while its table of conversions has weak
-    references to them."""
+def usable(simulation: Simulation, answered: Callable[[str, Any], bool]) -> Iterator[None]:
+    """Inside the block fake tensors allow what torch refuses them.
+
+    ``Module.to`` swaps the contents of fake parameters, which torch refuses while its table of conversions has weak references to them. Code
+    formats a tensor as a number, or copies it to numpy; it gets the same answers as from a :class:`Simulation`.
+    """
     swap = torch.utils.swap_tensors
 
     def forgetting(one: Tensor, other: Tensor) -> None:
         simulation.fake.fake_tensor_converter.tensor_memo.clear()
         swap(one, other)
 
-    with patch.object(torch.utils, "swap_tensors", forgetting):
+    def formatted(self: Tensor, form: str) -> str:
+        return format(self.item(), form) if not self.dim() else object.__format__(self, form)
+
+    def numbers(self: Tensor, *_: Any, **__: Any) -> Any:
+        answered("copies a tensor to numpy", "ones")
+        with real():
+            return torch.ones(self.shape, dtype=self.dtype).numpy()
+
+    def listed(self: Tensor) -> Any:
+        return numbers(self).tolist()
+
+    with (
+        patch.object(torch.utils, "swap_tensors", forgetting),
+        patch.object(FakeTensor, "__format__", formatted, create=True),
+        patch.object(FakeTensor, "numpy", numbers, create=True),
+        patch.object(FakeTensor, "__array__", numbers, create=True),
+        patch.object(FakeTensor, "tolist", listed, create=True),
+    ):
         yield

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -72,6 +72,23 @@ def _trace(
     datamodule: DataModule | None,
     facts: Facts,
 ) -> RankTrace:
+    with set_up(start, module, train_loader, rank, world_size, nodes, datamodule, facts) as (run, simulation, answers):
+        batch, samples = first_batch(run.train_loader)
+        return _steps(run, simulation, answers, train_loader, datamodule, batch, samples, facts)
+
+
+@contextmanager
+def set_up(
+    start: Start,
+    module: TrainModule | Callable[[], TrainModule],
+    train_loader: Any,
+    rank: int,
+    world_size: int,
+    nodes: int,
+    datamodule: DataModule | None,
+    facts: Facts,
+) -> Iterator[tuple[Run, torch_private.Simulation, Answers]]:
+    """A simulated run with its module, without values, and its training loader; arguments as of :func:`trace`."""
     with ExitStack() as stack:
         stack.enter_context(isolated())
         group = stack.enter_context(simulated(rank, world_size, nodes))
@@ -84,8 +101,7 @@ def _trace(
         run = start(copied, group)
         stack.enter_context(session(run, datamodule, lambda: simulation))
         setup.training_loader(run, train_loader, datamodule)
-        batch, samples = first_batch(run.train_loader)
-        return _steps(run, simulation, answers, train_loader, datamodule, batch, samples, facts)
+        yield run, simulation, answers
 
 
 def _steps(
