@@ -43,6 +43,7 @@ from engine.loop.whole_weights import holding, whole_state
 from engine.module import TrainModule
 from engine.planning.devices import Hardware, hardware, network
 from engine.planning.job import Facts, machines_for
+from engine.planning.out_of_memory import naming_what_fits
 from engine.planning.plan import Plan
 from engine.planning.search import PlanSearch
 from engine.planning.search_run import limited, search_plans
@@ -175,6 +176,8 @@ class Fit:
         """Where each setting comes from."""
         self.sections: dict[str, Any] = resolved.sections
         """The arguments from which ``fit run`` built model, data and callbacks."""
+        self.names_what_fits: bool = True
+        """Whether an out-of-memory error of :meth:`run` names, in a note, the first way to train that fits; planning it takes some seconds."""
         self._trained: Trained | None = None  # by the latest training
         compatibility.check(self.settings, self.origins, detect(os.environ))
 
@@ -221,7 +224,9 @@ class Fit:
             Exception: whatever the module or a callback raised, unchanged.
         """
         datamodule, train_loader = _datamodule(datamodule, train_loader)
+        search = partial(self.search_plans, module, train_loader, datamodule=datamodule)
         with (
+            naming_what_fits(search if self.names_what_fits else None),
             self._start(
                 module, "fit", partial(setup.training_loader, given=train_loader, datamodule=datamodule)
             ) as run,
@@ -425,7 +430,7 @@ class Fit:
         Args:
             module, train_loader, world_size, nodes, device, links, datamodule: as in :meth:`plan`.
             memory_limit: bytes, or text such as ``"2GiB"``, that a rank may use; ``None``: what the device has.
-            options: ``precisions``, ``largest``, ``seconds``, ``report``, as of :func:`engine.planning.search_run.search_plans`.
+            options: ``precisions``, ``largest``, ``seconds``, ``first``, ``report``, as of :func:`engine.planning.search_run.search_plans`.
         """
         where = hardware(device) if links is None else network(links, hardware(device))
         module = module if callable(module) and not isinstance(module, nn.Module) else _train_module(module)

@@ -120,6 +120,8 @@ class Space:
     """The given one."""
     largest: int | None = None
     """No micro-batch is larger."""
+    first: bool = False
+    """End with the first that fits."""
 
 
 def search(
@@ -150,7 +152,8 @@ def search(
     walk = _Walk(space, plan_of, memory_bytes, None if seconds is None else begun + seconds, report)
     for layout in space.layouts:
         for precision in space.precisions:
-            walk.layout(layout, precision)
+            if not (space.first and any(each.fits for each in walk.tried)):
+                walk.layout(layout, precision)
     order = {verdict: number for number, verdict in enumerate(VERDICTS)}
 
     def rank(each: Tried) -> tuple[int, float]:
@@ -216,6 +219,8 @@ class _Walk:
     def _recomputations(self, layout: Layout, precision: Any, sizes: list[int]) -> None:
         best = 0
         for number, recompute in enumerate(self._space.recompute):
+            if best and self._space.first:
+                return
             candidates = {size: self._candidate(layout, precision, recompute, size) for size in sizes}
             for size in [size for size in sizes if size <= best]:
                 self._add(Tried(candidates[size], "slower", f"micro-batches of {best} fit with less recomputation"))
@@ -237,6 +242,8 @@ class _Walk:
         up = [size for size in wanted if size >= start]
         for size in up:
             yield size
+            if self._space.first and self.tried[-1].fits:
+                return
             if not self.tried[-1].fits:
                 if size == up[0]:
                     down = [each for each in wanted if each < size]

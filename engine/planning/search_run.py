@@ -44,6 +44,7 @@ def search_plans(
     precisions: Sequence[Any] = (),
     largest: int | None = None,
     seconds: float | None = None,
+    first: bool = False,
     report: Callable[[Tried], None] = lambda tried: None,
 ) -> PlanSearch:
     """Plan the ways to train ``module`` on these ranks, as :func:`engine.planning.search.search` does.
@@ -57,6 +58,7 @@ def search_plans(
         precisions: to try; by default the given one, and ``bf16-mixed`` beside ``32-true`` on a GPU.
         largest: no micro-batch is larger.
         seconds: begin no further plan after so many.
+        first: end with the first that fits; the simplest strategies and the least recomputation come first.
         report: called with each candidate once its verdict is known.
 
     Raises:
@@ -66,6 +68,7 @@ def search_plans(
     nodes = machines_for(world_size, nodes, device.per_node)
     alone = fit.from_resolved(_with(fit, {"strategy": "single", "accumulate_grad_batches": 1}), ())
     with set_up(start(alone), module, train_loader, 0, 1, 1, datamodule, Facts()) as (run, _, _):
+        assert run.train_loader is not None
         batch, samples = first_batch(run.train_loader)
         ways = layouts(run.module, world_size, world_size // nodes, offload=device.caching)
         blocks = has_blocks(run.module)
@@ -75,7 +78,7 @@ def search_plans(
     def plan_of(candidate: Candidate) -> Plan:
         one = fit.from_resolved(_with(fit, candidate.settings), settings.callbacks)
         rows = [resized(batch, samples, candidate.micro_batch)]
-        return one.plan(module, rows, datamodule=datamodule, world_size=world_size, nodes=nodes, device=device)  # type: ignore[no-any-return]
+        return one.plan(module, rows, datamodule=datamodule, world_size=world_size, nodes=nodes, device=device)
 
     space = Space(
         layouts=ways,
@@ -84,6 +87,7 @@ def search_plans(
         global_batch=settings.global_batch_size or each * world_size,
         micro_batch=samples,
         largest=largest,
+        first=first,
     )
     with _quiet():
         return search(
