@@ -59,6 +59,9 @@ def _note(search: Callable[..., Any], memory: int) -> str:
     except (Exception, KeyboardInterrupt) as failed:
         return f"What would fit could not be planned ({type(failed).__name__}: {failed}); {command} plans it in a process of its own"
     best = found.best
+    if not found.planned:
+        reason = found.tried[0].reason if found.tried else "no strategy is possible"
+        return f"What would fit could not be planned ({reason}); {command} plans it in a process of its own"
     if best is None:
         late = any(each.verdict == "not planned" for each in found.tried)
         return f"Nothing fits by a plan{f' of {SECONDS:g} s' if late else ''}: {command} shows what it needs"
