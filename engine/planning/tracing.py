@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -77,6 +77,24 @@ def _trace(
     facts: Facts,
     accelerated: bool,
 ) -> RankTrace:
+    with set_up(start, module, train_loader, rank, world_size, nodes, datamodule, facts) as (run, simulation, answers):
+        assert run.train_loader is not None
+        batch, samples = first_batch(run.train_loader)
+        return _steps(run, simulation, answers, train_loader, datamodule, batch, samples, facts, accelerated)
+
+
+@contextmanager
+def set_up(
+    start: Start,
+    module: TrainModule | Callable[[], TrainModule],
+    train_loader: Any,
+    rank: int,
+    world_size: int,
+    nodes: int,
+    datamodule: DataModule | None,
+    facts: Facts,
+) -> Iterator[tuple[Run, torch_private.Simulation, Answers]]:
+    """A simulated run with its module, without values, and its training loader; arguments as of :func:`trace`."""
     with ExitStack() as stack:
         stack.enter_context(isolated())
         group = stack.enter_context(simulated(rank, world_size, nodes))
@@ -89,9 +107,7 @@ def _trace(
         run = start(copied, group)
         stack.enter_context(session(run, datamodule, lambda: simulation))
         setup.training_loader(run, train_loader, datamodule)
-        assert run.train_loader is not None
-        batch, samples = first_batch(run.train_loader)
-        return _steps(run, simulation, answers, train_loader, datamodule, batch, samples, facts, accelerated)
+        yield run, simulation, answers
 
 
 def _steps(
