@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import PATIENCE_S, clean_environment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -166,10 +169,15 @@ def test_what_it_measures_is_what_it_takes(capsys: pytest.CaptureFixture[str], m
 
 
 @pytest.mark.slow
-def test_links_between_ranks_are_measured(fit) -> None:
-    ended = fit("plan", "--measure", "--processes", "2", "--json")
-    assert ended.status == 0, ended.err
-    found = json.loads(ended.out)
+def test_links_between_ranks_are_measured(tmp_path: Path) -> None:
+    # Each rank repeats the command, so it needs a program of its own.
+    command = [sys.executable, "-m", "engine.cli.main", "plan", "--measure", "--processes", "2", "--json"]
+    environment = clean_environment(PYTHONPATH=str(Path(__file__).parents[2]))
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
     assert found["ranks"] == 2
     assert found["within"]["bandwidth"] > 1e6
     assert 0 < found["within"]["latency"] < 1
