@@ -41,13 +41,14 @@ def _measure(processes: int | None, as_json: bool) -> int:
 
 
 def _settings(processes: int | None) -> Settings:
-    if detect(os.environ).world_size > 1:
-        if processes is not None:
-            raise UsageError("--processes: a launcher has started the ranks already; leave it out")
+    there = detect(os.environ).world_size
+    if there > 1:  # started by a launcher, or by this command's first process
+        if processes not in (None, there):
+            raise UsageError(f"--processes {processes}: a launcher has started {there} ranks already; leave it out")
         return Settings(strategy="ddp")
     kind = accelerator.device_type("auto")
-    there = accelerator.devices(kind) if kind != "cpu" else 2
-    ranks = there if processes is None else processes
+    usual = accelerator.devices(kind) if kind != "cpu" else 2
+    ranks = usual if processes is None else processes
     return Settings(strategy="ddp" if ranks > 1 else "single", devices=ranks)
 
 
