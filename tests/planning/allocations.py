@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+FOREVER = 1 << 62
 BACKWARD = "autograd::engine::evaluate_function"
 FORWARD = {"forward", "forward_backward", "backward"}
 """Ranges of the loop that are forward passes until the first node of the backward pass runs."""
@@ -47,7 +48,7 @@ class Block:
     operation: int
     """Which dispatched operation allocated it; -1: none."""
     start: int
-    end: int = 1 << 62
+    end: int = FOREVER
     category: str = ""
     lost: bool = False
     """Another thread has released it, at a time that nobody knows."""
@@ -96,7 +97,7 @@ class Recording:
         if any(name.startswith(BACKWARD) for name in block.within) or not FORWARD & set(block.within):
             return "temporaries"
         passes = (time for time in self.backward if time > block.start)
-        return "activations" if block.end > next(passes, 0) else "temporaries"
+        return "activations" if block.end > next(passes, FOREVER) else "temporaries"
 
     def levels(self, start: int, end: int) -> list[Counter[str]]:
         """Bytes by category at ``start`` and after each change until ``end``."""
@@ -170,7 +171,9 @@ def _blocks(changes: Iterable[tuple[int, Any, tuple[str, ...], int]]) -> list[Bl
             at[pointer] = block
         elif before is not None and -1 < operation == before.operation:
             del found[before]
-    return [block for block in found if not _of_back_end(block) and not (block.operation < 0 and block.size in ON_THE_HOST)]
+    return [
+        block for block in found if not _of_back_end(block) and not (block.operation < 0 and block.size in ON_THE_HOST)
+    ]
 
 
 def _of_back_end(block: Block) -> bool:
