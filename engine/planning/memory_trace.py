@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -147,6 +147,11 @@ class MemoryTrace:
                 held.size = 0
         self._at_start = [(held, held.size) for held in self._held.values()]
         self._log = []
+
+    def leave_out(self, kinds: Collection[str]) -> None:
+        """What is of these kinds is in another memory."""
+        self._at_start = [(held, size) for held, size in self._at_start if held.kind not in kinds]
+        self._log = [event for event in self._log or [] if event[0].kind not in kinds]
 
     def timeline(self) -> tuple[Moment, ...]:
         """The recorded step: for each stretch in one module the moment with the most memory."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -45,12 +45,14 @@ def trace(
     datamodule: DataModule | None = None,
     ranks: Sequence[int] | None = None,
     facts: Facts | None = None,
+    accelerated: bool = False,
 ) -> list[RankTrace]:
-    """One full step of each of these ranks in a job of ``world_size`` ranks on ``nodes`` machines; by default of rank 0, and under pipeline parallelism
-    of one rank for each place in the pipeline.
+    """One full step of each of these ranks in a job of ``world_size`` ranks on ``nodes`` machines; by default of rank 0, and under pipeline
+    parallelism of one rank for each place in the pipeline.
 
     The module, the process's random numbers and torch's process groups are as before afterwards. ``module`` may be a function that makes it: its
-    tensors then never have values, whatever their size. ``facts`` are collected.
+    tensors then never have values, whatever their size. ``facts`` are collected. ``accelerated``: torch's optimizers choose their implementation as
+    on CUDA rather than as on the CPU, and what a strategy keeps in the host's memory is left out.
 
     Raises:
         RuntimeError: this process is in a job already, or the module is in a run.
@@ -60,11 +62,12 @@ def trace(
         raise RuntimeError(f"{type(module).__name__} is in a run: plan before it, or plan a new module")
 
     def traced(rank: int, facts: Facts) -> tuple[RankTrace, tuple[int, ...]]:
-        return _trace(start, module, train_loader, rank, world_size, nodes, datamodule, facts)
+        return _trace(start, module, train_loader, rank, world_size, nodes, datamodule, facts, accelerated)
 
-    first, alike = traced(0 if ranks is None else ranks[0], facts or Facts())
-    others = [rank for rank in (alike if ranks is None else ranks) if rank != first.rank]
-    return [first, *(traced(rank, Facts())[0] for rank in others)]
+    with torch_private.as_on_accelerators() if accelerated else nullcontext():
+        first, alike = traced(0 if ranks is None else ranks[0], facts or Facts())
+        others = [rank for rank in (alike if ranks is None else ranks) if rank != first.rank]
+        return [first, *(traced(rank, Facts())[0] for rank in others)]
 
 
 def _trace(
@@ -76,8 +79,28 @@ def _trace(
     nodes: int,
     datamodule: DataModule | None,
     facts: Facts,
+    accelerated: bool,
 ) -> tuple[RankTrace, tuple[int, ...]]:
     """The trace of a rank, and the ranks that stand for all roles."""
+    with set_up(start, module, train_loader, rank, world_size, nodes, datamodule, facts) as (run, simulation, answers):
+        assert run.train_loader is not None
+        batch, samples = first_batch(run.train_loader)
+        found = _steps(run, simulation, answers, train_loader, datamodule, batch, samples, facts, accelerated)
+        return found, _axes(run).get("pp", (rank,))
+
+
+@contextmanager
+def set_up(
+    start: Start,
+    module: TrainModule | Callable[[], TrainModule],
+    train_loader: Any,
+    rank: int,
+    world_size: int,
+    nodes: int,
+    datamodule: DataModule | None,
+    facts: Facts,
+) -> Iterator[tuple[Run, torch_private.Simulation, Answers]]:
+    """A simulated run with its module, without values, and its training loader; arguments as of :func:`trace`."""
     with ExitStack() as stack:
         stack.enter_context(isolated())
         group = stack.enter_context(simulated(rank, world_size, nodes))
@@ -91,10 +114,7 @@ def _trace(
         run = start(copied, group)
         stack.enter_context(session(run, datamodule, lambda: simulation))
         setup.training_loader(run, train_loader, datamodule)
-        assert run.train_loader is not None
-        batch, samples = first_batch(run.train_loader)
-        found = _steps(run, simulation, answers, train_loader, datamodule, batch, samples, facts)
-        return found, _axes(run).get("pp", (rank,))
+        yield run, simulation, answers
 
 
 def _steps(
@@ -106,6 +126,7 @@ def _steps(
     batch: Any,
     samples: int,
     facts: Facts,
+    accelerated: bool,
 ) -> RankTrace:
     """Set up the training and run two windows; the second is recorded."""
     engine = run.engine
@@ -126,6 +147,8 @@ def _steps(
         _begin(run, answers)
         error = _windows(run, partial(fake_batch, batch), weights, observer, answers)
     memory = observer.memory
+    if accelerated:
+        memory.leave_out(engine.strategy.on_host)
     timeline = memory.timeline()
     return RankTrace(
         rank=run.rank,
@@ -138,8 +161,17 @@ def _steps(
         timeline=timeline,
         collectives=observer.collectives.collectives(),
         operations=observer.operations.operations(),
-        missing=(*answers.sentences(), *([] if error is None else [error])),
+        missing=(*answers.sentences(), *([] if error is None else [error]), *_compiled(run)),
     )
+
+
+def _compiled(run: Run) -> list[str]:
+    """What is not known of a compiled step."""
+    if not run.settings.compile:
+        return []
+    return [
+        "torch.compile is left out: the plan is of the eager step; compiled, it keeps fewer activations and moves fewer bytes"
+    ]
 
 
 def _begin(run: Run, answers: Answers) -> None:

@@ -21,12 +21,15 @@ WHOLE = ("FSDP::pre_forward", "FSDP::pre_backward", "FSDP::backward_prefetch")
 FLAT = ("FSDP::all_gather", "FSDP::post_backward_reduce", "FSDP::all_reduce")
 """What FSDP calls its own work on flat buffers, as the profiler shows it."""
 ON_THE_HOST = (8, torch.get_rng_state().numel())
-"""Bytes of what no operation makes and is on the host whatever the device is: a Python number as an operator's argument, a random generator's state."""
+"""Bytes of what no operation makes and is on the host whatever the device is: a Python number as an operator's argument, the state of a random
+generator."""
 KINDS = {
     "c10d::allreduce_": "all_reduce",
     "c10d::_allgather_base_": "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::broadcast_": "broadcast",
+    "c10d::allgather_into_tensor_coalesced_": "all_gather",
+    "c10d::reduce_scatter_tensor_coalesced_": "reduce_scatter",
     "c10d::alltoall_base_": "all_to_all",
     "c10d::send": "send",
     "c10d::recv_": "recv",

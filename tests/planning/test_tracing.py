@@ -348,3 +348,27 @@ def test_a_process_in_a_job_is_refused(tmp_path: Path) -> None:
             planned(Net(), world_size=2, strategy="ddp")
     finally:
         dist.destroy_process_group()
+
+
+# -- the device that is planned for -----------------------------------------------------------------------------------------------
+
+
+def test_optimizers_work_as_on_the_device() -> None:
+    """On CUDA AdamW takes the square roots of all parameters' second moments at once, on the CPU of one after the other."""
+    found = {}
+    for device in ("cpu", "h100"):
+        trace = Fit(max_steps=2).plan(Net(), data(), world_size=1, device=device).traces[0]
+        found[device] = max(m.memory.temporaries for m in trace.timeline if m.phase == "optimizer step")
+    assert found == {"cpu": 2 * 48 * 4, "h100": 101 * 4}
+
+
+def test_what_is_offloaded_is_not_on_the_device() -> None:
+    fit = Fit(max_steps=2, strategy={"name": "fsdp", "cpu_offload": True})
+    start = fit.plan(Net(), data(), world_size=4, device="h100").traces[0].timeline[0].memory
+    assert (start.parameters, start.optimizer_state) == (0, 0)
+
+
+def test_a_compiled_step_is_planned_as_an_eager_one() -> None:
+    compiled, eager = planned(Net(), compile=True), planned(Net())
+    assert compiled.operations == eager.operations
+    assert "torch.compile is left out" in compiled.missing[0]
