@@ -77,7 +77,8 @@ class StepTrace(torch_private.Mode):
         elif self._recording:
             self.operations.note(operator, args, kwargs, result, memory.phase)
         if isinstance(result, Tensor):
-            memory.note(result)
+            if operator is not torch.ops.aten.detach.default:  # of a generator's state, which no operation has made
+                memory.note(result)
             if operator is torch.ops.aten.add.Tensor and memory.phase == "backward":
                 memory.added(args[0], result)
         elif isinstance(result, (list, tuple)):
