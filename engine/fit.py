@@ -10,10 +10,11 @@ from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never
 
 from torch import nn
 
+from engine import planning
 from engine.callback import Callback, of_the_step, own_kind, with_own
 from engine.checkpoint.resume import Resume
 from engine.checkpoint.run_folder import Trained
@@ -41,13 +42,7 @@ from engine.loop.train import of_the_epoch, train
 from engine.loop.watching import collected, watched
 from engine.loop.whole_weights import holding, whole_state
 from engine.module import TrainModule
-from engine.planning.devices import Hardware, hardware, network
-from engine.planning.job import Facts, machines_for
 from engine.planning.out_of_memory import naming_what_fits
-from engine.planning.plan import Plan
-from engine.planning.search import PlanSearch
-from engine.planning.search_run import limited, search_plans
-from engine.planning.tracing import trace
 from engine.replay.replayed_step import ReplayedStep
 from engine.replay.starting_point import starting_point
 from engine.replay.step_watch import StepWatch
@@ -55,6 +50,11 @@ from engine.step.precision import Precision
 from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8
 from engine.utils.adapters import adapted
+
+if TYPE_CHECKING:  # they take a second
+    from engine.planning.devices import Hardware
+    from engine.planning.plan import Plan
+    from engine.planning.search import PlanSearch
 
 
 @knows_other_trainers
@@ -385,7 +385,7 @@ class Fit:
             train_loader, datamodule: as in :meth:`run`; the first micro-batch gives the shapes.
             world_size: processes of the job, one device each.
             nodes: machines; ``None``: as many as the device's usual nodes need.
-            device: ``"h100"``, ``"a100-80gb"``, ... (:data:`engine.planning.devices.DEVICES`), or memory, operations a second and bytes a second:
+            device: ``"h100"``, ``"a100-80gb"``, ... (:data:`engine.planning.device_table.DEVICES`), or memory, operations and bytes a second:
                 ``"80GiB,1e15,3e12"``.
             links: bandwidths of one device within and between nodes, ``"450GB/s,50GB/s"``; ``None``: the device's usual ones.
             price: of one device for one hour.
@@ -395,20 +395,18 @@ class Fit:
             RuntimeError: this process is in a job (``torch.distributed`` is initialized), or the module is in a run.
             ValueError, TypeError: as :meth:`run`, and data that can be read only once.
         """
-        where = hardware(device) if links is None else network(links, hardware(device))
-        machines = machines_for(world_size, nodes, where.per_node)
-        datamodule, train_loader = _datamodule(datamodule, train_loader)
-        facts = Facts()
-        traces = trace(
+        made: Plan = planning.planned(
             self._simulated,
-            _train_module(module) if isinstance(module, nn.Module) else lambda: _train_module(module()),
-            train_loader,
+            _own_or_function(module),
+            *_datamodule(datamodule, train_loader),
             world_size=world_size,
-            nodes=machines,
-            datamodule=datamodule,
-            facts=facts,
+            nodes=nodes,
+            device=device,
+            links=links,
+            price=price,
+            storage=storage,
         )
-        return Plan(tuple(traces), facts.job(world_size, machines), where, price, storage)
+        return made
 
     def search_plans(
         self,
@@ -432,10 +430,16 @@ class Fit:
             memory_limit: bytes, or text such as ``"2GiB"``, that a rank may use; ``None``: what the device has.
             options: ``precisions``, ``largest``, ``seconds``, ``first``, ``report``, as of :func:`engine.planning.search_run.search_plans`.
         """
-        where = hardware(device) if links is None else network(links, hardware(device))
-        module = module if callable(module) and not isinstance(module, nn.Module) else _train_module(module)
-        options |= {"world_size": world_size, "nodes": nodes, "device": limited(where, memory_limit)}
-        return search_plans(self, lambda fit: fit._simulated, module, *_datamodule(datamodule, train_loader), **options)
+        where = {
+            "world_size": world_size,
+            "nodes": nodes,
+            "device": device,
+            "links": links,
+            "memory_limit": memory_limit,
+        }
+        data = _own_or_function(module), *_datamodule(datamodule, train_loader)
+        found: PlanSearch = planning.search_plans(self, lambda fit: fit._simulated, *data, **where, **options)
+        return found
 
     def _simulated(self, module: TrainModule, group: Group) -> Run:
         """The run of ``module`` on a simulated job; with copies of the settings' objects, which stay as they are."""
@@ -448,7 +452,7 @@ class Fit:
             accelerator="cpu",
             detect_anomaly=False,
         )
-        return self._run(module, "fit", settings, group)
+        return self._run(module, "fit", settings, group, compiles=False)
 
     def state_dict(self, module: TrainModule, *, everywhere: bool = False) -> dict[str, Any]:
         """The full (unsharded) parameters and buffers of a trained module, by name, on the CPU; all ranks call this.
@@ -534,8 +538,8 @@ class Fit:
             run.find_train_loader = partial(find_train_loader, run)
             yield run
 
-    def _run(self, module: TrainModule, stage: str, settings: Settings, group: Group) -> Run:
-        """The run of ``module`` on these processes."""
+    def _run(self, module: TrainModule, stage: str, settings: Settings, group: Group, compiles: bool = True) -> Run:
+        """The run of ``module`` on these processes; ``compiles``: as the settings say."""
         engine = Engine(
             strategy=settings.strategy,
             precision=settings.precision,
@@ -543,7 +547,7 @@ class Fit:
             seed=settings.seed,
             group=group,
             activation_checkpointing=settings.activation_checkpointing,
-            compile=settings.compile,
+            compile=settings.compile if compiles else False,
             sync_batchnorm=settings.sync_batchnorm,
         )
         origins, settings = _configured(engine.strategy, settings, self.origins)
@@ -557,6 +561,11 @@ class Fit:
         )
         hooks = Hooks(callbacks, module, Callback, TrainModule)
         return Run(settings, engine, module, callbacks, hooks, stage, config, snapshot.content)
+
+
+def _own_or_function(module: Any) -> TrainModule | Callable[[], TrainModule]:
+    """The user's module, or a function that makes it."""
+    return _train_module(module) if isinstance(module, nn.Module) else lambda: _train_module(module())
 
 
 def _train_module(module: Any) -> TrainModule:

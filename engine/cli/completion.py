@@ -17,7 +17,7 @@ from engine.cli import main as cli
 from engine.cli.targets import CALLBACKS
 from engine.config.name_and_options import PRECISIONS
 from engine.config.settings import Settings
-from engine.planning.devices import DEVICES
+from engine.planning.device_table import DEVICES
 from engine.utils.device_names import KNOWN
 
 _FLAG = ("true", "false")

@@ -13,7 +13,7 @@ from engine.cli.run_actions import log_to_terminal
 from engine.config.settings import Settings
 from engine.distributed.environment import detect
 from engine.launch.local_ranks import crew
-from engine.planning.devices import Link
+from engine.planning.device_table import Link
 from engine.planning.measurement import Measured, measured
 from engine.planning.plan_text import count, duration, size
 from engine.utils import accelerator

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
-from engine.planning.devices import Link
+from engine.planning.device_table import Link
 from engine.planning.network import START_S
 from engine.utils import accelerator
 

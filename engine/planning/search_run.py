@@ -19,7 +19,7 @@ from engine.data.datamodule import DataModule
 from engine.module import TrainModule
 from engine.planning import candidates
 from engine.planning.candidates import RECOMPUTE, Candidate, has_blocks, layouts
-from engine.planning.devices import Hardware
+from engine.planning.devices import Hardware, hardware, network
 from engine.planning.first_batch import first_batch
 from engine.planning.job import Facts, machines_for
 from engine.planning.plan import Plan
@@ -40,7 +40,9 @@ def search_plans(
     *,
     world_size: int,
     nodes: int | None,
-    device: Hardware,
+    device: str | Hardware,
+    links: str | None = None,
+    memory_limit: int | str | None = None,
     precisions: Sequence[Any] = (),
     largest: int | None = None,
     seconds: float | None = None,
@@ -54,7 +56,8 @@ def search_plans(
         start: of a ``Fit``, as for :func:`engine.planning.tracing.trace`.
         module, train_loader, datamodule: of the run.
         world_size, nodes: of the job.
-        device: of each rank.
+        device, links: as of :meth:`engine.Fit.plan`.
+        memory_limit: bytes, or text such as ``"2GiB"``, that a rank may use; ``None``: what the device has.
         precisions: to try; by default the given one, and ``bf16-mixed`` beside ``32-true`` on a GPU.
         largest: no micro-batch is larger.
         seconds: begin no further plan after so many.
@@ -65,6 +68,7 @@ def search_plans(
         RuntimeError, ValueError, TypeError: as :meth:`engine.Fit.plan`.
     """
     settings = fit.settings
+    device = limited(hardware(device) if links is None else network(links, hardware(device)), memory_limit)
     nodes = machines_for(world_size, nodes, device.per_node)
     alone = fit.from_resolved(_with(fit, {"strategy": "single", "accumulate_grad_batches": 1}), ())
     with set_up(start(alone), module, train_loader, 0, 1, 1, datamodule, Facts()) as (run, _, _):

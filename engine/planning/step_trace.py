@@ -38,7 +38,7 @@ class StepTrace(torch_private.Mode):
         self._owners: dict[int, str] = {}
         """The module of each parameter, by the parameter's id."""
         self._path: list[str] = []
-        self._forward = "forward"
+        self._forward = memory_trace.SET_UP
         self._recording = False
 
     def __enter__(self) -> StepTrace:
@@ -78,7 +78,7 @@ class StepTrace(torch_private.Mode):
             self.operations.note(operator, args, kwargs, result, memory.phase)
         if isinstance(result, Tensor):
             memory.note(result)
-            if torch_private.accumulates(operator):
+            if operator is torch.ops.aten.add.Tensor and memory.phase == "backward":
                 memory.added(args[0], result)
         elif isinstance(result, (list, tuple)):
             for tensor in _tensors(result):
@@ -88,7 +88,7 @@ class StepTrace(torch_private.Mode):
     def begin(self, model: nn.Module, optimizers: list[Optimizer], inputs: list[Tensor]) -> None:
         """Record from here on."""
         memory = self.memory
-        memory.phase, memory.module, self._forward = "start", "", "forward"
+        memory.phase, memory.module = "start", ""
         self._owners = {id(p): name.rpartition(".")[0] for name, p in model.named_parameters()}
         for parameter in model.parameters():
             memory.mark([parameter], memory_trace.PARAMETERS, self._owners[id(parameter)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
@@ -12,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import optimizer
 
 try:
-    from torch._C._distributed_c10d import _create_work_from_future, _resolve_process_group
+    from torch._C import _distributed_c10d
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -29,7 +31,10 @@ try:
         is_traceable_wrapper_subclass_type,
     )
     from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
-except ImportError as error:
+
+    _c10d: Any = _distributed_c10d
+    _create_work_from_future, _resolve_process_group = _c10d._create_work_from_future, _c10d._resolve_process_group
+except (ImportError, AttributeError) as error:
     raise ImportError(
         f"planning needs parts of torch that torch {torch.__version__} does not have ({error}): use torch 2.11 to 2.13"
     ) from error
@@ -83,9 +88,10 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def accumulates(operator: Any) -> bool:
-    """Whether autograd itself adds two gradients of one tensor now, outside of any node."""
-    return operator is torch.ops.aten.add.Tensor and in_backward() and torch._C._current_autograd_node() is None
+def node_number() -> int:
+    """Which node of the backward pass runs in this thread, or has run last in it; -1 outside of backward passes."""
+    node = torch._C._current_autograd_node() if in_backward() else None
+    return -1 if node is None else node._sequence_nr()
 
 
 def unsharded_gradients(model: Any) -> list[Tensor]:
@@ -107,7 +113,8 @@ def group_of(name: Any) -> dist.ProcessGroup:
 
 def flops_of(packet: Any) -> Callable[..., int] | None:
     """The formula for the floating point operations of an operator (a multiplication and an addition are two)."""
-    return flop_registry.get(packet) or _ATTENTION_ON_CPU.get(packet)
+    found: Any = flop_registry.get(packet) or _ATTENTION_ON_CPU.get(packet)
+    return found
 
 
 class Simulation(Mode):
@@ -140,6 +147,8 @@ class Simulation(Mode):
             return args[0].fake_device
         if wraps(types):
             return NotImplemented
+        if operator is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # the fake one would be a copy
         kwargs = kwargs or {}
         if FakeTensor not in types and _of_host(operator, args, kwargs):
             with unset_fake_temporarily():
@@ -158,14 +167,15 @@ class Simulation(Mode):
             return found if self._answered("reads a value on the host", found) else type(found)(0)
         if operator is _aten.equal.default:
             return self._answered("compares values on the host", True) or True
-        largest = {
+        sizes: dict[Any, Any] = {
             _aten.nonzero.default: lambda t: torch.empty((t.numel(), t.ndim), dtype=torch.int64),
             _aten.masked_select.default: lambda t, mask: t.new_empty(
                 torch.broadcast_shapes(t.shape, mask.shape).numel()
             ),
             _aten.bincount.default: lambda t, weights=None, least=0: t.new_empty(max(least, 1), dtype=torch.int64),
             _aten._unique2.default: lambda t, *_: tuple(t.new_empty(t.numel()) for _ in range(3)),
-        }.get(operator)
+        }
+        largest = sizes.get(operator)
         if largest is None:
             raise
         self._answered(
@@ -252,6 +262,20 @@ def real() -> Iterator[None]:
 
 
 @contextmanager
+def as_on_accelerators() -> Iterator[None]:
+    """Inside the block optimizers change fake parameters on the CPU many at once (``foreach``) unless told otherwise, as they do on CUDA and XPU:
+    faster there, with intermediate results as large as the parameters."""
+    devices = optimizer._get_foreach_kernels_supported_devices
+    kinds: list[Any] = optimizer._foreach_supported_types  # the list that DTensor adds itself to
+    kinds.append(FakeTensor)
+    try:
+        with patch.object(optimizer, "_get_foreach_kernels_supported_devices", lambda: [*devices(), "cpu"]):
+            yield
+    finally:
+        kinds.remove(FakeTensor)
+
+
+@contextmanager
 def usable(simulation: Simulation, answered: Callable[[str, Any], bool]) -> Iterator[None]:
     """Inside the block fake tensors allow what torch refuses them.
 
@@ -277,6 +301,7 @@ def usable(simulation: Simulation, answered: Callable[[str, Any], bool]) -> Iter
 
     with (
         patch.object(torch.utils, "swap_tensors", forgetting),
+        patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),  # the error itself says it
         patch.object(FakeTensor, "__format__", formatted, create=True),
         patch.object(FakeTensor, "numpy", numbers, create=True),
         patch.object(FakeTensor, "__array__", numbers, create=True),

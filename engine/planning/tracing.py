@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -45,11 +45,13 @@ def trace(
     datamodule: DataModule | None = None,
     ranks: Sequence[int] = (0,),
     facts: Facts | None = None,
+    accelerated: bool = False,
 ) -> list[RankTrace]:
     """One full step of each of these ranks in a job of ``world_size`` ranks on ``nodes`` machines.
 
     The module, the process's random numbers and torch's process groups are as before afterwards. ``module`` may be a function that makes it: its
-    tensors then never have values, whatever their size. ``facts`` are collected.
+    tensors then never have values, whatever their size. ``facts`` are collected. ``accelerated``: torch's optimizers choose their implementation as
+    on CUDA rather than as on the CPU, and what a strategy keeps in the host's memory is left out.
 
     Raises:
         RuntimeError: this process is in a job already, or the module is in a run.
@@ -57,9 +59,11 @@ def trace(
     """
     if isinstance(module, TrainModule) and module.attached:
         raise RuntimeError(f"{type(module).__name__} is in a run: plan before it, or plan a new module")
-    return [
-        _trace(start, module, train_loader, rank, world_size, nodes, datamodule, facts or Facts()) for rank in ranks
-    ]
+    with torch_private.as_on_accelerators() if accelerated else nullcontext():
+        return [
+            _trace(start, module, train_loader, rank, world_size, nodes, datamodule, facts or Facts(), accelerated)
+            for rank in ranks
+        ]
 
 
 def _trace(
@@ -71,10 +75,12 @@ def _trace(
     nodes: int,
     datamodule: DataModule | None,
     facts: Facts,
+    accelerated: bool,
 ) -> RankTrace:
     with set_up(start, module, train_loader, rank, world_size, nodes, datamodule, facts) as (run, simulation, answers):
+        assert run.train_loader is not None
         batch, samples = first_batch(run.train_loader)
-        return _steps(run, simulation, answers, train_loader, datamodule, batch, samples, facts)
+        return _steps(run, simulation, answers, train_loader, datamodule, batch, samples, facts, accelerated)
 
 
 @contextmanager
@@ -113,6 +119,7 @@ def _steps(
     batch: Any,
     samples: int,
     facts: Facts,
+    accelerated: bool,
 ) -> RankTrace:
     """Set up the training and run two windows; the second is recorded."""
     engine = run.engine
@@ -133,6 +140,8 @@ def _steps(
         _begin(run, answers)
         error = _windows(run, partial(fake_batch, batch), weights, observer, answers)
     memory = observer.memory
+    if accelerated:
+        memory.leave_out(engine.strategy.on_host)
     timeline = memory.timeline()
     return RankTrace(
         rank=run.rank,
@@ -145,8 +154,17 @@ def _steps(
         timeline=timeline,
         collectives=observer.collectives.collectives(),
         operations=observer.operations.operations(),
-        missing=(*answers.sentences(), *([] if error is None else [error])),
+        missing=(*answers.sentences(), *([] if error is None else [error]), *_compiled(run)),
     )
+
+
+def _compiled(run: Run) -> list[str]:
+    """What is not known of a compiled step."""
+    if not run.settings.compile:
+        return []
+    return [
+        "torch.compile is left out: the plan is of the eager step; compiled, it keeps fewer activations and moves fewer bytes"
+    ]
 
 
 def _begin(run: Run, answers: Answers) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from engine.planning.devices import Hardware, Link, Reached
+from engine.planning.device_table import Hardware, Link, Reached
 from engine.planning.job import Job
 from engine.planning.rank_trace import Collective, Memory, Moment, Operation, RankTrace
 

@@ -8,7 +8,7 @@ import pytest
 from hand_made import DEVICE, OPERATIONS, collective, rank_trace
 
 from engine.planning.bubble import SOURCES, bubble_fraction
-from engine.planning.devices import Link
+from engine.planning.device_table import Link
 from engine.planning.network import START_S, layout, seconds
 from engine.planning.rank_trace import Operation
 from engine.planning.roofline import compute, model_flops
