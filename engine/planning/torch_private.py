@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
 from torch.optim import optimizer
 
 try:
@@ -24,6 +25,7 @@ try:
         FakeTensorMode,
         unset_fake_temporarily,
     )
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import (
         TorchDispatchMode,
@@ -245,6 +247,7 @@ def simulated_processes(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # it takes equal meshes of two jobs for one, and finds the groups of the first
 
 
 def simulated_group(ranks: list[int]) -> dist.ProcessGroup:
@@ -306,5 +309,29 @@ def usable(simulation: Simulation, answered: Callable[[str, Any], bool]) -> Iter
         patch.object(FakeTensor, "numpy", numbers, create=True),
         patch.object(FakeTensor, "__array__", numbers, create=True),
         patch.object(FakeTensor, "tolist", listed, create=True),
+    ):
+        yield
+
+
+@contextmanager
+def agreeing_stages() -> Iterator[None]:
+    """Inside the block a pipeline's stage takes the others to know as much about the shapes between them as it does; real ones ask each other (from
+    torch 2.13 on)."""
+
+    def vote(stage: Any, has_backward: bool, received_acc: Any = None) -> Tensor:
+        stage._alone = int(not InferenceMode.needs_dynamic(stage._user_meta, has_backward))
+        return torch.tensor([stage._alone], dtype=torch.int32)
+
+    def result(stage: Any, received_result: Any = None) -> Tensor:
+        return torch.tensor([stage._alone], dtype=torch.int32)
+
+    if not hasattr(PipelineStage, "_warmup_forward_vote"):
+        yield
+        return
+    from torch.distributed.pipelining._utils import InferenceMode
+
+    with (
+        patch.object(PipelineStage, "_warmup_forward_vote", vote),
+        patch.object(PipelineStage, "_warmup_backward_result", result),
     ):
         yield
