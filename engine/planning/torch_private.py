@@ -32,7 +32,7 @@ try:
         _disable_current_modes,
         is_traceable_wrapper_subclass_type,
     )
-    from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+    from torch.utils.flop_counter import flop_registry
 
     _c10d: Any = _distributed_c10d
     _create_work_from_future, _resolve_process_group = _c10d._create_work_from_future, _c10d._resolve_process_group
@@ -46,14 +46,6 @@ MOST_HOST_NUMBERS = 1 << 20
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _HOST = torch.device("cpu")
 _aten, _prim = torch.ops.aten, torch.ops.prim
-_ATTENTION_ON_CPU = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: sdpa_flop_count(
-        query.shape, key.shape, value.shape
-    ),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, query, key, value, *_, **__: (
-        sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
-    ),
-}
 UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException)
 """Errors of operations whose result, or its shape, depends on values that a tensor does not have."""
 
@@ -115,7 +107,7 @@ def group_of(name: Any) -> dist.ProcessGroup:
 
 def flops_of(packet: Any) -> Callable[..., int] | None:
     """The formula for the floating point operations of an operator (a multiplication and an addition are two)."""
-    found: Any = flop_registry.get(packet) or _ATTENTION_ON_CPU.get(packet)
+    found: Any = flop_registry.get(packet)
     return found
 
 

@@ -47,8 +47,8 @@ def trace(
     facts: Facts | None = None,
     accelerated: bool = False,
 ) -> list[RankTrace]:
-    """One full step of each of these ranks in a job of ``world_size`` ranks on ``nodes`` machines; by default of rank 0, and under pipeline parallelism
-    of one rank for each place in the pipeline.
+    """One full step of each of these ranks in a job of ``world_size`` ranks on ``nodes`` machines; by default of rank 0, and under pipeline
+    parallelism of one rank for each place in the pipeline.
 
     The module, the process's random numbers and torch's process groups are as before afterwards. ``module`` may be a function that makes it: its
     tensors then never have values, whatever their size. ``facts`` are collected. ``accelerated``: torch's optimizers choose their implementation as
