@@ -15,6 +15,8 @@ FORWARD = {"forward", "forward_backward", "backward"}
 """Ranges of the loop that are forward passes until the first node of the backward pass runs."""
 LOOP = FORWARD | {"optimizer"}
 """All ranges of the loop."""
+WHOLE = ("FSDP::pre_forward", "FSDP::pre_backward", "FSDP::backward_prefetch")
+"""Where FSDP makes whole parameters, by no operation."""
 FLAT = ("FSDP::all_gather", "FSDP::post_backward_reduce", "FSDP::all_reduce")
 """What FSDP calls its own work on flat buffers, as the profiler shows it."""
 ON_THE_HOST = (8, torch.get_rng_state().numel())
@@ -88,7 +90,8 @@ class Recording:
 
     def by_context(self, block: Block) -> str:
         """The category of what no object holds and no collective reads or writes."""
-        if any(name.startswith(FLAT) for name in block.within):
+        within = block.within[-1] if block.within else ""
+        if any(name.startswith(FLAT) for name in block.within) or (block.operation < 0 and within.startswith(WHOLE)):
             return "communication"
         if any(name.startswith(BACKWARD) for name in block.within) or not FORWARD & set(block.within):
             return "temporaries"

@@ -80,6 +80,7 @@ def objects(run: Any, module: Any, batch: Any) -> dict[int, str]:
     add("gradients", (p.grad for p in module.parameters()))
     add("gradients", (p.unsharded_accumulated_grad for p in params))
     add("gradients", (whole.grad for p in params if (whole := getattr(p, "_unsharded_param", None)) is not None))
+    add("communication", (getattr(p, "_unsharded_param", None) for p in params))
     add("optimizer_state", (v for o in run.optimizers for s in o.state.values() for v in s.values()))
     return found
 
