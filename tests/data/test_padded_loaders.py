@@ -111,11 +111,12 @@ def test_batches_are_skipped_in_one_pass_only() -> None:
     assert [batch for batch, _ in passed(loader)] == [[0, 1], [4, 5], [8, 9]]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_shuffled_pass_continues_from_its_state(rank: int) -> None:
+@pytest.mark.parametrize("processes", [(2, 0), (2, 1), (1, 0)])
+def test_a_shuffled_pass_continues_from_its_state(processes: tuple[int, int]) -> None:
     def made(seed: int) -> Any:
         torch.manual_seed(seed)
-        return one_of_two(DataLoader(Numbers(16), batch_size=2, shuffle=True), rank)
+        data: Any = DataLoader(Numbers(16), batch_size=2, shuffle=True)
+        return padded(data, Engine(accelerator="cpu").group, [], processes=processes)
 
     loader = made(3)
     whole = [batch.tolist() for batch in loader]
