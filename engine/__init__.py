@@ -12,6 +12,7 @@ _NAMES = {
     "Engine": "engine.engine",
     "CombinedLoader": "engine.data.combined_loaders",
     "Loss": "engine.step.gradients",
+    "Plan": "engine.planning.plan",
     "Precision": "engine.step.precision",
     "FP8": "engine.transforms.float8",
     "Callback": "engine.callback",
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from engine.loop.result import TrainState as TrainState
     from engine.loop.run import Run as Run
     from engine.module import TrainModule as TrainModule
+    from engine.planning.plan import Plan as Plan
     from engine.step.gradients import Loss as Loss
     from engine.step.precision import Precision as Precision
     from engine.strategies.base import Single as Single

@@ -17,6 +17,7 @@ from engine.cli import main as cli
 from engine.cli.targets import CALLBACKS
 from engine.config.name_and_options import PRECISIONS
 from engine.config.settings import Settings
+from engine.planning.device_table import DEVICES
 from engine.utils.device_names import KNOWN
 
 _FLAG = ("true", "false")
@@ -54,7 +55,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "on_nonfinite": ("raise", "skip", "null"),
 }
 """Possible values of settings that have only a few."""
-WORDS = {"resume": ("last", "auto", "best"), "checkpoint": ("last", "best")}
+WORDS = {"resume": ("last", "auto", "best"), "checkpoint": ("last", "best"), "device": tuple(DEVICES)}
 """Words that options accept besides paths."""
 
 

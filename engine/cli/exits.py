@@ -11,6 +11,8 @@ FAILED = 1
 """The run, or a check, failed."""
 USAGE = 2
 """Wrong options, settings or targets: nothing was started."""
+DOES_NOT_FIT = 3
+"""``fit plan`` forecasts that a rank needs more memory than its device has."""
 INTERRUPTED = 130
 """Ctrl-C, as shells show it."""
 
@@ -19,6 +21,7 @@ exit status:
   0    success
   1    an error of the run, or a check that failed
   2    wrong usage: an unknown option or setting, a bad configuration or target
+  3    fit plan: a rank needs more memory than its device has
   130  Ctrl-C; a run has finished its step and saved its checkpoint
   143  SIGTERM; likewise"""
 """The text for ``--help``."""

@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "predict": ("engine.cli.run:predict", "write the predictions of a checkpoint's weights to a file"),
     "checkpoint": ("engine.cli.checkpoint", "list, show, verify, export, convert, pack and prune checkpoints"),
     "report": ("engine.cli.report", "write an HTML page about runs: curves, times, configuration, differences"),
+    "plan": ("engine.cli.plan", "forecast a run on many ranks: memory, communication, time, and whether it fits"),
     "replay": ("engine.cli.replay", "run one step of an earlier training again, exactly, and show what happened in it"),
     "config": (
         "engine.cli.config",

@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -94,16 +94,27 @@ def of_checkpoint(chosen: Components, command: str, wanted: str) -> list[Parsed]
 
 def built(wanted: Components, parsed: list[Parsed], *more: Callback) -> tuple[Fit, TrainModule, Any]:
     """The ``Fit``, the module and the data, each built from its parameters."""
+    fit, make, data = to_build(wanted, parsed, *more)
+    return fit, make(), data
+
+
+def to_build(wanted: Components, parsed: list[Parsed], *more: Callback) -> tuple[Fit, Callable[[], TrainModule], Any]:
+    """The ``Fit``, a function that makes the module, and the data, each built from its parameters."""
     by_name = {each.component.name: each for each in parsed}
     callbacks = [_callback(each) for name, each in by_name.items() if name.startswith("callbacks.")]
     fit = Fit.from_resolved(replace(wanted.resolved, **_sections(parsed, wanted.resolved.origins)), [*callbacks, *more])
     if fit.settings.seed is not None:
         seed_everything(fit.settings.seed)  # the module's constructor draws the first weights
     data = by_name["data"].build()[0] if "data" in by_name else None
-    module, given = by_name["model"].build()
-    if not module.hparams:
-        module.hparams.update(given)
-    return fit, module, data
+
+    def make() -> TrainModule:
+        module: TrainModule
+        module, given = by_name["model"].build()
+        if not module.hparams:
+            module.hparams.update(given)
+        return module
+
+    return fit, make, data
 
 
 def _sections(parsed: list[Parsed], origins: Mapping[str, str]) -> dict[str, Any]:

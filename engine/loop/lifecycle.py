@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,19 @@ from engine.utils.seed import seed_everything
 
 
 @contextmanager
-def session(run: Run, datamodule: DataModule | None) -> Iterator[None]:
-    """Set up; at the end, also after an error, tear down. Errors reach every callback and propagate unchanged."""
+def session(
+    run: Run, datamodule: DataModule | None, building: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> Iterator[None]:
+    """Set up; at the end, also after an error, tear down. Errors reach every callback and propagate unchanged.
+
+    Args:
+        building: the context, around the strategy's own, in which the module builds its model.
+    """
     module = run.module
     with switched(run.settings), interruptible(run):
         try:
             module.attach(run)
-            _set_up(run, datamodule)
+            _set_up(run, datamodule, building)
             with suppress(Preempted):
                 yield
             _end_early(run)
@@ -94,7 +100,7 @@ def _cause(run: Run, error: BaseException) -> BaseException:
     return error
 
 
-def _set_up(run: Run, datamodule: DataModule | None) -> None:
+def _set_up(run: Run, datamodule: DataModule | None, building: Callable[[], AbstractContextManager[Any]]) -> None:
     stage, module, seed = run.stage, run.module, run.settings.seed
     if seed is not None:
         seed_everything(seed)
@@ -109,7 +115,7 @@ def _set_up(run: Run, datamodule: DataModule | None) -> None:
     for hook in run.hooks.setup:
         hook(run, module, stage)
     if not module.built:
-        with run.engine.strategy.building():
+        with building(), run.engine.strategy.building():
             module.configure_model()
     stream = run.engine.strategy.random_stream
     if stream and stage == "fit":

@@ -68,8 +68,15 @@ def make_fake(module: nn.Module) -> None:
 
 
 def fake_batch(batch: Any) -> Any:
-    """A batch with fake tensors."""
-    return map_tensors(fake_tensor, batch)
+    """A batch with fake tensors; small ones of integers (tokens, lengths, masks) keep their values, so that code may read them."""
+    return map_tensors(_fake_input, batch)
+
+
+def _fake_input(tensor: Tensor) -> Tensor:
+    if tensor.dtype in torch_private.INTEGERS and tensor.numel() <= torch_private.MOST_HOST_NUMBERS:
+        with torch_private.real():
+            return tensor.detach().to("cpu", copy=True)
+    return fake_tensor(tensor)
 
 
 def _not_copied(module: nn.Module, memo: dict[int, Any]) -> list[Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -11,8 +10,8 @@ from torch import nn
 
 from engine.data.prepared_loader import PreparedLoader
 from engine.loop.run import Run
-from engine.planning.paper_formulas import Shape, shape_of
-from engine.strategies.pipeline import SCHEDULES
+from engine.planning.bubble import STAGES
+from engine.planning.paper_formulas import Shape, sequence_of, shape_of
 from engine.utils.tree import batch_size
 
 
@@ -94,43 +93,57 @@ def machines_for(world_size: int, nodes: int | None, per_node: int) -> int:
     return wanted
 
 
-def job_of(run: Run, module: nn.Module, batch: Any, world_size: int, nodes: int) -> Job:
-    """The facts of a run that is set up, up to its first step.
+class Facts:
+    """Collects the facts of a job while one of its ranks is traced."""
 
-    Args:
-        run: of ``Fit``, with its loaders and its strategy. Its module may have been divided: a stage of a pipeline lacks the others.
-        module: the user's, before that; it lacks what ``configure_model`` makes.
-        batch: a micro-batch, for the length of its sequences.
-        world_size, nodes: that are planned for.
-    """
-    settings, strategy, engine = run.settings, run.engine.strategy, run.engine
-    axes = {name: size for name, size in strategy.axes.items() if size > 1}
-    data_ranks = engine.data_group.world_size
-    schedule = str(vars(strategy).get("schedule", "1f1b")) if axes.get("pp", 1) > 1 else None
-    given = vars(strategy).get("num_microbatches")
-    whole = max((module, run.module), key=lambda model: _count(model.parameters()))
-    loader, batches = run.train_loader, run.num_train_batches
-    return Job(
-        world_size=world_size,
-        nodes=nodes,
-        strategy=type(strategy).__name__,
-        precision=str(engine.precision),
-        axes=axes,
-        data_ranks=data_ranks,
-        window=run.window_at(0),
-        schedule=schedule,
-        parts=1 if schedule is None else given or axes["pp"] * SCHEDULES[schedule][1],
-        tf32=settings.matmul_precision in ("high", "medium"),
-        compiled=bool(settings.compile),
-        checkpointing=settings.activation_checkpointing,
-        parameters=_count(whole.parameters()),
-        trainable=_count(p for p in whole.parameters() if p.requires_grad),
-        parameter_bytes=sum(prod(each.shape) * each.element_size() for each in (*whole.parameters(), *whole.buffers())),
-        samples_per_epoch=_samples(loader, (batch_size(batch) or 0) * run.window_at(0) * data_ranks),
-        steps_per_epoch=None if batches is None else -(-batches // run.window_at(0)),
-        total_steps=run.total_steps,
-        shape=shape_of(module, batch) or shape_of(run.module, batch),
-    )
+    def __init__(self) -> None:
+        self._found: dict[str, Any] = {}
+
+    def built(self, module: nn.Module) -> None:
+        """The user's module, before a strategy divides it; it lacks what ``configure_model`` makes."""
+        self._count(module)
+        self._found["shape"] = shape_of(module)
+
+    def ready(self, run: Run, batch: Any) -> None:
+        """A run up to its first step, and a micro-batch."""
+        settings, strategy, engine = run.settings, run.engine.strategy, run.engine
+        axes = {name: size for name, size in strategy.axes.items() if size > 1}
+        schedule = str(vars(strategy).get("schedule", "1f1b")) if axes.get("pp", 1) > 1 else None
+        given = vars(strategy).get("num_microbatches")
+        batches, data_ranks, window = run.num_train_batches, engine.data_group.world_size, run.window_at(0)
+        self._count(run.module)
+        shape = self._found.get("shape") or shape_of(run.module)
+        self._found |= {
+            "strategy": type(strategy).__name__,
+            "precision": str(engine.precision),
+            "axes": axes,
+            "data_ranks": data_ranks,
+            "window": window,
+            "schedule": schedule,
+            "parts": 1 if schedule is None else given or axes["pp"] * STAGES[schedule],
+            "tf32": settings.matmul_precision in ("high", "medium"),
+            "compiled": bool(settings.compile),
+            "checkpointing": settings.activation_checkpointing,
+            "samples_per_epoch": _samples(run.train_loader, (batch_size(batch) or 0) * window * data_ranks),
+            "steps_per_epoch": None if batches is None else -(-batches // window),
+            "total_steps": run.total_steps,
+            "shape": None if shape is None else replace(shape, sequence=sequence_of(batch)),
+        }
+
+    def _count(self, module: nn.Module) -> None:
+        """Of a module that is larger than those before: a stage of a pipeline lacks the others."""
+        parameters = list(module.parameters())
+        count = sum(prod(each.shape) for each in parameters)
+        if count > self._found.get("parameters", -1):
+            self._found |= {
+                "parameters": count,
+                "trainable": sum(prod(each.shape) for each in parameters if each.requires_grad),
+                "parameter_bytes": sum(prod(t.shape) * t.element_size() for t in (*parameters, *module.buffers())),
+            }
+
+    def job(self, world_size: int, nodes: int) -> Job:
+        """All of it, for so many ranks and nodes."""
+        return Job(world_size=world_size, nodes=nodes, **self._found)
 
 
 def _samples(loader: PreparedLoader | None, each_step: int) -> int | None:
@@ -138,7 +151,3 @@ def _samples(loader: PreparedLoader | None, each_step: int) -> int | None:
     if loader is None or loader.samples is None or not each_step:
         return None
     return round(loader.samples / loader.stride * each_step)
-
-
-def _count(parameters: Iterable[Any]) -> int:
-    return sum(prod(each.shape) for each in parameters)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +13,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from engine.planning import torch_private
 from engine.planning.plan import Memory, Moment
 
 PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER = "parameters", "buffers", "gradients", "optimizer_state"
 ACTIVATIONS, TEMPORARIES, COMMUNICATION, INPUTS = "activations", "temporaries", "communication", "inputs"
+SET_UP = "set-up"
+"""The phase before the first step."""
 MOST_SHOWN = 20
 """Modules in :attr:`engine.planning.plan.RankTrace.held_at_peak`."""
 
@@ -28,6 +31,8 @@ class Held:
     size: int
     phase: str
     module: str
+    node: int = -1
+    """Which node of the backward pass has made it."""
     kind: str = TEMPORARIES
     """Its last use: a result of the forward pass that the backward pass needs was an activation from the start."""
     alive: Any = None
@@ -37,7 +42,7 @@ class MemoryTrace:
     """Follows every storage from the operation that makes it to its end. With real tensors it works as with fake ones."""
 
     def __init__(self) -> None:
-        self.phase, self.module = "start", ""
+        self.phase, self.module = SET_UP, ""
         self._held: dict[int, Held] = {}
         self._log: list[tuple[Held, int, str, str]] | None = None
         self._at_start: list[tuple[Held, int]] = []
@@ -54,7 +59,7 @@ class MemoryTrace:
         key = storage._cdata
         found = self._held.get(key)
         if found is None:
-            found = self._held[key] = Held(storage.nbytes(), self.phase, self.module)
+            found = self._held[key] = Held(storage.nbytes(), self.phase, self.module, torch_private.node_number())
             found.alive = weakref.ref(storage, lambda _: self._end(key))
             self._event(found, found.size)
         return found
@@ -78,10 +83,12 @@ class MemoryTrace:
                 held.kind = COMMUNICATION
 
     def added(self, before: Tensor, result: Tensor) -> None:
-        """Autograd has added another gradient to ``before``. With real tensors it does so in place if nothing else refers to ``before``, which
-        shows before the next operation: then it is released. With tensors that Python sees, it never does."""
+        """A sum in the backward pass. If it is autograd's own, of two gradients of one tensor, real tensors are added in place, unless something
+        else refers to ``before``; those that Python sees are not. A node's own sums do not release at once what another node has made."""
         old, new = self.note(before), self.note(result)
-        if old is not None and new is not None and old.size == new.size and self._log and self._log[-1][0] is new:
+        if old is None or new is None or not self._log or self._log[-1][0] is not new:
+            return
+        if old.size == new.size and old.node != new.node:
             self._sum = before.untyped_storage()._cdata, result.untyped_storage()._cdata, len(self._log) - 1
 
     def settle(self) -> None:
@@ -133,8 +140,16 @@ class MemoryTrace:
 
     def record(self) -> None:
         """The recorded step begins."""
+        for held in self._held.values():
+            if held.kind == TEMPORARIES and held.phase == SET_UP:  # numbers on the host: meshes, seeds
+                held.size = 0
         self._at_start = [(held, held.size) for held in self._held.values()]
         self._log = []
+
+    def leave_out(self, kinds: Collection[str]) -> None:
+        """What is of these kinds is in another memory."""
+        self._at_start = [(held, size) for held, size in self._at_start if held.kind not in kinds]
+        self._log = [event for event in self._log or [] if event[0].kind not in kinds]
 
     def timeline(self) -> tuple[Moment, ...]:
         """The recorded step: for each stretch in one module the moment with the most memory."""

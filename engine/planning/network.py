@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from engine.planning.devices import Hardware
+from engine.planning.device_table import Hardware
 from engine.planning.rank_trace import Collective
 
 START_S = 10e-6

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +26,7 @@ class OperationTrace:
         outputs, inputs = _found(result), _found((args, kwargs))
         if not outputs and not inputs:
             return
-        formula = torch_private.flops_of(operator.overloadpacket)
+        formula = _ATTENTION_ON_CPU.get(operator.name()) or torch_private.flops_of(operator.overloadpacket)
         flops = int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
         moved = {id(t): t.numel() * t.element_size() for t in (*inputs, *outputs)}
         dtype = str((inputs or outputs)[0].dtype).removeprefix("torch.")
@@ -42,6 +43,24 @@ class OperationTrace:
     def clear(self) -> None:
         """Count from zero."""
         self._counts.clear()
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Two products for each query and key: [batch, heads, queries, width], keys and values likewise."""
+    *batch, queries, width = query.shape
+    return 2 * prod(batch) * queries * key.shape[-2] * (width + value.shape[-1])
+
+
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Five products: the scores are computed again."""
+    return _attention(query, key, value) * 5 // 2
+
+
+_ATTENTION_ON_CPU: dict[str, Callable[..., int]] = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+}
+"""A plan computes on the CPU's operators, of which torch's table of FLOPs lacks these."""
 
 
 def _found(tree: Any) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -118,14 +118,13 @@ def model_state(count: int, shards: int, stage: int, *, optimizer_bytes: int = 1
     return count * sum(parts)
 
 
-def shape_of(model: nn.Module, batch: Any = None) -> Shape | None:
+def shape_of(model: nn.Module) -> Shape | None:
     """The shape of a dense transformer, from its Hugging Face configuration or its modules; ``None``: it is none, or its shape cannot be read.
 
     Read are: ``config`` of the model or of one of its modules; else the repeated blocks, the largest embedding, and the number of heads that a
     module of the first block has as an attribute. A model with experts is not dense.
     """
-    found = _configured(model) or _of_modules(model)
-    return None if found is None else replace(found, sequence=_sequence(batch))
+    return _configured(model) or _of_modules(model)
 
 
 def _configured(model: nn.Module) -> Shape | None:
@@ -219,8 +218,8 @@ def _number(value: Any) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
-def _sequence(batch: Any) -> int:
-    """Tokens of a sample: the length of the batch's first tensor of whole numbers with two dims."""
+def sequence_of(batch: Any) -> int:
+    """Tokens of a sample: the length of the batch's first tensor of whole numbers with two dims; 0: it has none."""
     found: list[int] = []
 
     def look(tensor: Tensor) -> Tensor:

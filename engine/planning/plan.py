@@ -12,7 +12,7 @@ from engine.checkpoint.write_shares import FILE, MOST_FILES
 from engine.planning import allocator, network, paper_formulas, roofline, step_time
 from engine.planning.allocator import Need, need
 from engine.planning.bubble import SOURCES, bubble_fraction
-from engine.planning.devices import Hardware
+from engine.planning.device_table import Hardware
 from engine.planning.job import Job
 from engine.planning.paper_formulas import Check
 from engine.planning.plan_page import page

@@ -47,7 +47,7 @@ class SimulatedGroup(Group):
         if key not in self._made:
             with torch_private.real():
                 self._made[key] = make()
-        return self._made[key]  # type: ignore[no-any-return]
+        return self._made[key]
 
 
 @contextmanager

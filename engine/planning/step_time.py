@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.planning.devices import Hardware
+from engine.planning.device_table import Hardware
 from engine.planning.network import seconds
 from engine.planning.rank_trace import Collective, RankTrace
 from engine.planning.roofline import Compute, compute

@@ -17,7 +17,7 @@ from engine.planning.memory_trace import MemoryTrace
 from engine.planning.operation_trace import OperationTrace
 
 
-class StepTrace(torch_private.TorchDispatchMode):
+class StepTrace(torch_private.Mode):
     """Observes a training, real or simulated::
 
     trace = StepTrace(axes)
@@ -38,7 +38,7 @@ class StepTrace(torch_private.TorchDispatchMode):
         self._owners: dict[int, str] = {}
         """The module of each parameter, by the parameter's id."""
         self._path: list[str] = []
-        self._forward = "forward"
+        self._forward = memory_trace.SET_UP
         self._recording = False
 
     def __enter__(self) -> StepTrace:
@@ -58,9 +58,11 @@ class StepTrace(torch_private.TorchDispatchMode):
         self._stack.close()
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(torch_private.is_wrapper, types)):
-            return NotImplemented
         kwargs = kwargs or {}
+        if torch_private.asks_device(operator):
+            return operator(*args, **kwargs)
+        if torch_private.wraps(types):
+            return NotImplemented
         self._set_phase()
         memory = self.memory
         memory.settle()
@@ -76,7 +78,7 @@ class StepTrace(torch_private.TorchDispatchMode):
             self.operations.note(operator, args, kwargs, result, memory.phase)
         if isinstance(result, Tensor):
             memory.note(result)
-            if torch_private.accumulates(operator):
+            if operator is torch.ops.aten.add.Tensor and memory.phase == "backward":
                 memory.added(args[0], result)
         elif isinstance(result, (list, tuple)):
             for tensor in _tensors(result):
@@ -86,7 +88,7 @@ class StepTrace(torch_private.TorchDispatchMode):
     def begin(self, model: nn.Module, optimizers: list[Optimizer], inputs: list[Tensor]) -> None:
         """Record from here on."""
         memory = self.memory
-        memory.phase, memory.module, self._forward = "start", "", "forward"
+        memory.phase, memory.module = "start", ""
         self._owners = {id(p): name.rpartition(".")[0] for name, p in model.named_parameters()}
         for parameter in model.parameters():
             memory.mark([parameter], memory_trace.PARAMETERS, self._owners[id(parameter)])

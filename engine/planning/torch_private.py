@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from math import prod
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
-import torch.nn.parallel.distributed as ddp
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import optimizer
 
 try:
-    from torch._C._distributed_c10d import FakeWork, _create_work_from_future, _resolve_process_group
+    from torch._C import _distributed_c10d
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -25,18 +25,43 @@ try:
         unset_fake_temporarily,
     )
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    from torch.utils.flop_counter import flop_registry
-except ImportError as error:
+    from torch.utils._python_dispatch import (
+        TorchDispatchMode,
+        _disable_current_modes,
+        is_traceable_wrapper_subclass_type,
+    )
+    from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+    _c10d: Any = _distributed_c10d
+    _create_work_from_future, _resolve_process_group = _c10d._create_work_from_future, _c10d._resolve_process_group
+except (ImportError, AttributeError) as error:
     raise ImportError(
         f"planning needs parts of torch that torch {torch.__version__} does not have ({error}): use torch 2.11 to 2.13"
     ) from error
 
+MOST_HOST_NUMBERS = 1 << 20
+"""Larger tensors have no values, even if they hold integers."""
+INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_HOST = torch.device("cpu")
+_aten, _prim = torch.ops.aten, torch.ops.prim
+_ATTENTION_ON_CPU = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: sdpa_flop_count(
+        query.shape, key.shape, value.shape
+    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, query, key, value, *_, **__: (
+        sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+    ),
+}
 UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException)
-"""Errors of operations whose result, or its shape, depends on values that a fake tensor does not have."""
-MOST_HOST_NUMBERS = 65536
-"""Larger tensors are fake even if they hold integers made from nothing."""
-_SMALL_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_C10D, _HOST = "c10d", torch.device("cpu")
+"""Errors of operations whose result, or its shape, depends on values that a tensor does not have."""
+
+
+class Mode(TorchDispatchMode):
+    """Sees each operation below autograd. An operation on a tensor that only wraps others, such as a ``DTensor``, comes again with those."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # a plan compiles nothing, and the guard costs as much as the rest
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -44,9 +69,18 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def is_wrapper(kind: type) -> bool:
-    """Whether a class of tensors only wraps others, such as ``DTensor``: its operations arrive again, with the tensors inside."""
-    return is_traceable_wrapper_subclass_type(kind)
+def wraps(types: Any) -> bool:
+    """Whether one of these classes of tensors only wraps others."""
+    # A set comprehension or `any` would cost as much as the rest of an observer.
+    for kind in types:  # noqa: SIM110
+        if kind is not FakeTensor and is_traceable_wrapper_subclass_type(kind):
+            return True
+    return False
+
+
+def asks_device(operator: Any) -> bool:
+    """Whether this only reads a fake tensor's device, which torch does several times an operation."""
+    return operator is _prim.device.default
 
 
 def in_backward() -> bool:
@@ -54,9 +88,10 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def accumulates(operator: Any) -> bool:
-    """Whether autograd itself adds two gradients of one tensor now, outside of any node."""
-    return operator is torch.ops.aten.add.Tensor and in_backward() and torch._C._current_autograd_node() is None
+def node_number() -> int:
+    """Which node of the backward pass runs in this thread, or has run last in it; -1 outside of backward passes."""
+    node = torch._C._current_autograd_node() if in_backward() else None
+    return -1 if node is None else node._sequence_nr()
 
 
 def unsharded_gradients(model: Any) -> list[Tensor]:
@@ -72,23 +107,31 @@ def unsharded_gradients(model: Any) -> list[Tensor]:
 
 def group_of(name: Any) -> dist.ProcessGroup:
     """The process group of this name, or behind this script object."""
-    return _resolve_process_group(name) if isinstance(name, str) else dist.ProcessGroup.unbox(name)
+    found = _resolve_process_group(name) if isinstance(name, str) else name
+    return found if isinstance(found, dist.ProcessGroup) else dist.ProcessGroup.unbox(found)
 
 
 def flops_of(packet: Any) -> Callable[..., int] | None:
     """The formula for the floating point operations of an operator (a multiplication and an addition are two)."""
-    return flop_registry.get(packet)
+    found: Any = flop_registry.get(packet) or _ATTENTION_ON_CPU.get(packet)
+    return found
 
 
-class Simulation(TorchDispatchMode):
-    """Inside the block tensors have shapes but no values, except those that the host has: numbers made from Python values and small integers made
+class Simulation(Mode):
+    """Inside the block tensors have shapes but no values, except those that the host has: small ones made from Python values, small integers made
     from nothing, and what is computed from them alone. Process groups are those of :func:`simulated_processes`.
+
+    Where the code reads a value that is not there, it gets an answer: 1 for a number, False for a condition, and the largest possible result
+    where its shape depends on values.
+
+    Args:
+        answered: called with what was asked and what is answered; returns whether the training's own code has asked. The library gets 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, answered: Callable[[str, Any], bool]) -> None:
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._depth = 0
+        self._answered = answered
 
     def __enter__(self) -> Simulation:
         self.fake.__enter__()
@@ -99,41 +142,99 @@ class Simulation(TorchDispatchMode):
         super().__exit__(*error)
         self.fake.__exit__(*error)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if any(map(is_wrapper, types)):
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator is _prim.device.default and type(args[0]) is FakeTensor:
+            return args[0].fake_device
+        if wraps(types):
             return NotImplemented
-        if self._of_host(function, args, kwargs):
+        if operator is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # the fake one would be a copy
+        kwargs = kwargs or {}
+        if FakeTensor not in types and _of_host(operator, args, kwargs):
             with unset_fake_temporarily():
-                result = function(*args, **kwargs)
+                result = operator(*args, **kwargs)
         else:
-            result = function(*args, **kwargs)
-        return _finished(result, args) if function.namespace == _C10D else result
+            try:
+                result = operator(*self._indices(operator, args), **kwargs)
+            except UNREADABLE:
+                result = self._answer(operator, args)
+        return _finished(result, args) if operator.namespace == "c10d" else result
 
-    def _of_host(self, function: Any, args: Any, kwargs: Any) -> bool:
-        """Whether an operation has nothing but values that the host has."""
-        tensors = [each for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        if tensors:
-            return all(not is_fake(t) and t.device == _HOST and t.numel() <= MOST_HOST_NUMBERS for t in tensors)
-        if kwargs.get("dtype") not in _SMALL_DTYPES or not args:
-            return False
-        sizes = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-        numbers = 1
-        for size in sizes:
-            numbers *= size if isinstance(size, int) else 1
-        return numbers <= MOST_HOST_NUMBERS
+    def _answer(self, operator: Any, args: Any) -> Any:
+        if operator is _aten._local_scalar_dense.default:
+            kind = args[0].dtype
+            found: Any = False if kind is torch.bool else 1 if kind in INTEGERS else 1.0
+            return found if self._answered("reads a value on the host", found) else type(found)(0)
+        if operator is _aten.equal.default:
+            return self._answered("compares values on the host", True) or True
+        sizes: dict[Any, Any] = {
+            _aten.nonzero.default: lambda t: torch.empty((t.numel(), t.ndim), dtype=torch.int64),
+            _aten.masked_select.default: lambda t, mask: t.new_empty(
+                torch.broadcast_shapes(t.shape, mask.shape).numel()
+            ),
+            _aten.bincount.default: lambda t, weights=None, least=0: t.new_empty(max(least, 1), dtype=torch.int64),
+            _aten._unique2.default: lambda t, *_: tuple(t.new_empty(t.numel()) for _ in range(3)),
+        }
+        largest = sizes.get(operator)
+        if largest is None:
+            raise
+        self._answered(
+            f"has a result ({operator.overloadpacket}) whose shape depends on values", "the largest possible one"
+        )
+        with self.fake:
+            return largest(*args)
+
+    def _indices(self, operator: Any, args: Any) -> Any:
+        """The arguments of an operation, where masks that choose elements are numbers of elements."""
+        if operator.overloadpacket not in (_aten.index, _aten.index_put, _aten.index_put_) or len(args) < 2:
+            return args
+        indices: list[Any] = []
+        for index in args[1]:
+            if index is None or index.dtype is not torch.bool:
+                indices.append(index)
+            elif is_fake(index):
+                self._answered("chooses elements by a mask", "all of them")
+                with self.fake:
+                    indices += [torch.empty(index.numel(), dtype=torch.int64) for _ in range(index.ndim)]
+            else:
+                with unset_fake_temporarily():
+                    indices += index.nonzero().unbind(1)
+        return (args[0], indices, *args[2:])
+
+
+def _of_host(operator: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation has nothing but values that the host has."""
+    tensors = _tensors(args, _tensors(kwargs.values(), []))
+    if tensors:
+        return all(t.device == _HOST and t.numel() <= MOST_HOST_NUMBERS for t in tensors)
+    if kwargs.get("device", _HOST) not in (None, _HOST, "cpu") or not args:
+        return False
+    if operator.overloadpacket is _aten.arange:
+        return all(isinstance(each, int) for each in args) and kwargs.get("dtype") in (None, *INTEGERS)
+    sizes = args[0] if isinstance(args[0], (list, tuple)) else args
+    return kwargs.get("dtype") in INTEGERS and prod(s for s in sizes if isinstance(s, int)) <= MOST_HOST_NUMBERS
+
+
+def _tensors(values: Any, found: list[Tensor]) -> list[Tensor]:
+    """The tensors among arguments of an operator are added to ``found``."""
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            _tensors(value, found)
+    return found
 
 
 def _finished(result: Any, args: Any) -> Any:
     """The result of a collective, with a future that holds its tensors: that of torch's fake work is empty, and DDP's reducer reads it."""
-    parts = list(result) if isinstance(result, (list, tuple)) else [result]
+    several = isinstance(result, (list, tuple))
+    parts = list(result) if several else [result]
     for index, part in enumerate(parts):
         if isinstance(part, torch.ScriptObject) and "Work" in str(part._type()):
             future: Any = torch.futures.Future()
-            first = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-            future.set_result(list(first))
+            future.set_result(list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]])
             parts[index] = _create_work_from_future(future).boxed()
-    return type(result)(parts) if isinstance(result, (list, tuple)) else parts[0]
+    return type(result)(parts) if several else parts[0]
 
 
 @contextmanager
@@ -156,21 +257,54 @@ def simulated_group(ranks: list[int]) -> dist.ProcessGroup:
 @contextmanager
 def real() -> Iterator[None]:
     """Inside the block, within a :class:`Simulation`, tensors have values."""
-    with ExitStack() as stack:
-        stack.enter_context(unset_fake_temporarily())
-        stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
+    with unset_fake_temporarily(), _disable_current_modes():
         yield
 
 
 @contextmanager
-def swappable(simulation: Simulation) -> Iterator[None]:
-    """Inside the block ``Module.to`` works on fake parameters: it swaps their contents, which torch refuses while its table of conversions has weak
-    references to them."""
+def as_on_accelerators() -> Iterator[None]:
+    """Inside the block optimizers change fake parameters on the CPU many at once (``foreach``) unless told otherwise, as they do on CUDA and XPU:
+    faster there, with intermediate results as large as the parameters."""
+    devices = optimizer._get_foreach_kernels_supported_devices
+    kinds: list[Any] = optimizer._foreach_supported_types  # the list that DTensor adds itself to
+    kinds.append(FakeTensor)
+    try:
+        with patch.object(optimizer, "_get_foreach_kernels_supported_devices", lambda: [*devices(), "cpu"]):
+            yield
+    finally:
+        kinds.remove(FakeTensor)
+
+
+@contextmanager
+def usable(simulation: Simulation, answered: Callable[[str, Any], bool]) -> Iterator[None]:
+    """Inside the block fake tensors allow what torch refuses them.
+
+    ``Module.to`` swaps the contents of fake parameters, which torch refuses while its table of conversions has weak references to them. Code
+    formats a tensor as a number, or copies it to numpy; it gets the same answers as from a :class:`Simulation`.
+    """
     swap = torch.utils.swap_tensors
 
     def forgetting(one: Tensor, other: Tensor) -> None:
         simulation.fake.fake_tensor_converter.tensor_memo.clear()
         swap(one, other)
 
-    with patch.object(torch.utils, "swap_tensors", forgetting):
+    def formatted(self: Tensor, form: str) -> str:
+        return format(self.item(), form) if not self.dim() else object.__format__(self, form)
+
+    def numbers(self: Tensor, *_: Any, **__: Any) -> Any:
+        answered("copies a tensor to numpy", "ones")
+        with real():
+            return torch.ones(self.shape, dtype=self.dtype).numpy()
+
+    def listed(self: Tensor) -> Any:
+        return numbers(self).tolist()
+
+    with (
+        patch.object(torch.utils, "swap_tensors", forgetting),
+        patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),  # the error itself says it
+        patch.object(FakeTensor, "__format__", formatted, create=True),
+        patch.object(FakeTensor, "numpy", numbers, create=True),
+        patch.object(FakeTensor, "__array__", numbers, create=True),
+        patch.object(FakeTensor, "tolist", listed, create=True),
+    ):
         yield

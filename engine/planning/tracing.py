@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,13 @@ from engine.data.datamodule import DataModule
 from engine.loop import setup
 from engine.loop.lifecycle import session
 from engine.loop.run import Run
+from engine.loop.train import of_the_epoch
 from engine.module import TrainModule
 from engine.planning import memory_trace, torch_private
+from engine.planning.answers import Answers
 from engine.planning.fake_module import fake_batch, fake_module, make_fake
 from engine.planning.first_batch import first_batch
+from engine.planning.job import Facts
 from engine.planning.plan import RankTrace
 from engine.planning.simulated_group import SimulatedGroup, simulated
 from engine.planning.step_trace import StepTrace
@@ -26,70 +29,97 @@ from engine.utils.seed import isolated
 from engine.utils.tree import leaves
 
 MOST_WINDOWS = 4
-"""The first window makes the optimizer's state. DDP arranges its buckets anew in the second: a window counts once it communicates as the one before."""
+"""The first window makes the optimizer's state. DDP arranges its buckets anew in the second: a window counts once it communicates as the last."""
 
 Start = Callable[[TrainModule, SimulatedGroup], Run]
 """Makes a run of this module on this group."""
-Note = Callable[[Run, Any], None]
-"""Called once a run is set up, up to its first step, with a micro-batch."""
 
 
 def trace(
     start: Start,
-    module: TrainModule,
+    module: TrainModule | Callable[[], TrainModule],
     train_loader: Any = None,
     *,
     world_size: int,
     nodes: int = 1,
     datamodule: DataModule | None = None,
     ranks: Sequence[int] = (0,),
-    note: Note = lambda run, batch: None,
+    facts: Facts | None = None,
+    accelerated: bool = False,
 ) -> list[RankTrace]:
     """One full step of each of these ranks in a job of ``world_size`` ranks on ``nodes`` machines.
 
-    The module, the process's random numbers and torch's process groups are as before afterwards. ``note`` is called for each of the ranks.
+    The module, the process's random numbers and torch's process groups are as before afterwards. ``module`` may be a function that makes it: its
+    tensors then never have values, whatever their size. ``facts`` are collected. ``accelerated``: torch's optimizers choose their implementation as
+    on CUDA rather than as on the CPU, and what a strategy keeps in the host's memory is left out.
 
     Raises:
         RuntimeError: this process is in a job already, or the module is in a run.
         ValueError: settings that do not fit together, as in a run.
     """
-    if module.attached:
+    if isinstance(module, TrainModule) and module.attached:
         raise RuntimeError(f"{type(module).__name__} is in a run: plan before it, or plan a new module")
-    return [_trace(start, module, train_loader, rank, world_size, nodes, datamodule, note) for rank in ranks]
+    with torch_private.as_on_accelerators() if accelerated else nullcontext():
+        return [
+            _trace(start, module, train_loader, rank, world_size, nodes, datamodule, facts or Facts(), accelerated)
+            for rank in ranks
+        ]
 
 
 def _trace(
     start: Start,
-    module: TrainModule,
+    module: TrainModule | Callable[[], TrainModule],
     train_loader: Any,
     rank: int,
     world_size: int,
     nodes: int,
     datamodule: DataModule | None,
-    note: Note,
+    facts: Facts,
+    accelerated: bool,
 ) -> RankTrace:
+    with set_up(start, module, train_loader, rank, world_size, nodes, datamodule, facts) as (run, simulation, answers):
+        assert run.train_loader is not None
+        batch, samples = first_batch(run.train_loader)
+        return _steps(run, simulation, answers, train_loader, datamodule, batch, samples, facts, accelerated)
+
+
+@contextmanager
+def set_up(
+    start: Start,
+    module: TrainModule | Callable[[], TrainModule],
+    train_loader: Any,
+    rank: int,
+    world_size: int,
+    nodes: int,
+    datamodule: DataModule | None,
+    facts: Facts,
+) -> Iterator[tuple[Run, torch_private.Simulation, Answers]]:
+    """A simulated run with its module, without values, and its training loader; arguments as of :func:`trace`."""
     with ExitStack() as stack:
         stack.enter_context(isolated())
         group = stack.enter_context(simulated(rank, world_size, nodes))
-        simulation = torch_private.Simulation()
-        stack.enter_context(torch_private.swappable(simulation))
+        answers = Answers()
+        simulation = torch_private.Simulation(answers)
+        stack.enter_context(torch_private.usable(simulation, answers))
         with simulation:
-            copied = fake_module(module)
+            copied = fake_module(module) if isinstance(module, TrainModule) else module()
+        facts.built(copied)
         run = start(copied, group)
-        stack.enter_context(session(run, datamodule))
+        stack.enter_context(session(run, datamodule, lambda: simulation))
         setup.training_loader(run, train_loader, datamodule)
-        batch, samples = first_batch(run.train_loader)
-        return _steps(run, simulation, train_loader, datamodule, batch, samples, note)
+        yield run, simulation, answers
 
 
 def _steps(
     run: Run,
     simulation: torch_private.Simulation,
+    answers: Answers,
     train_loader: Any,
     datamodule: DataModule | None,
     batch: Any,
     samples: int,
-    note: Note,
+    facts: Facts,
+    accelerated: bool,
 ) -> RankTrace:
     """Set up the training and run two windows; the second is recorded."""
     engine = run.engine
@@ -102,23 +132,16 @@ def _steps(
         make_fake(run.module)
         observer.name(run.module)
         setup.training(run, train_loader, [], datamodule)
+        # A plan takes a few steps more than a short training has, and a schedule may end with it.
+        run.set_optimizers(run.optimizers, run.schedulers, automatic=False)
         observer.name(run.module)
-        note(run, batch)
-        fresh = partial(fake_batch, batch)
-        run.optimization.begin()
-        engine.window.accumulating = run.optimization.accumulates
+        facts.ready(run, batch)
         engine.window.agree = list  # all ranks are like this one
-        window(run, [], fresh, weights, observer)
-        for _ in range(MOST_WINDOWS - 1):
-            before = observer.collectives.collectives()
-            gc.collect()
-            ready = [fresh()]
-            observer.begin(run.module, _optimizers(run), leaves(ready))
-            window(run, ready, fresh, weights, observer)
-            observer.end()
-            if observer.collectives.collectives() == before:
-                break
+        _begin(run, answers)
+        error = _windows(run, partial(fake_batch, batch), weights, observer, answers)
     memory = observer.memory
+    if accelerated:
+        memory.leave_out(engine.strategy.on_host)
     timeline = memory.timeline()
     return RankTrace(
         rank=run.rank,
@@ -131,18 +154,65 @@ def _steps(
         timeline=timeline,
         collectives=observer.collectives.collectives(),
         operations=observer.operations.operations(),
+        missing=(*answers.sentences(), *([] if error is None else [error]), *_compiled(run)),
     )
 
 
+def _compiled(run: Run) -> list[str]:
+    """What is not known of a compiled step."""
+    if not run.settings.compile:
+        return []
+    return [
+        "torch.compile is left out: the plan is of the eager step; compiled, it keeps fewer activations and moves fewer bytes"
+    ]
+
+
+def _begin(run: Run, answers: Answers) -> None:
+    """What a training does before its first batch."""
+    run.optimization.begin()
+    run.engine.window.accumulating = run.optimization.accumulates
+    for hook in (*run.hooks.on_fit_start, *run.hooks.on_train_start, *run.hooks.on_train_epoch_start):
+        try:
+            of_the_epoch(run, [hook])
+        except Exception as error:
+            answers.leave_out(hook, error)
+
+
+def _windows(
+    run: Run, fresh: Callable[[], Any], weights: Sequence[Any], observer: StepTrace, answers: Answers
+) -> str | None:
+    """Run windows until one communicates as the one before; the last is recorded. What ended it early, in a sentence."""
+    before = None
+    for _ in range(MOST_WINDOWS):
+        gc.collect()
+        ready = [fresh()]
+        observer.begin(run.module, _optimizers(run), leaves(ready))
+        try:
+            window(run, ready, fresh, weights, observer)
+        except Exception as error:
+            if not answers.explain(error):
+                raise
+            return f"the plan ends at {answers.place(error)}: {type(error).__name__}: {error}"
+        finally:
+            observer.end()
+        now = observer.collectives.collectives()
+        if now == before:
+            break
+        before = now
+    return None
+
+
 def window(run: Run, ready: list[Any], fresh: Callable[[], Any], weights: Sequence[Any], observer: StepTrace) -> None:
-    """One optimizer step, as :func:`engine.loop.train.train_epoch` makes it: one micro-batch at a time is in memory, ``ready`` or made by ``fresh``."""
-    optimization, recorder = run.optimization, run.recorder
+    """One optimizer step, as :func:`engine.loop.train.train_epoch` makes it. One micro-batch at a time is in memory: ``ready``, then ``fresh``."""
+    optimization, recorder, hooks = run.optimization, run.recorder, run.hooks
     for index, share in enumerate(weights):
         batch = ready.pop() if ready else fresh()
         observer.memory.mark(leaves(batch), memory_trace.INPUTS)
         run.engine.window.share = share
         recorder.size, recorder.batch = share.size, batch
         with observer.phase("forward"):
+            for hook in hooks.on_train_batch_start:
+                hook(run, run.module, batch, index)
             outputs = optimization.micro(batch, index, share)
         observer.mark_gradients(_optimizers(run))
         if share.last:
@@ -152,6 +222,9 @@ def window(run: Run, ready: list[Any], fresh: Callable[[], Any], weights: Sequen
             run.stepping = False
         else:
             observer.mark_kept_gradients(run.module)
+        with observer.phase("end"):
+            for hook in hooks.on_train_batch_end:
+                hook(run, run.module, outputs, batch, index)
         batch = outputs = recorder.batch = None
     recorder.window += 1
 

@@ -269,8 +269,11 @@ else:
 
 @pytest.mark.parametrize(
     "how",
-    [["-c", WHERE, "x", "a b"], ["sub/../script.py", "x", "a b"], ["-m", "script", "x", "a b"]],
-    ids=["-c", "script", "-m"],
+    [
+        pytest.param(["-c", WHERE, "x", "a b"], marks=pytest.mark.slow, id="-c"),
+        pytest.param(["sub/../script.py", "x", "a b"], id="script"),
+        pytest.param(["-m", "script", "x", "a b"], marks=pytest.mark.slow, id="-m"),
+    ],
 )
 def test_scripts_modules_and_commands_are_repeated(tmp_path, how):
     (tmp_path / "sub").mkdir()
@@ -292,13 +295,14 @@ def test_scripts_modules_and_commands_are_repeated(tmp_path, how):
 @pytest.mark.parametrize(
     ("command", "given", "reason"),
     [
-        (["-"], START, "the script was read from standard input"),
-        ([], START, "the script was read from standard input"),
-        (["-i", "-c", START], "exit(1)", "interactive interpreter"),
-        (["-c", "import sys; sys.modules['ipykernel'] = sys\n" + START], "", "Jupyter kernel"),
-        (["-c", WORKER], "", "worker of the multiprocessing module"),
+        pytest.param(["-"], START, "the script was read from standard input", marks=pytest.mark.slow, id="-"),
+        pytest.param([], START, "the script was read from standard input", id="stdin"),
+        pytest.param(["-i", "-c", START], "exit(1)", "interactive interpreter", marks=pytest.mark.slow, id="-i"),
+        pytest.param(
+            ["-c", "import sys; sys.modules['ipykernel'] = sys\n" + START], "", "Jupyter kernel", id="jupyter"
+        ),
+        pytest.param(["-c", WORKER], "", "worker of the multiprocessing module", id="worker"),
     ],
-    ids=["-", "stdin", "-i", "jupyter", "worker"],
 )
 def test_what_cannot_be_repeated_is_refused(command, given, reason):
     ran = subprocess.run(

@@ -17,8 +17,8 @@ LOOP = FORWARD | {"optimizer"}
 """All ranges of the loop."""
 FLAT = ("FSDP::all_gather", "FSDP::post_backward_reduce", "FSDP::all_reduce")
 """What FSDP calls its own work on flat buffers, as the profiler shows it."""
-NUMBER = 8
-"""Bytes of a Python number as an operator's argument."""
+ON_THE_HOST = (8, torch.get_rng_state().numel())
+"""Bytes of what no operation makes and is on the host whatever the device is: a Python number as an operator's argument, a random generator's state."""
 KINDS = {
     "c10d::allreduce_": "all_reduce",
     "c10d::_allgather_base_": "all_gather",
@@ -142,7 +142,9 @@ def read(tree: Iterable[Any]) -> Recording:
         elif name.startswith("fsdp::"):
             pointers = tuple(tensor.storage_data_ptr for tensor in _tensors(event.extra_fields.inputs))
             found.packed.append((event.start_time_ns, pointers))
-        if operation < 0 and _is_operation(name):
+        if name == "PythonSubclass":  # what a DTensor does instead is operations of its own
+            operation = -1
+        elif operation < 0 and _is_operation(name):
             numbers, operation = numbers + 1, numbers
         stack += [(child, (*within, name), operation) for child in reversed(event.children)]
     found.blocks = _blocks(sorted(changes, key=lambda change: change[0]))
@@ -152,7 +154,7 @@ def read(tree: Iterable[Any]) -> Recording:
 
 
 def _blocks(changes: Iterable[tuple[int, Any, tuple[str, ...], int]]) -> list[Block]:
-    """Without kernels' own, which no operation hands on; what the back end of a process group copies; numbers of Python, which are on the host."""
+    """Without kernels' own, which no operation hands on; what the back end of a process group copies; what is on the host."""
     found: dict[Block, None] = {}
     at: dict[int, Block] = {}
     for time, change, within, operation in changes:
@@ -165,7 +167,9 @@ def _blocks(changes: Iterable[tuple[int, Any, tuple[str, ...], int]]) -> list[Bl
             at[pointer] = block
         elif before is not None and -1 < operation == before.operation:
             del found[before]
-    return [block for block in found if not _of_back_end(block) and not (block.operation < 0 and block.size == NUMBER)]
+    return [
+        block for block in found if not _of_back_end(block) and not (block.operation < 0 and block.size in ON_THE_HOST)
+    ]
 
 
 def _of_back_end(block: Block) -> bool:

@@ -166,7 +166,7 @@ def evaluated(recording: Recording, marks: Marks) -> dict[str, Any]:
     start, end = recording.marks["start"], recording.marks["end"]
     for block in recording.blocks:
         unseen = block.lost or block.end > FOREVER
-        if block.start < start and (unseen or not (block.category or block.within and block.within[0] in LOOP)):
+        if block.start < start and (unseen or not (block.category or (block.within and block.within[0] in LOOP))):
             block.category = OTHER
         block.category = block.category or recording.by_context(block)
     levels = [{k: v for k, v in level.items() if v and k != OTHER} for level in recording.levels(start, end)]

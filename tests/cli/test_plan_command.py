@@ -1,0 +1,175 @@
+"""``fit plan``: a target's plan as text, JSON and a page, its exit statuses, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from engine import TrainModule
+from engine.cli.exits import DOES_NOT_FIT, STATUSES
+from engine.cli.main import main
+from engine.planning import measurement
+
+WIDTH = 8
+
+
+class Net(TrainModule):
+    """8 -> 8 without bias, twice."""
+
+    def __init__(self, width: int = WIDTH, drop: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        self.drop = nn.Dropout(drop)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.drop(self.second(self.first(batch[0]))).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+class Rates(Net):
+    """Reads a tensor's values while it is made, as schedules of stochastic depth do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+
+
+class Huge(Net):
+    """4 TB of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.huge = nn.Parameter(torch.ones(1_000_000, 1_000_000))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.huge[:2, :2].sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def rows(count: int = 96) -> DataLoader[tuple[Tensor, ...]]:
+    print("some words of the target's own")
+    return DataLoader(TensorDataset(torch.zeros(count, WIDTH)), batch_size=4)
+
+
+HERE = [f"{__file__}:Net", "--data", f"{__file__}:rows"]
+CPU = ["--device", "cpu,1GB,fp32=1e9,1e9"]
+
+
+def test_a_plan_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    options = [*CPU, "--world-size", "4", "--price", "3600", "--storage", "1kB/s", "--page", str(page), "--json"]
+    assert main(["plan", *HERE, *options, "--set", "strategy=ddp", "max_epochs=2"]) == 0
+    out, err = capsys.readouterr()
+    assert "some words of the target's own" in err
+    found = json.loads(out)
+    assert (found["fits"], found["verdict"]) == (True, "yes")
+    assert found["job"]["world_size"] == found["job"]["data_ranks"] == 4
+    assert found["job"]["parameters"] == 128
+    assert found["job"]["strategy"] == "DDP"
+    memory = found["ranks"][0]["peak"]["memory"]
+    assert memory["parameters"] == 512
+    assert memory["optimizer_state"] == 1024 + 2 * 4  # two moments, and two counters of steps
+    data = found["data"]
+    # 96 rows in steps of 4 rows on each of 4 ranks
+    assert (data["samples_per_step"], data["samples_per_epoch"], data["steps_per_epoch"], data["steps"]) == (
+        16,
+        96,
+        6,
+        12,
+    )
+    assert found["checkpoint"]["bytes"] == 512 + 1032
+    assert found["checkpoint"]["seconds"] == pytest.approx(1.544)
+    assert found["cost"]["total"] == pytest.approx(4 * 12 * found["time"]["step_s"])
+    reduced = [each for each in found["ranks"][0]["collectives"] if each["phase"] == "backward"]
+    assert sum(each["bytes"] for each in reduced) == 512
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ["--device", "cpu,1KB,fp32=1e9,1e9"]
+    assert main(["plan", *HERE, *tiny, "--world-size", "1"]) == DOES_NOT_FIT
+    assert "It does not fit: it needs" in capsys.readouterr().out
+    assert f"  {DOES_NOT_FIT}    fit plan" in STATUSES
+
+
+def test_ranks_of_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *HERE, *CPU, "--json", "--set", "devices=2", "num_nodes=3", "strategy=ddp"]) == 0
+    assert json.loads(capsys.readouterr().out)["job"]["world_size"] == 6
+
+
+def test_parameters_take_no_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{__file__}:Huge", *HERE[1:], *CPU, "--world-size", "1", "--json"]) == DOES_NOT_FIT
+    found = json.loads(capsys.readouterr().out)
+    assert found["job"]["parameters"] == 10**12 + 128
+    assert found["ranks"][0]["peak"]["memory"]["parameters"] == 4 * 10**12 + 512
+
+
+def test_a_module_that_reads_values_is_made_in_memory(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "engine"):
+        assert main(["plan", f"{__file__}:Rates", *HERE[1:], *CPU, "--world-size", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["job"]["parameters"] == 128
+    assert "reads values of its tensors while it is made, so it is made in memory" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (HERE, "for how many ranks? give --world-size N"),
+        ([*HERE, "--world-size", "0"], "world_size=0 must be at least 1"),
+        ([*HERE, "--world-size", "6", "--nodes", "4"], "do not divide evenly over nodes=4"),
+        ([*HERE, "--world-size", "2", "--device", "h1000"], "did you mean 'h100'"),
+        ([*HERE, "--world-size", "2", "--network", "fast"], "'fast' is not a bandwidth"),
+        ([*HERE, "--world-size", "2", "--storage", "slow"], "--storage slow"),
+        ([*HERE, "--world-size", "2", "--price", "-1"], "a price is not negative"),
+        ([*HERE, "--world-size", "2", "--page", "plan.txt"], "ends in .html"),
+        ([*HERE, "--world-size", "2", "--set", "strategy=fdsp"], "did you mean 'fsdp'"),
+        ([*HERE, "--world-size", "2", "--set", "model.widht=4"], "did you mean 'width'"),
+        ([*HERE, "--world-size", "2", "strategy=ddp"], "unrecognized arguments"),
+        ([*HERE, "--measure"], "takes no target"),
+        (["--measure", "--processes", "0"], "give at least 1"),
+        (["nowhere:Net", "--world-size", "2"], "there is no module 'nowhere'"),
+    ],
+)
+def test_wrong_options(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    try:
+        status = main(["plan", *arguments])
+    except SystemExit as end:  # argparse
+        status = end.code
+    assert status == 2
+    assert words in capsys.readouterr().err
+
+
+def test_what_it_measures_is_what_it_takes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurement, "_SECONDS", 1e-3)
+    assert main(["plan", "--measure", "--processes", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ranks"], found["within"], found["as_network"]) == (1, None, None)
+    assert min(found["peaks"]["fp32"], found["bandwidth"], found["memory"]) > 1e6
+    assert main(["plan", *HERE, "--world-size", "1", "--device", found["as_device"], "--json"]) == 0
+    device = json.loads(capsys.readouterr().out)["device"]
+    assert device["memory"] == found["memory"]
+    assert device["peaks"]["float32"] == pytest.approx(found["peaks"]["fp32"], rel=0.01)
+    assert device["reached"] == {"compute": 1.0, "memory": 1.0, "links": 1.0}
+    assert device["caching"] is (found["device"] != "cpu")
+
+
+@pytest.mark.slow
+def test_links_between_ranks_are_measured(fit) -> None:
+    ended = fit("plan", "--measure", "--processes", "2", "--json")
+    assert ended.status == 0, ended.err
+    found = json.loads(ended.out)
+    assert found["ranks"] == 2
+    assert found["within"]["bandwidth"] > 1e6
+    assert 0 < found["within"]["latency"] < 1
+    assert found["between"] is None
