@@ -68,6 +68,8 @@ class MemoryTrace:
         """These tensors' storages are of this kind, and belong to this module."""
         for tensor in tensors:
             for part in local_parts(tensor):
+                if part.device.type == "meta":  # what another rank has
+                    continue
                 if (held := self.note(part)) is not None:
                     held.kind = kind
                     held.module = held.module if module is None else module
@@ -76,10 +78,8 @@ class MemoryTrace:
         """A collective reads or writes these tensors."""
         for tensor in tensors:
             held = self.note(tensor)
-            # DDP makes its buckets anew during a forward pass, and uses them in the backward pass.
-            if held is not None and (
-                held.kind == TEMPORARIES or (held.kind == ACTIVATIONS and self.phase == "backward")
-            ):
+            # What is used again in later steps, such as DDP's buckets, was there in a backward pass before.
+            if held is not None and held.kind in (TEMPORARIES, ACTIVATIONS):
                 held.kind = COMMUNICATION
 
     def added(self, before: Tensor, result: Tensor) -> None:
@@ -117,6 +117,8 @@ class MemoryTrace:
         held = self._held.get(storage._cdata)
         if held is not None and (change := storage.nbytes() - held.size):
             held.size += change
+            if held.kind in (TEMPORARIES, ACTIVATIONS):
+                held.kind = COMMUNICATION  # FSDP's whole parameters, gathered or copied
             self._event(held, change)
 
     def _event(self, held: Held, change: int) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
 from torch.optim import optimizer
 
 try:
@@ -24,15 +25,18 @@ try:
         FakeTensorMode,
         unset_fake_temporarily,
     )
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import (
         TorchDispatchMode,
         _disable_current_modes,
         is_traceable_wrapper_subclass_type,
     )
-    from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+    from torch.utils.flop_counter import flop_registry
 
     _c10d: Any = _distributed_c10d
+    _propagated = ShardingPropagator._propagate_tensor_meta_non_cached
     _create_work_from_future, _resolve_process_group = _c10d._create_work_from_future, _c10d._resolve_process_group
 except (ImportError, AttributeError) as error:
     raise ImportError(
@@ -44,14 +48,6 @@ MOST_HOST_NUMBERS = 1 << 20
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _HOST = torch.device("cpu")
 _aten, _prim = torch.ops.aten, torch.ops.prim
-_ATTENTION_ON_CPU = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: sdpa_flop_count(
-        query.shape, key.shape, value.shape
-    ),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, query, key, value, *_, **__: (
-        sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
-    ),
-}
 UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException)
 """Errors of operations whose result, or its shape, depends on values that a tensor does not have."""
 
@@ -113,7 +109,7 @@ def group_of(name: Any) -> dist.ProcessGroup:
 
 def flops_of(packet: Any) -> Callable[..., int] | None:
     """The formula for the floating point operations of an operator (a multiplication and an addition are two)."""
-    found: Any = flop_registry.get(packet) or _ATTENTION_ON_CPU.get(packet)
+    found: Any = flop_registry.get(packet)
     return found
 
 
@@ -245,6 +241,7 @@ def simulated_processes(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # it takes equal meshes of two jobs for one, and finds the groups of the first
 
 
 def simulated_group(ranks: list[int]) -> dist.ProcessGroup:
@@ -306,5 +303,45 @@ def usable(simulation: Simulation, answered: Callable[[str, Any], bool]) -> Iter
         patch.object(FakeTensor, "numpy", numbers, create=True),
         patch.object(FakeTensor, "__array__", numbers, create=True),
         patch.object(FakeTensor, "tolist", listed, create=True),
+    ):
+        yield
+
+
+@contextmanager
+def outside_of_propagation(watch: Callable[[bool], None]) -> Iterator[None]:
+    """Inside the block ``watch(False)`` is called before, and ``watch(True)`` after ``DTensor`` computes the shape of a result, with tensors as
+    large as the whole: they are nobody's memory, and their operations nobody's work."""
+
+    def unwatched(*args: Any, **kwargs: Any) -> Any:
+        watch(False)
+        try:
+            return _propagated(*args, **kwargs)
+        finally:
+            watch(True)
+
+    with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unwatched):
+        yield
+
+
+@contextmanager
+def agreeing_stages() -> Iterator[None]:
+    """Inside the block a pipeline's stage takes the others to know as much about the shapes between them as it does; real ones ask each other (from
+    torch 2.13 on)."""
+
+    def vote(stage: Any, has_backward: bool, received_acc: Any = None) -> Tensor:
+        stage._alone = int(not InferenceMode.needs_dynamic(stage._user_meta, has_backward))
+        return torch.tensor([stage._alone], dtype=torch.int32)
+
+    def result(stage: Any, received_result: Any = None) -> Tensor:
+        return torch.tensor([stage._alone], dtype=torch.int32)
+
+    if not hasattr(PipelineStage, "_warmup_forward_vote"):
+        yield
+        return
+    from torch.distributed.pipelining._utils import InferenceMode
+
+    with (
+        patch.object(PipelineStage, "_warmup_forward_vote", vote),
+        patch.object(PipelineStage, "_warmup_backward_result", result),
     ):
         yield

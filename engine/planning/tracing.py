@@ -43,11 +43,12 @@ def trace(
     world_size: int,
     nodes: int = 1,
     datamodule: DataModule | None = None,
-    ranks: Sequence[int] = (0,),
+    ranks: Sequence[int] | None = None,
     facts: Facts | None = None,
     accelerated: bool = False,
 ) -> list[RankTrace]:
-    """One full step of each of these ranks in a job of ``world_size`` ranks on ``nodes`` machines.
+    """One full step of each of these ranks in a job of ``world_size`` ranks on ``nodes`` machines; by default of rank 0, and under pipeline
+    parallelism of one rank for each place in the pipeline.
 
     The module, the process's random numbers and torch's process groups are as before afterwards. ``module`` may be a function that makes it: its
     tensors then never have values, whatever their size. ``facts`` are collected. ``accelerated``: torch's optimizers choose their implementation as
@@ -59,11 +60,14 @@ def trace(
     """
     if isinstance(module, TrainModule) and module.attached:
         raise RuntimeError(f"{type(module).__name__} is in a run: plan before it, or plan a new module")
+
+    def traced(rank: int, facts: Facts) -> tuple[RankTrace, tuple[int, ...]]:
+        return _trace(start, module, train_loader, rank, world_size, nodes, datamodule, facts, accelerated)
+
     with torch_private.as_on_accelerators() if accelerated else nullcontext():
-        return [
-            _trace(start, module, train_loader, rank, world_size, nodes, datamodule, facts or Facts(), accelerated)
-            for rank in ranks
-        ]
+        first, alike = traced(0 if ranks is None else ranks[0], facts or Facts())
+        others = [rank for rank in (alike if ranks is None else ranks) if rank != first.rank]
+        return [first, *(traced(rank, Facts())[0] for rank in others)]
 
 
 def _trace(
@@ -76,11 +80,13 @@ def _trace(
     datamodule: DataModule | None,
     facts: Facts,
     accelerated: bool,
-) -> RankTrace:
+) -> tuple[RankTrace, tuple[int, ...]]:
+    """The trace of a rank, and the ranks that stand for all roles."""
     with set_up(start, module, train_loader, rank, world_size, nodes, datamodule, facts) as (run, simulation, answers):
         assert run.train_loader is not None
         batch, samples = first_batch(run.train_loader)
-        return _steps(run, simulation, answers, train_loader, datamodule, batch, samples, facts, accelerated)
+        found = _steps(run, simulation, answers, train_loader, datamodule, batch, samples, facts, accelerated)
+        return found, _axes(run).get("pp", (rank,))
 
 
 @contextmanager
@@ -101,6 +107,7 @@ def set_up(
         answers = Answers()
         simulation = torch_private.Simulation(answers)
         stack.enter_context(torch_private.usable(simulation, answers))
+        stack.enter_context(torch_private.agreeing_stages())
         with simulation:
             copied = fake_module(module) if isinstance(module, TrainModule) else _made(module, answers)
         facts.built(copied)
@@ -162,7 +169,7 @@ def _steps(
     timeline = memory.timeline()
     return RankTrace(
         rank=run.rank,
-        role="",
+        role=engine.strategy.role,
         samples=samples * size,
         micro_batches=size,
         peak=max(timeline, key=lambda moment: moment.memory.total),

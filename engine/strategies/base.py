@@ -55,6 +55,8 @@ class Strategy:
     """The group of ranks that see different data, including this one: all ranks, unless several ranks hold parts of one model."""
     pipelined: bool = field(default=False, init=False, repr=False)
     """Whether forward and backward passes run together, by :class:`engine.step.passes.PipelinedPasses`."""
+    role: str = field(default="", init=False, repr=False)
+    """What this rank has of the model that others have not, ``"pipeline stage 1 of 4"``; empty where all ranks do the same."""
     speaks: bool = field(default=True, init=False, repr=False)
     """Whether this rank's losses and logged values count: true for one of the ranks with the same data."""
     random_stream: int = field(default=0, init=False, repr=False)

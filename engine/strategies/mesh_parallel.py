@@ -144,6 +144,10 @@ class MeshParallel(FSDP):
         self.data_group = data_group(group, self._sizes)
         stage = group.rank // (group.world_size // pp)
         self.random_stream = self.data_group.rank * pp + stage
+        _, each, backwards = SCHEDULES[self.schedule]
+        own = (stage, 2 * pp - 1 - stage if backwards else pp + stage)[:each]
+        numbers = " and ".join(str(number + 1) for number in own)
+        self.role = f"pipeline stage{'s' * (each > 1)} {numbers} of {each * pp}" if pp > 1 else ""
         self.has_loss = stage == (0 if SCHEDULES[self.schedule][2] else pp - 1)
         self.speaks = self.has_loss and group.rank % tp == 0
 
