@@ -58,6 +58,7 @@ def train_copy(
     trained.configure_callbacks = list  # type: ignore[method-assign]  # none
     with isolated(), _generators_kept(loader), tempfile.TemporaryDirectory(prefix="fit-trial-") as folder:
         trial = Fit(**{**_given(fit), **_SWITCHED_OFF, **settings, "callbacks": [callback], "root_dir": folder})
+        trial.names_what_fits = False  # larger sizes are tried until one is too large
         trial.run(trained, loader, datamodule=copy.copy(datamodule))
 
 

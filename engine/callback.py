@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from torch import nn
 
 from engine.config.other_trainers import knows_other_trainers
 from engine.loop.run import Run
+from engine.module import TrainModule
+from engine.utils.adapters import adapted
 
 
 class Callback:
@@ -195,3 +198,28 @@ class Callback:
         then filled in place.
         """
         return {}
+
+
+def of_the_step(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Those that may change a step: not loggers, progress bars and checkpoint callbacks."""
+    return [c for c in callbacks if c.critical and not (c.is_logger or c.runs_last or c.shows_progress)]
+
+
+def own_kind(where: str, callbacks: Sequence[Any]) -> tuple[Callback, ...]:
+    """The ``callbacks``, those of other libraries as ours."""
+    found = tuple(each if isinstance(each, Callback) else adapted(each) for each in callbacks)
+    for callback in found:
+        if not isinstance(callback, Callback):
+            raise TypeError(
+                f"{where} has {callback!r:.80} of type {type(callback).__name__}: give engine.Callback objects"
+            )
+    return found
+
+
+def with_own(module: TrainModule, callbacks: Sequence[Callback]) -> list[Callback]:
+    """The callbacks with those of ``module.configure_callbacks``, which replace others of the same classes."""
+    given = module.configure_callbacks()
+    own = own_kind(
+        f"{type(module).__name__}.configure_callbacks", given if isinstance(given, (list, tuple)) else [given]
+    )
+    return [*(c for c in callbacks if type(c) not in {type(each) for each in own}), *own]

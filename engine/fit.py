@@ -10,11 +10,12 @@ from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never
 
 from torch import nn
 
-from engine.callback import Callback
+from engine import planning
+from engine.callback import Callback, of_the_step, own_kind, with_own
 from engine.checkpoint.resume import Resume
 from engine.checkpoint.run_folder import Trained
 from engine.config.duration import Duration
@@ -41,10 +42,7 @@ from engine.loop.train import of_the_epoch, train
 from engine.loop.watching import collected, watched
 from engine.loop.whole_weights import holding, whole_state
 from engine.module import TrainModule
-from engine.planning.devices import Hardware, hardware, network
-from engine.planning.job import Facts, machines_for
-from engine.planning.plan import Plan
-from engine.planning.tracing import trace
+from engine.planning.out_of_memory import naming_what_fits
 from engine.replay.replayed_step import ReplayedStep
 from engine.replay.starting_point import starting_point
 from engine.replay.step_watch import StepWatch
@@ -52,6 +50,11 @@ from engine.step.precision import Precision
 from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8
 from engine.utils.adapters import adapted
+
+if TYPE_CHECKING:  # they take a second
+    from engine.planning.devices import Hardware
+    from engine.planning.plan import Plan
+    from engine.planning.search import PlanSearch
 
 
 @knows_other_trainers
@@ -173,6 +176,8 @@ class Fit:
         """Where each setting comes from."""
         self.sections: dict[str, Any] = resolved.sections
         """The arguments from which ``fit run`` built model, data and callbacks."""
+        self.names_what_fits: bool = True
+        """Whether an out-of-memory error of :meth:`run` names, in a note, the first way to train that fits; planning it takes some seconds."""
         self._trained: Trained | None = None  # by the latest training
         compatibility.check(self.settings, self.origins, detect(os.environ))
 
@@ -219,7 +224,9 @@ class Fit:
             Exception: whatever the module or a callback raised, unchanged.
         """
         datamodule, train_loader = _datamodule(datamodule, train_loader)
+        search = partial(self.search_plans, module, train_loader, datamodule=datamodule)
         with (
+            naming_what_fits(search if self.names_what_fits else None),
             self._start(
                 module, "fit", partial(setup.training_loader, given=train_loader, datamodule=datamodule)
             ) as run,
@@ -348,7 +355,7 @@ class Fit:
             max_time=None,
             reload_best=False,
         )
-        callbacks = _of_the_step(settings.callbacks)
+        callbacks = of_the_step(settings.callbacks)
         again = Fit.from_resolved(Resolved(settings, self.origins, self.sections), [*callbacks, watch])
         result = again.run(module, train_loader, val_loaders, datamodule=datamodule, resume=checkpoint)
         if not watch.seen:
@@ -386,30 +393,60 @@ class Fit:
 
         Raises:
             RuntimeError: this process is in a job (``torch.distributed`` is initialized), or the module is in a run.
-            ValueError, TypeError: as :meth:`run`, and data that can be read only once.
+            ValueError, TypeError: as :meth:`run`; data that can be read only once; a function whose module reads values while it is made.
         """
-        where = hardware(device) if links is None else network(links, hardware(device))
-        machines = machines_for(world_size, nodes, where.per_node)
-        datamodule, train_loader = _datamodule(datamodule, train_loader)
-        facts = Facts()
-        traces = trace(
+        made: Plan = planning.planned(
             self._simulated,
-            _train_module(module) if isinstance(module, nn.Module) else lambda: _train_module(module()),
-            train_loader,
+            _own_or_function(module),
+            *_datamodule(datamodule, train_loader),
             world_size=world_size,
-            nodes=machines,
-            datamodule=datamodule,
-            facts=facts,
-            accelerated=where.caching,
+            nodes=nodes,
+            device=device,
+            links=links,
+            price=price,
+            storage=storage,
         )
-        return Plan(tuple(traces), facts.job(world_size, machines), where, price, storage)
+        return made
+
+    def search_plans(
+        self,
+        module: TrainModule | Callable[[], TrainModule],
+        train_loader: Any = None,
+        *,
+        world_size: int,
+        nodes: int | None = None,
+        device: str | Hardware = "h100",
+        links: str | None = None,
+        memory_limit: int | str | None = None,
+        datamodule: DataModule | None = None,
+        **options: Any,
+    ) -> PlanSearch:
+        """Which strategies, mesh degrees, micro-batches, recomputation and precisions fit, the fastest first, and why the others do not.
+
+        Each trains as many samples in a step as this ``Fit`` would if all ranks saw different data, or ``global_batch_size``.
+
+        Args:
+            module, train_loader, world_size, nodes, device, links, datamodule: as in :meth:`plan`.
+            memory_limit: bytes, or text such as ``"2GiB"``, that a rank may use; ``None``: what the device has.
+            options: ``precisions``, ``largest``, ``seconds``, ``first``, ``report``, as of :func:`engine.planning.search_run.search_plans`.
+        """
+        where = {
+            "world_size": world_size,
+            "nodes": nodes,
+            "device": device,
+            "links": links,
+            "memory_limit": memory_limit,
+        }
+        data = _own_or_function(module), *_datamodule(datamodule, train_loader)
+        found: PlanSearch = planning.search_plans(self, lambda fit: fit._simulated, *data, **where, **options)
+        return found
 
     def _simulated(self, module: TrainModule, group: Group) -> Run:
         """The run of ``module`` on a simulated job; with copies of the settings' objects, which stay as they are."""
         settings = replace(
             self.settings,
             strategy=copy.deepcopy(self.settings.strategy),
-            callbacks=tuple(copy.deepcopy(c) for c in _of_the_step(_own_kind("callbacks", self.settings.callbacks))),
+            callbacks=tuple(copy.deepcopy(c) for c in of_the_step(own_kind("callbacks", self.settings.callbacks))),
             num_nodes=1,
             devices="auto",
             accelerator="cpu",
@@ -495,7 +532,7 @@ class Fit:
     ) -> Iterator[Run]:
         """Meet the other processes and make the run."""
         module = _train_module(module)
-        settings = replace(self.settings, callbacks=_own_kind("callbacks", self.settings.callbacks))
+        settings = replace(self.settings, callbacks=own_kind("callbacks", self.settings.callbacks))
         with crew(settings) as group:
             run = self._run(module, stage, settings, group)
             run.find_train_loader = partial(find_train_loader, run)
@@ -516,7 +553,7 @@ class Fit:
         origins, settings = _configured(engine.strategy, settings, self.origins)
         refuse_replaced(module, *settings.callbacks)
         callbacks = tuple(
-            c for c in _with_own(module, settings.callbacks) if not (settings.fast_dev_run and c.runs_last)
+            c for c in with_own(module, settings.callbacks) if not (settings.fast_dev_run and c.runs_last)
         )
         check_keys(callbacks, Callback)
         config = compatibility.shown(settings, origins, engine.strategy, engine.precision) | described(
@@ -526,9 +563,9 @@ class Fit:
         return Run(settings, engine, module, callbacks, hooks, stage, config, snapshot.content)
 
 
-def _of_the_step(callbacks: Sequence[Callback]) -> list[Callback]:
-    """Those that may change a step: not loggers, progress bars and checkpoint callbacks."""
-    return [c for c in callbacks if c.critical and not (c.is_logger or c.runs_last or c.shows_progress)]
+def _own_or_function(module: Any) -> TrainModule | Callable[[], TrainModule]:
+    """The user's module, or a function that makes it."""
+    return _train_module(module) if isinstance(module, nn.Module) else lambda: _train_module(module())
 
 
 def _train_module(module: Any) -> TrainModule:
@@ -544,26 +581,6 @@ def _train_module(module: Any) -> TrainModule:
             f"Fit takes a TrainModule, got {type(module).__name__}: subclass engine.TrainModule, or keep your loop with engine.Engine"
         )
     return module
-
-
-def _own_kind(where: str, callbacks: Sequence[Any]) -> tuple[Callback, ...]:
-    """The ``callbacks``, those of other libraries as ours."""
-    found = tuple(each if isinstance(each, Callback) else adapted(each) for each in callbacks)
-    for callback in found:
-        if not isinstance(callback, Callback):
-            raise TypeError(
-                f"{where} has {callback!r:.80} of type {type(callback).__name__}: give engine.Callback objects"
-            )
-    return found
-
-
-def _with_own(module: TrainModule, callbacks: Sequence[Callback]) -> list[Callback]:
-    """The callbacks with those of ``module.configure_callbacks``, which replace others of the same classes."""
-    given = module.configure_callbacks()
-    own = _own_kind(
-        f"{type(module).__name__}.configure_callbacks", given if isinstance(given, (list, tuple)) else [given]
-    )
-    return [*(c for c in callbacks if type(c) not in {type(each) for each in own}), *own]
 
 
 def _configured(strategy: Strategy, settings: Settings, origins: Mapping[str, str]) -> tuple[dict[str, str], Settings]:

@@ -327,7 +327,7 @@ class TrainModule(nn.Module):
     """An input of ``forward``, for exports: a tensor, a tuple of arguments, or a dict of them by name."""
 
     def to_onnx(self, file_path: str | Path | IO[bytes] | None = None, input_sample: Any = None, **kwargs: Any) -> Any:
-        """``torch.onnx.export(self, input_sample, file_path, **kwargs)`` without gradients, on the module's device.
+        """``torch.onnx.export(self, input_sample, file_path, **kwargs)`` in eval mode (unless ``training`` is given), on the module's device.
 
         ``input_sample``: of ``forward``, by default :attr:`example_input_array`. A ``ModuleNotFoundError`` names onnx or onnxscript if it is missing.
         """

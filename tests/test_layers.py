@@ -37,6 +37,7 @@ LAZY_TABLES = (
         "engine",
         "engine.callbacks",
         "engine.launch",
+        "engine.planning",
         "engine.strategies",
         "engine.cli.main",
         "engine.cli.checkpoint",

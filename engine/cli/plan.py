@@ -34,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
             )
     if arguments.page is not None and not arguments.page.endswith(".html"):
         raise UsageError(f"--page {arguments.page}: the page needs a name that ends in .html")
+    _check_search(arguments)
     if arguments.measure:
         if described:
             raise UsageError(
@@ -41,6 +42,16 @@ def main(argv: Sequence[str]) -> int:
             )
         return int(importlib.import_module(MEASURE).measure(arguments.processes, arguments.json))
     return int(importlib.import_module(ACTIONS).plan(arguments))
+
+
+def _check_search(arguments: argparse.Namespace) -> None:
+    """Options that only a search has, and those that it does not."""
+    if arguments.search:
+        for name in ("page", "price", "storage"):
+            if getattr(arguments, name) is not None:
+                raise UsageError(f"--{name} is of one plan: give it with the settings that --search has found")
+    elif arguments.seconds is not None:
+        raise UsageError(f"--seconds {arguments.seconds:g} limits a search: give --search too")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,6 +82,10 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--network", metavar="LINKS", help="see below (default: the usual links of the device)")
     top.add_argument("--storage", metavar="RATE", help="what checkpoints are written with by all ranks together: 5GB/s")
     top.add_argument("--price", type=float, metavar="MONEY", help="of one device for one hour, in any currency")
+    top.add_argument("--memory-limit", metavar="SIZE", help="that a rank may use: 2GiB (default: what the device has)")
+    searched = "try strategies, mesh degrees, micro-batches, recomputation and precisions: what fits, the fastest first, and why the rest does not"
+    top.add_argument("--search", action="store_true", help=searched)
+    top.add_argument("--seconds", type=float, metavar="S", help="with --search: begin no further plan after so many")
     top.add_argument("--json", action="store_true", help="print one JSON object")
     top.add_argument("--page", metavar="FILE", help="also write an HTML page with a timeline of the memory")
     measured = "measure this machine's arithmetic, memory and links, and print them for --device and --network"

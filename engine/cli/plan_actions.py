@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from engine.cli.building import Parsed
 from engine.cli.components import Components, components_of
@@ -17,10 +19,13 @@ from engine.cli.run_actions import log_to_terminal, to_build
 from engine.cli.targets import importable_here
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
-from engine.module import TrainModule
 from engine.planning.devices import hardware, network, rate
 from engine.planning.plan import Plan
 from engine.planning.plan_table import show
+from engine.planning.search import PlanSearch, Tried
+from engine.planning.search_run import limited
+from engine.planning.search_table import show as show_search
+from engine.planning.tracing import NeedsValues
 from engine.utils.log import logger
 
 
@@ -39,6 +44,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     # Output of the target and its data must not mix with the lines of the answer.
     with contextlib.redirect_stdout(sys.stderr):
         found = planned(wanted, arguments)
+    if isinstance(found, PlanSearch):
+        return _show_search(found, arguments.json)
     if arguments.page is not None:
         found.write_page(arguments.page)
     if arguments.json:
@@ -52,46 +59,52 @@ def _plan(arguments: argparse.Namespace) -> int:
     return OK if found.fits else DOES_NOT_FIT
 
 
-def planned(wanted: Components, arguments: argparse.Namespace) -> Plan:
+def _show_search(found: PlanSearch, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps(found.as_json(), indent=1))
+    else:
+        from rich.console import Console
+
+        show_search(found.as_json(), Console())
+    return OK if found.best else DOES_NOT_FIT
+
+
+def _report(tried: Tried) -> None:
+    """A line for each plan of a search, which may take minutes."""
+    if tried.plan is not None:
+        print(f"{tried.candidate}: {tried.reason or tried.verdict}", file=sys.stderr, flush=True)
+
+
+def planned(wanted: Components, arguments: argparse.Namespace) -> Plan | PlanSearch:
     """The plan of what ``wanted`` describes, on what the options ask for."""
     device = hardware(arguments.device)
     if arguments.network is not None:
         device = network(arguments.network, device)
+    device = limited(device, arguments.memory_limit)
     storage = None if arguments.storage is None else rate(arguments.storage, "--storage")
     if arguments.price is not None and arguments.price < 0:
         raise UsageError(f"--price {arguments.price}: a price is not negative")
     world_size = arguments.world_size if arguments.world_size is not None else _ranks(wanted.resolved.settings)
     fit, make, data = to_build(wanted, [Parsed(component) for component in wanted.objects])
     datamodule, loader = (data, None) if isinstance(data, DataModule) else (None, data)
-    forecast = partial(
-        fit.plan,
-        train_loader=loader,
-        datamodule=datamodule,
-        world_size=world_size,
-        nodes=arguments.nodes,
-        device=device,
-        price=arguments.price,
-        storage=storage,
+    job = {
+        "train_loader": loader,
+        "datamodule": datamodule,
+        "world_size": world_size,
+        "nodes": arguments.nodes,
+        "device": device,
+    }
+    forecast: Callable[[Any], Plan | PlanSearch] = (
+        partial(fit.search_plans, **job, seconds=arguments.seconds, report=_report)
+        if arguments.search
+        else partial(fit.plan, **job, price=arguments.price, storage=storage)
     )
 
-    def without_values() -> TrainModule:
-        try:
-            return make()
-        except Exception as error:
-            raise _NeedsValues from error
-
     try:
-        return forecast(without_values)
-    except _NeedsValues as error:
-        logger.info(
-            f"{wanted.model.path} reads values of its tensors while it is made, so it is made in memory, with all of its parameters "
-            f"({type(error.__cause__).__name__}: {str(error.__cause__).splitlines()[0]})"
-        )
+        return forecast(make)
+    except NeedsValues as error:
+        logger.info(f"{wanted.model.path} is made in memory, with all of its parameters: {error}")
         return forecast(make())
-
-
-class _NeedsValues(Exception):
-    """The module could not be made of tensors without values."""
 
 
 def _ranks(settings: Settings) -> int:

@@ -73,9 +73,6 @@ CLASSES = {
     "ModelParallelStrategy": "give engine.MeshParallel(tp=..., dp_shard=...)",
     **dict.fromkeys(("XLAStrategy", "SingleDeviceXLAStrategy"), "XLA devices are not supported"),
     **dict.fromkeys(("_EvaluationLoop", "_FitLoop", "_PredictionLoop"), _LOOPS),
-    **dict.fromkeys(
-        ("CheckpointIO", "TorchCheckpointIO"), "checkpoints have one format: leave it out of Trainer(plugins=...)"
-    ),
 }
 """Classes without a counterpart of the same kind."""
 

@@ -10,6 +10,7 @@ import torch
 from engine.config.other_trainers import missing
 from engine.distributed.collectives import broadcast_object
 from engine.engine import Engine
+from engine.utils.accelerator import count, device_type
 
 RUN = "self.run is the run: run.settings, run.engine, run.stop(), ..."
 _LOOPS = "the loops are functions without a state of their own: counters are in self.run.state"
@@ -21,7 +22,7 @@ ELSEWHERE = {
     "barebones": "there is nothing to switch off",
     "distributed_sampler_kwargs": "use trainer.world_size and trainer.global_rank",
     "enable_validation": "use trainer.val_dataloaders",
-    **dict.fromkeys(("fit_loop", "validate_loop", "test_loop", "predict_loop"), _LOOPS),
+    **dict.fromkeys(("validate_loop", "test_loop", "predict_loop"), _LOOPS),
     "init_module": "build parts of the model in configure_model",
     "max_time": "use self.run.settings.max_time",
     **dict.fromkeys(("precision_plugin", "scaler"), "use trainer.precision, and self.run.engine"),
@@ -51,6 +52,25 @@ class TrainerState:
     def stopped(self) -> bool:
         """Whether it has finished, or was interrupted."""
         return self.status in ("finished", "interrupted")
+
+
+class AcceleratorConnector:
+    """Which devices a trainer asks for, as published packages read it of Lightning's private object of this name.
+
+    Args:
+        accelerator, devices: as of ``Fit``.
+
+    Raises:
+        ValueError, RuntimeError: there is no such device here.
+    """
+
+    def __init__(self, accelerator: str = "auto", devices: Any = "auto") -> None:
+        kind = device_type(accelerator)
+        named = list(devices) if isinstance(devices, (list, tuple)) else range(count(kind, devices))
+        self._accelerator_flag = kind
+        self._devices_flag: int | list[int] = len(named) if kind == "cpu" else list(named)
+        self._parallel_devices = [torch.device("cpu") if kind == "cpu" else torch.device(kind, i) for i in named]
+        self.is_distributed = len(named) > 1
 
 
 class StrategyView:

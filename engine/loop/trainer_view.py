@@ -11,7 +11,8 @@ import torch
 from engine.config.other_trainers import missing
 from engine.loop.given_loaders import shared_out
 from engine.loop.live_metrics import Values, live, live_shown, withheld
-from engine.loop.trainer_parts import ELSEWHERE, RUN, StrategyView, TrainerState
+from engine.loop.loop_view import FitLoopView
+from engine.loop.trainer_parts import ELSEWHERE, RUN, AcceleratorConnector, StrategyView, TrainerState
 
 
 class TrainerView:
@@ -255,6 +256,8 @@ class TrainerView:
         lambda self: self._stage in ("validate", "test", "sanity_check"), doc="Validating or testing."
     )
 
+    fit_loop = property(lambda self: FitLoopView(self), doc="What modules read of Lightning's loops.")
+
     # -- objects ----------------------------------------------------------------------------------------------------------------
 
     model = property(lambda self: self._run.module, doc="The module.")
@@ -324,6 +327,11 @@ class TrainerView:
     num_devices = property(
         lambda self: self._run.engine.group.environment.local_world_size, doc="Processes of this machine."
     )
+
+    @property
+    def _accelerator_connector(self) -> AcceleratorConnector:
+        settings = self._run.settings
+        return AcceleratorConnector(settings.accelerator, settings.devices)
 
     # -- files ------------------------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# Stages on a rank, as in engine.strategies.pipeline.SCHEDULES.
-_STAGES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2, "zbv": 2, "dualpipev": 2}
+STAGES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2, "zbv": 2, "dualpipev": 2}
+"""Of a pipeline on one rank, by the schedule; those of :data:`engine.strategies.pipeline.SCHEDULES`, whose import takes a second."""
 SOURCES = {
     "gpipe": "GPipe (Huang et al. 2019): (p-1)/(m+p-1)",
     "1f1b": "PipeDream-Flush (Narayanan et al. 2021): (p-1)/(m+p-1)",
@@ -23,7 +23,7 @@ def bubble_fraction(schedule: str, ranks: int, parts: int) -> float:
         ranks: of the pipeline's axis.
         parts: of a micro-batch, ``num_microbatches``.
     """
-    waiting, stages = ranks - 1, _STAGES[schedule]
+    waiting, stages = ranks - 1, STAGES[schedule]
     if ranks < 2:
         return 0.0
     if schedule == "zbv" and parts >= 2 * ranks:

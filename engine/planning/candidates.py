@@ -102,7 +102,7 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // each for each in small)})
 
 
-def layouts(model: nn.Module, world_size: int, per_node: int) -> list[Layout]:
+def layouts(model: nn.Module, world_size: int, per_node: int, offload: bool = True) -> list[Layout]:
     """Every strategy that could train ``model`` on these ranks, the simplest first.
 
     Tensor parallel stays within a node and hybrid sharding shards within one. A model without a plan for tensor parallel, or without pipeline
@@ -112,6 +112,7 @@ def layouts(model: nn.Module, world_size: int, per_node: int) -> list[Layout]:
         model: the user's module.
         world_size: ranks.
         per_node: ranks of a node.
+        offload: whether devices have memory apart from the host's.
     """
     if world_size == 1:
         return [Layout("single", 1, 1), *_zero(1)]
@@ -131,7 +132,7 @@ def layouts(model: nn.Module, world_size: int, per_node: int) -> list[Layout]:
     if has_plan(model) and has_parts(user_module(model)):
         found += [_mesh(world_size, pp=pp, tp=tp) for tp in tensor for pp in depth if world_size % (tp * pp) == 0]
     found.append(Layout({"name": "fsdp", "cpu_offload": True}, world_size, world_size, offloaded=True))
-    return list({str(each): each for each in found}.values())
+    return list({str(each): each for each in found if offload or not each.offloaded}.values())
 
 
 def _zero(world_size: int) -> Iterable[Layout]:

@@ -10,8 +10,8 @@ from torch import nn
 
 from engine.data.prepared_loader import PreparedLoader
 from engine.loop.run import Run
+from engine.planning.bubble import STAGES
 from engine.planning.paper_formulas import Shape, sequence_of, shape_of
-from engine.strategies.pipeline import SCHEDULES
 from engine.utils.tree import batch_size
 
 
@@ -120,7 +120,7 @@ class Facts:
             "data_ranks": data_ranks,
             "window": window,
             "schedule": schedule,
-            "parts": 1 if schedule is None else given or axes["pp"] * SCHEDULES[schedule][1],
+            "parts": 1 if schedule is None else given or axes["pp"] * STAGES[schedule],
             "tf32": settings.matmul_precision in ("high", "medium"),
             "compiled": bool(settings.compile),
             "checkpointing": settings.activation_checkpointing,

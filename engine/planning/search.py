@@ -16,7 +16,7 @@ from engine.planning.search_table import printed
 
 Planner = Callable[[Candidate], Plan]
 """Plans a candidate; its errors are the strategy's own."""
-VERDICTS = ("fits", "too large", "slower", "refused", "not planned")
+VERDICTS = ("fits", "too large", "slower", "refused", "failed", "not planned")
 _ELEMENT = {"64-true": 8, "bf16-true": 2, "16-true": 2}
 """Bytes of a parameter; 4 under other precisions."""
 
@@ -27,7 +27,8 @@ class Tried:
 
     candidate: Candidate
     verdict: str
-    """One of :data:`VERDICTS`. ``"slower"``: not planned, because one that fits does the same with less work; ``"refused"``: by the strategy."""
+    """One of :data:`VERDICTS`. ``"slower"``: not planned, because one that fits does the same with less work; ``"refused"``: by the strategy;
+    ``"failed"``: its plan ended with another error."""
     reason: str = ""
     """Why it does not fit, or was not planned."""
     plan: Plan | None = None
@@ -119,6 +120,8 @@ class Space:
     """The given one."""
     largest: int | None = None
     """No micro-batch is larger."""
+    first: bool = False
+    """End with the first that fits."""
 
 
 def search(
@@ -149,7 +152,8 @@ def search(
     walk = _Walk(space, plan_of, memory_bytes, None if seconds is None else begun + seconds, report)
     for layout in space.layouts:
         for precision in space.precisions:
-            walk.layout(layout, precision)
+            if not (space.first and any(each.fits for each in walk.tried)):
+                walk.layout(layout, precision)
     order = {verdict: number for number, verdict in enumerate(VERDICTS)}
 
     def rank(each: Tried) -> tuple[int, float]:
@@ -191,7 +195,7 @@ class _Walk:
         self.late = False
         self._model: tuple[int, int] | None = None  # parameters, trainable ones
         self._optimizer: dict[str, float] = {}  # bytes of its state for each byte of parameters, by precision
-        self._refused: list[tuple[Layout, str]] = []
+        self._refused: list[tuple[Layout, str, str]] = []  # with verdict and reason
         self._needs: dict[
             tuple[Any, ...], dict[int, int]
         ] = {}  # bytes by micro-batch, of candidates that differ in nothing else
@@ -205,8 +209,8 @@ class _Walk:
         if not sizes:
             text = f"a step of {self._space.global_batch} samples does not divide over the {layout.data_ranks} ranks that see different data"
             self._add(Tried(first, "refused", text))
-        elif (reason := self._known_refusal(layout)) is not None:
-            self._add(Tried(first, "refused", reason))
+        elif (known := self._known_refusal(layout)) is not None:
+            self._add(Tried(first, *known))
         elif (reason := self._too_large_without_trace(layout, precision)) is not None:
             self._add(Tried(first, "too large", reason))
         else:
@@ -215,13 +219,15 @@ class _Walk:
     def _recomputations(self, layout: Layout, precision: Any, sizes: list[int]) -> None:
         best = 0
         for number, recompute in enumerate(self._space.recompute):
+            if best and self._space.first:
+                return
             candidates = {size: self._candidate(layout, precision, recompute, size) for size in sizes}
             for size in [size for size in sizes if size <= best]:
                 self._add(Tried(candidates[size], "slower", f"micro-batches of {best} fit with less recomputation"))
             refused = False
             for size in self._sizes([size for size in sizes if size > best], sizes):
                 tried = self._try(candidates[size])
-                refused = tried.verdict == "refused"
+                refused = tried.verdict in ("refused", "failed")
                 if refused:
                     break
                 if tried.fits:
@@ -236,6 +242,8 @@ class _Walk:
         up = [size for size in wanted if size >= start]
         for size in up:
             yield size
+            if self._space.first and self.tried[-1].fits:
+                return
             if not self.tried[-1].fits:
                 if size == up[0]:
                     down = [each for each in wanted if each < size]
@@ -260,10 +268,12 @@ class _Walk:
 
     def _rest(self, candidates: dict[int, Candidate], best: int) -> None:
         """Say why the sizes that were not tried were not."""
-        seen = {each.candidate for each in self.tried}
-        failed = [each for each in self.tried if each.candidate in candidates.values() and each.verdict == "too large"]
+        here = {id(candidate) for candidate in candidates.values()}
+        tried = [each for each in self.tried if id(each.candidate) in here]
+        failed = [each for each in tried if each.verdict == "too large"]
+        seen = {each.candidate.micro_batch for each in tried}
         for size, candidate in candidates.items():
-            if candidate in seen:
+            if size in seen:
                 continue
             if size < best:
                 self._add(Tried(candidate, "slower", f"micro-batches of {best} fit"))
@@ -289,18 +299,12 @@ class _Walk:
             return self._add(Tried(candidate, "not planned", "the time limit was over"))
         try:
             plan = self._plan_of(candidate)
-        except (
-            ArithmeticError,
-            LookupError,
-            TypeError,
-            ValueError,
-            RuntimeError,
-            ImportError,
-            AttributeError,
-        ) as error:
+        except Exception as error:
+            # Strategies refuse with a ValueError; anything else may be the plan's own fault, and is shown too.
+            verdict = "refused" if isinstance(error, ValueError) else "failed"
             text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-            self._refused.append((candidate.layout, text))
-            return self._add(Tried(candidate, "refused", text))
+            self._refused.append((candidate.layout, verdict, text))
+            return self._add(Tried(candidate, verdict, text))
         self._learn(candidate, plan)
         if plan.fits:
             return self._add(Tried(candidate, "fits", "", plan))
@@ -324,14 +328,14 @@ class _Walk:
             self._optimizer.setdefault(str(candidate.precision), min(ratios))
         self._needs.setdefault(_alike(candidate), {})[candidate.micro_batch] = plan.peak_bytes
 
-    def _known_refusal(self, layout: Layout) -> str | None:
+    def _known_refusal(self, layout: Layout) -> tuple[str, str] | None:
         """The error of a layout whose tensor or pipeline degree divides this one's: what does not divide by 2 does not by 4, and a model with too few
         parts for two stages has too few for four."""
-        for refused, text in self._refused:
+        for refused, verdict, text in self._refused:
             for axis, other in (("tp", "pp"), ("pp", "tp")):
                 degree = refused.degree(axis)
                 if degree > 1 and refused.degree(other) == 1 and layout.degree(axis) % degree == 0:
-                    return f"as with {axis}={degree}: {text}"
+                    return verdict, f"as with {axis}={degree}: {text}"
         return None
 
     def _too_large_without_trace(self, layout: Layout, precision: Any) -> str | None:

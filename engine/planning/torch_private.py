@@ -25,6 +25,7 @@ try:
         FakeTensorMode,
         unset_fake_temporarily,
     )
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import (
@@ -35,6 +36,7 @@ try:
     from torch.utils.flop_counter import flop_registry
 
     _c10d: Any = _distributed_c10d
+    _propagated = ShardingPropagator._propagate_tensor_meta_non_cached
     _create_work_from_future, _resolve_process_group = _c10d._create_work_from_future, _c10d._resolve_process_group
 except (ImportError, AttributeError) as error:
     raise ImportError(
@@ -304,6 +306,22 @@ def usable(simulation: Simulation, answered: Callable[[str, Any], bool]) -> Iter
         patch.object(FakeTensor, "__array__", numbers, create=True),
         patch.object(FakeTensor, "tolist", listed, create=True),
     ):
+        yield
+
+
+@contextmanager
+def outside_of_propagation(watch: Callable[[bool], None]) -> Iterator[None]:
+    """Inside the block ``watch(False)`` is called before, and ``watch(True)`` after ``DTensor`` computes the shape of a result, with tensors as
+    large as the whole: they are nobody's memory, and their operations nobody's work."""
+
+    def unwatched(*args: Any, **kwargs: Any) -> Any:
+        watch(False)
+        try:
+            return _propagated(*args, **kwargs)
+        finally:
+            watch(True)
+
+    with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unwatched):
         yield
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -82,6 +82,25 @@ def _trace(
     accelerated: bool,
 ) -> tuple[RankTrace, tuple[int, ...]]:
     """The trace of a rank, and the ranks that stand for all roles."""
+    with set_up(start, module, train_loader, rank, world_size, nodes, datamodule, facts) as (run, simulation, answers):
+        assert run.train_loader is not None
+        batch, samples = first_batch(run.train_loader)
+        found = _steps(run, simulation, answers, train_loader, datamodule, batch, samples, facts, accelerated)
+        return found, _axes(run).get("pp", (rank,))
+
+
+@contextmanager
+def set_up(
+    start: Start,
+    module: TrainModule | Callable[[], TrainModule],
+    train_loader: Any,
+    rank: int,
+    world_size: int,
+    nodes: int,
+    datamodule: DataModule | None,
+    facts: Facts,
+) -> Iterator[tuple[Run, torch_private.Simulation, Answers]]:
+    """A simulated run with its module, without values, and its training loader; arguments as of :func:`trace`."""
     with ExitStack() as stack:
         stack.enter_context(isolated())
         group = stack.enter_context(simulated(rank, world_size, nodes))
@@ -90,15 +109,29 @@ def _trace(
         stack.enter_context(torch_private.usable(simulation, answers))
         stack.enter_context(torch_private.agreeing_stages())
         with simulation:
-            copied = fake_module(module) if isinstance(module, TrainModule) else module()
+            copied = fake_module(module) if isinstance(module, TrainModule) else _made(module, answers)
         facts.built(copied)
         run = start(copied, group)
         stack.enter_context(session(run, datamodule, lambda: simulation))
         setup.training_loader(run, train_loader, datamodule)
-        assert run.train_loader is not None
-        batch, samples = first_batch(run.train_loader)
-        found = _steps(run, simulation, answers, train_loader, datamodule, batch, samples, facts, accelerated)
-        return found, _axes(run).get("pp", (rank,))
+        yield run, simulation, answers
+
+
+class NeedsValues(ValueError):
+    """A module reads values of its tensors while it is made, so it cannot be made of tensors without them. The message names the line."""
+
+
+def _made(module: Callable[[], TrainModule], answers: Answers) -> TrainModule:
+    """What the function makes; an answer in the place of a value could make another module."""
+    try:
+        made = module()
+    except Exception as error:
+        if not answers.explain(error):
+            raise
+        raise NeedsValues(f"{answers.place(error)}: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+    if found := answers.sentences():
+        raise NeedsValues(f"{found[0].partition(': the plan')[0]} while the module is made")
+    return made
 
 
 def _steps(

@@ -16,7 +16,7 @@ from engine.utils.tree import move
 
 
 def to_onnx(module: Any, file: str | Path | IO[bytes] | None, sample: Any, options: dict[str, Any]) -> Any:
-    """``torch.onnx.export(module, sample, file, **options)`` without gradients, on the module's device.
+    """``torch.onnx.export(module, sample, file, **options)`` without gradients, on the module's device, in eval mode unless ``training`` is given.
 
     Raises:
         ModuleNotFoundError: a package that the exporter needs is missing.
@@ -26,7 +26,7 @@ def to_onnx(module: Any, file: str | Path | IO[bytes] | None, sample: Any, optio
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise ModuleNotFoundError(f"to_onnx needs {missing[0]}: pip install {' '.join(needed)}", name=missing[0])
     sample = _sample(module, sample, "to_onnx", "input_sample")
-    with _exported(module, module.training):
+    with _exported(module, "training" in options and module.training):
         return torch.onnx.export(module, sample, os.fspath(file) if isinstance(file, Path) else file, **options)  # type: ignore[arg-type]
 
 

@@ -412,13 +412,8 @@ def pina_supervised() -> nn.Module:
     return solver
 
 
-@ENTRIES.add(
-    "pykeen", "pykeen", note="constrains its embeddings in on_before_zero_grad, which comes after the step here"
-)
-def pykeen_lcwa() -> nn.Module:
-    from pykeen.contrib.lightning import LCWALitModule
-
-    module = LCWALitModule(
+def pykeen(cls: type) -> nn.Module:
+    module = cls(
         dataset="nations",
         dataset_kwargs={"create_inverse_triples": True},
         model="distmult",
@@ -426,6 +421,43 @@ def pykeen_lcwa() -> nn.Module:
         batch_size=128,
     )
     return fit(module, library="pytorch_lightning")
+
+
+@ENTRIES.add(
+    "pykeen", "pykeen", note="constrains its embeddings in on_before_zero_grad, which comes after the step here"
+)
+def pykeen_lcwa() -> nn.Module:
+    from pykeen.contrib.lightning import LCWALitModule
+
+    return pykeen(LCWALitModule)
+
+
+@ENTRIES.add("pykeen", "pykeen", note="the same, with its embeddings constrained in on_train_batch_end")
+def pykeen_lcwa_constrained_after_the_step() -> nn.Module:
+    from pykeen.contrib.lightning import LCWALitModule
+
+    class AfterTheStep(LCWALitModule):  # type: ignore[misc]
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            pass
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.model.post_parameter_update()
+
+    return pykeen(AfterTheStep)
+
+
+@ENTRIES.add("pykeen", "pykeen", note="the same, with its embeddings constrained before the backward pass")
+def pykeen_lcwa_constrained_before_backward() -> nn.Module:
+    from pykeen.contrib.lightning import LCWALitModule
+
+    class BeforeBackward(LCWALitModule):  # type: ignore[misc]
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            pass
+
+        def on_before_backward(self, loss: Any) -> None:
+            self.model.post_parameter_update()
+
+    return pykeen(BeforeBackward)
 
 
 @ENTRIES.add("scvi-tools", "scvi")
@@ -438,5 +470,7 @@ def scvi_variational_autoencoder() -> nn.Module:
     cells = anndata.AnnData(counts)
     scvi.model.SCVI.setup_anndata(cells)
     model = scvi.model.SCVI(cells, n_hidden=8, n_latent=2)
-    model.train(max_epochs=2, batch_size=16, accelerator="cpu", devices=1, enable_progress_bar=False)
+    model.train(
+        max_epochs=2, batch_size=16, accelerator="cpu", devices=1, enable_progress_bar=False, shuffle_set_split=False
+    )
     return model.module

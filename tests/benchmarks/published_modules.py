@@ -90,13 +90,17 @@ class Steps:
             torch.manual_seed(self.count)
 
 
+class InOrder(torch.utils.data.SequentialSampler):
+    """In the place of ``RandomSampler``: the data in order."""
+
+    def __init__(self, data_source: Any, *_: Any, **__: Any) -> None:
+        super().__init__(data_source)
+
+
 def read_in_order() -> None:
-    """``DataLoader(shuffle=True)`` reads its data in order."""
-
-    def sequential(data: Any, generator: Any = None, **_: Any) -> Any:
-        return torch.utils.data.SequentialSampler(data)
-
-    torch.utils.data.dataloader.RandomSampler = sequential  # type: ignore[misc, assignment, attr-defined]
+    """``DataLoader(shuffle=True)`` reads its data in order, and so does a ``RandomSampler`` that a package makes."""
+    torch.utils.data.dataloader.RandomSampler = InOrder  # type: ignore[misc, assignment, attr-defined]
+    torch.utils.data.RandomSampler = InOrder  # type: ignore[misc, assignment]
 
 
 def train(name: str, finder: as_lightning.Finder | None, out: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+FOREVER = 1 << 62
 BACKWARD = "autograd::engine::evaluate_function"
 FORWARD = {"forward", "forward_backward", "backward"}
 """Ranges of the loop that are forward passes until the first node of the backward pass runs."""
@@ -20,12 +21,15 @@ WHOLE = ("FSDP::pre_forward", "FSDP::pre_backward", "FSDP::backward_prefetch")
 FLAT = ("FSDP::all_gather", "FSDP::post_backward_reduce", "FSDP::all_reduce")
 """What FSDP calls its own work on flat buffers, as the profiler shows it."""
 ON_THE_HOST = (8, torch.get_rng_state().numel())
-"""Bytes of what no operation makes and is on the host whatever the device is: a Python number as an operator's argument, a random generator's state."""
+"""Bytes of what no operation makes and is on the host whatever the device is: a Python number as an operator's argument, the state of a random
+generator."""
 KINDS = {
     "c10d::allreduce_": "all_reduce",
     "c10d::_allgather_base_": "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::broadcast_": "broadcast",
+    "c10d::allgather_into_tensor_coalesced_": "all_gather",
+    "c10d::reduce_scatter_tensor_coalesced_": "reduce_scatter",
     "c10d::alltoall_base_": "all_to_all",
     "c10d::send": "send",
     "c10d::recv_": "recv",
@@ -47,7 +51,7 @@ class Block:
     operation: int
     """Which dispatched operation allocated it; -1: none."""
     start: int
-    end: int = 1 << 62
+    end: int = FOREVER
     category: str = ""
     lost: bool = False
     """Another thread has released it, at a time that nobody knows."""
@@ -96,7 +100,7 @@ class Recording:
         if any(name.startswith(BACKWARD) for name in block.within) or not FORWARD & set(block.within):
             return "temporaries"
         passes = (time for time in self.backward if time > block.start)
-        return "activations" if block.end > next(passes, 0) else "temporaries"
+        return "activations" if block.end > next(passes, FOREVER) else "temporaries"
 
     def levels(self, start: int, end: int) -> list[Counter[str]]:
         """Bytes by category at ``start`` and after each change until ``end``."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,31 +69,65 @@ def sgd(parameters: Any, **options: Any) -> Any:
     return torch.optim.SGD(parameters, lr=1e-3, **options)
 
 
+def net(optimizer: Callable[..., Any]) -> TrainModule:
+    return Net(optimizer)
+
+
+def rows(count: int) -> TensorDataset:
+    x = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(2))
+    return TensorDataset(x, torch.arange(count) % CLASSES)
+
+
+def transformer(optimizer: Callable[..., Any]) -> TrainModule:
+    """The one of the parity table."""
+    made: TrainModule = parity().Transformer()
+    return made
+
+
+def sentences(count: int) -> TensorDataset:
+    table = parity()
+    ids = torch.arange(count * (table.TOKENS + 1)).view(count, -1) % table.VOCAB
+    return TensorDataset(ids, torch.ones(count, table.TOKENS))
+
+
+@cache
+def parity() -> Any:
+    """``tests/parity/test_strategies.py``."""
+    path = Path(__file__).parents[1] / "parity" / "test_strategies.py"
+    spec = importlib.util.spec_from_file_location("parity_of_strategies", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @dataclass
 class Job:
     world_size: int
     strategy: Callable[[], Any]
     more: dict[str, Any] = field(default_factory=dict)
     optimizer: Callable[..., Any] = adamw
+    net: Callable[[Callable[..., Any]], TrainModule] = net
+    data: Callable[[int], TensorDataset] = rows
 
     @property
     def micro_batches(self) -> int:
         return int(self.more.get("accumulate_grad_batches", 1))
 
     def module(self) -> TrainModule:
-        return Net(self.optimizer)
+        return self.net(self.optimizer)
 
     def settings(self) -> dict[str, Any]:
         return {"strategy": self.strategy(), **self.more}
 
     def loader(self) -> Any:
-        count = 4 * self.world_size * BATCH * self.micro_batches
-        x = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(2))
-        return DataLoader(TensorDataset(x, torch.arange(count) % CLASSES), batch_size=BATCH)
+        return DataLoader(self.data(4 * self.world_size * BATCH * self.micro_batches), batch_size=BATCH)
 
 
 TP, TOGETHER, APART = partial(MeshParallel, tp=2), partial(adamw, foreach=True), partial(sgd, momentum=0.9)
 PIPELINE = partial(MeshParallel, pp=2)
+TWO_STAGES = ("interleaved", "zero_bubble", *parity().IN_A_V)
 CLIPPED = {"gradient_clip_val": 0.1}
 
 JOBS: dict[str, Job] = {
@@ -103,7 +139,6 @@ JOBS: dict[str, Job] = {
     "ddp, full checkpointing": Job(2, DDP, {"activation_checkpointing": "full"}),
     "ddp, selective checkpointing": Job(2, DDP, {"activation_checkpointing": "selective"}),
     "fsdp": Job(2, FSDP),
-    "fsdp, clipped": Job(2, FSDP, CLIPPED),
     "fsdp, foreach": Job(2, FSDP, CLIPPED, TOGETHER),
     "fsdp, sgd": Job(2, FSDP, {}, sgd),
     "fsdp, momentum, window": Job(2, FSDP, {"accumulate_grad_batches": 2}, APART),
@@ -113,18 +148,21 @@ JOBS: dict[str, Job] = {
     "fsdp, selective checkpointing": Job(2, FSDP, {"activation_checkpointing": "selective"}),
     "tp": Job(2, TP),
     "tp, bf16, clipped": Job(2, TP, {"precision": "bf16-mixed", **CLIPPED}),
-    "pp": Job(2, partial(PIPELINE, num_microbatches=2)),
+    "tp, sequence": Job(2, partial(TP, sequence_parallel=True), net=transformer, data=sentences),
+    "pp": Job(2, PIPELINE),
     "pp of 4 parts, clipped": Job(2, partial(PIPELINE, num_microbatches=4), CLIPPED),
-    "pp, gpipe, sgd": Job(2, partial(PIPELINE, schedule="gpipe", num_microbatches=4), {}, sgd),
-    "hybrid": Job(4, partial(FSDP, dp_replicate=2, dp_shard=2)),
-    "hybrid, clipped, window": Job(4, partial(FSDP, dp_replicate=2), {"accumulate_grad_batches": 2, **CLIPPED}),
+    "gpipe": Job(2, partial(PIPELINE, schedule="gpipe", num_microbatches=4), {}, sgd),
+    **{name: Job(2, partial(PIPELINE, schedule=name, num_microbatches=4)) for name in TWO_STAGES},
+    "four hybrid": Job(4, partial(FSDP, dp_replicate=2, dp_shard=2)),
+    "four hybrid, clipped, window": Job(4, partial(FSDP, dp_replicate=2), {"accumulate_grad_batches": 2, **CLIPPED}),
     "four fsdp": Job(4, FSDP, CLIPPED),
     "four ddp": Job(4, DDP, CLIPPED),
-    "tp x fsdp": Job(4, TP),
-    "tp x fsdp, bf16, clipped": Job(4, TP, {"precision": "bf16-mixed", **CLIPPED}),
-    "tp x ddp": Job(4, partial(TP, dp_replicate=2, dp_shard=1)),
-    "pp x fsdp": Job(4, partial(PIPELINE, num_microbatches=2)),
-    "pp x ddp": Job(4, partial(PIPELINE, num_microbatches=2, dp_replicate=2, dp_shard=1)),
-    "pp x tp": Job(4, partial(PIPELINE, tp=2, num_microbatches=2)),
-    "pp of 4 stages": Job(4, partial(MeshParallel, pp=4, num_microbatches=4)),
+    "four tp x fsdp": Job(4, TP),
+    "four tp x fsdp, bf16, clipped": Job(4, TP, {"precision": "bf16-mixed", **CLIPPED}),
+    "four tp x ddp": Job(4, partial(TP, dp_replicate=2, dp_shard=1)),
+    "four pp x fsdp": Job(4, PIPELINE),
+    "four pp x ddp": Job(4, partial(PIPELINE, dp_replicate=2, dp_shard=1)),
+    "four pp x tp": Job(4, partial(PIPELINE, tp=2)),
+    "four stages": Job(4, partial(MeshParallel, pp=4)),
 }
+"""By name; the rows of ``tests/parity/test_strategies.py`` have their names there."""

@@ -16,14 +16,14 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from allocations import LOOP, Recording, read
+from allocations import FOREVER, LOOP, Recording, read
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from engine import Callback, Fit
 
-STEP, OTHER, FOREVER = 2, "other", 1 << 61
+STEP, OTHER = 2, "other"
 
 
 class Marks(Callback):
@@ -166,7 +166,7 @@ def evaluated(recording: Recording, marks: Marks) -> dict[str, Any]:
         recording.assign(moment, dict.fromkeys(pointers, "communication"))
     start, end = recording.marks["start"], recording.marks["end"]
     for block in recording.blocks:
-        unseen = block.lost or block.end > FOREVER
+        unseen = block.lost or block.end == FOREVER
         if block.start < start and (unseen or not (block.category or (block.within and block.within[0] in LOOP))):
             block.category = OTHER
         block.category = block.category or recording.by_context(block)
@@ -177,14 +177,12 @@ def evaluated(recording: Recording, marks: Marks) -> dict[str, Any]:
         count[sent.kind] += 1
         size[sent.kind] += sent.bytes
     before, after = marks.sequences
-    lost = [b for b in recording.blocks if start < b.start < end and (b.lost or b.end > FOREVER)]
+    lost = [b for b in recording.blocks if start < b.start < end and (b.lost or b.end == FOREVER)]
     return {
         "start": levels[0],
         "peak": max(levels, key=lambda level: sum(level.values())),
         "end": levels[-1],
-        "other": [(block.size, block.within[-4:]) for block in recording.alive(start) if block.category == OTHER],
         "lost": [(block.size, block.category, block.within[-4:]) for block in lost],
         "collectives": {kind: [count[kind], size[kind]] for kind in sorted(count)},
-        "sent": [(sent.kind, sent.bytes, sent.within[-3:]) for sent in inside],
         "groups": [[list(ranks), after[ranks] - before[ranks]] for ranks in sorted(after) if ranks in before],
     }

@@ -57,3 +57,20 @@ def test_the_example_is_used_when_no_input_is_given() -> None:
 def test_onnx_names_the_package_that_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ModuleNotFoundError, match="to_onnx needs onnx: pip install onnx onnxscript"):
         Net().to_onnx(tmp_path / "net.onnx", torch.ones(1, 3))
+
+
+@pytest.mark.filterwarnings("ignore")  # the exporter's own
+def test_onnx_is_the_module_in_eval_mode(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    module, x = Net(), torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    module(x)  # batch norm has seen data
+    module.net[2].eval()
+    module.to_onnx(tmp_path / "net.onnx", x, input_names=["x"], dynamo=True)
+    module.to_onnx(str(tmp_path / "any.onnx"), x, input_names=["x"], dynamic_shapes=({0: torch.export.Dim("rows")},))
+    assert [module.training, module.net[1].training, module.net[2].training] == [True, True, False]  # as before
+    expected = module.eval()(torch.cat([x, x])).detach()
+    for name, rows in (("net", 5), ("any", 10)):
+        session = runtime.InferenceSession(tmp_path / f"{name}.onnx")
+        (found,) = session.run(None, {"x": torch.cat([x, x])[:rows].numpy()})
+        torch.testing.assert_close(torch.from_numpy(found), expected[:rows])

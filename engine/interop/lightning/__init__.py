@@ -41,7 +41,7 @@ _PATHS = {
         "strategies",
         *(f"strategies.{name}" for name in ["ddp", "fsdp", "deepspeed", "strategy", "model_parallel"]),
     ],
-    trainer: ["trainer", "trainer.trainer"],
+    trainer: ["trainer", "trainer.trainer", "trainer.connectors", "trainer.connectors.accelerator_connector"],
     utilities: ["utilities", *_HELPERS.split(), *(f"utilities.{name}" for name in _UTILITIES.split())],
     cli: ["cli"],
 }

@@ -12,6 +12,7 @@ from typing import Any
 from engine.config.duration import NEVER, Every
 from engine.config.other_trainers import hint
 from engine.interop.lightning import callbacks as named
+from engine.interop.lightning import ckpt
 from engine.interop.lightning.loggers import CSVLogger, TensorBoardLogger
 from engine.interop.lightning.strategies import strategy
 from engine.loop.run import Run
@@ -24,7 +25,6 @@ _SAME = (
 )
 """Arguments that mean the same in ``Fit``; ``None`` is its default."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "plugins": (None, []),
     "reload_dataloaders_every_n_epochs": (0,),
     "enable_autolog_hparams": (True,),
     "model_registry": (None,),
@@ -60,6 +60,7 @@ def translate(given: Mapping[str, Any]) -> Translated:
     for name, neutral in _NEUTRAL.items():
         if given[name] not in neutral:
             raise ValueError(f"Trainer({name}={given[name]!r}) has no counterpart{hint(name, ())}")
+    ckpt.reader(given["plugins"])
     settings = {name: given[name] for name in _SAME if given[name] is not None} | _limits(given)
     if given["devices"] != "auto":
         settings["devices"] = "auto" if given["devices"] in (-1, "-1") else given["devices"]
@@ -135,7 +136,7 @@ def _validation(given: Mapping[str, Any], found: Translated) -> None:
     if in_time:
         found.settings["val_every"] = interval
     elif interval is None or (interval == 1 and isinstance(interval, float)):
-        found.settings["val_every"] = f"{epochs} epochs"
+        found.settings["val_every"] = f"{min(epochs, NEVER)} epochs"  # sys.maxsize: never
     else:
         found.batches = interval, epochs
 

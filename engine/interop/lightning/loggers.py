@@ -8,6 +8,7 @@ from typing import Any
 import engine.callbacks as own
 from engine.callback import Callback as OwnCallback
 from engine.config.lightning_names import CLASSES
+from engine.interop.lightning.utilities import rank_zero_only
 from engine.interop.refused import ANY, refusing, translated
 
 _WITHOUT = {
@@ -51,6 +52,20 @@ class Logger(OwnCallback):
     def teardown(self, run: Any, module: Any, stage: str) -> None:
         if run.is_main_process:
             self.finalize("success" if run.exception is None else "failed")
+
+
+class _Nothing:
+    """All attributes and calls of it are itself."""
+
+    def __getattr__(self, name: str) -> _Nothing:
+        return self
+
+    __call__ = __getitem__ = __setitem__ = lambda self, *args, **kwargs: self
+
+
+def rank_zero_experiment(function: Any) -> Any:
+    """Decorator of a logger's ``experiment``: other ranks than 0 get an object on which every call does nothing."""
+    return rank_zero_only(function, _Nothing())
 
 
 class AdaptedLogger(Logger):

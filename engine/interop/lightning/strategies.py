@@ -58,11 +58,24 @@ def strategy(asked: Any) -> Any:
     return NAMES[asked]
 
 
-def DDPStrategy(**options: Any) -> DDP:
+class _Translated(type):
+    """A class of Lightning's whose objects are those of its base, which ``made`` makes from Lightning's arguments."""
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        return cls.made(*args, **options)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.__base__)
+
+
+class DDPStrategy(DDP, metaclass=_Translated):
     """Lightning's class as :class:`engine.DDP`; ``ddp_comm_hook`` is one of torch's."""
-    found = translated("DDPStrategy", "", (), options, _WITHOUT)
-    hook = found.pop("ddp_comm_hook", None)
-    return DDP(**found, comm_hook=_HOOKS.get(getattr(hook, "__name__", ""), hook))
+
+    @staticmethod
+    def made(**options: Any) -> DDP:
+        found = translated("DDPStrategy", "", (), options, _WITHOUT)
+        hook = found.pop("ddp_comm_hook", None)
+        return DDP(**found, comm_hook=_HOOKS.get(getattr(hook, "__name__", ""), hook))
 
 
 def FSDPStrategy(**options: Any) -> FSDP:

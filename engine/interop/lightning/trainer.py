@@ -21,6 +21,7 @@ from engine.interop.lightning.module import LightningModule
 from engine.loop.module_calls import save_file
 from engine.loop.result import Result, TrainState
 from engine.loop.snapshot import content
+from engine.loop.trainer_parts import AcceleratorConnector as _AcceleratorConnector  # noqa: F401
 from engine.loop.trainer_view import TrainerView, Values
 
 
@@ -75,7 +76,7 @@ class Trainer(TrainerView):
     ) -> None:  # fmt: skip
         """Train ``model``. ``ckpt_path``: resume from this checkpoint; ``"last"``: the newest, if there is one."""
         model, loaders, datamodule = self._enter(model, train_dataloaders, datamodule)
-        with ckpt.readable("auto" if ckpt_path == "last" else ckpt_path) as resume:
+        with ckpt.readable("auto" if ckpt_path == "last" else ckpt_path, self._given["plugins"]) as resume:
             self.result = self._fit.run(model, loaders, val_dataloaders, datamodule=datamodule, resume=resume)
 
     def validate(
@@ -112,7 +113,7 @@ class Trainer(TrainerView):
         if ckpt_path == "best":
             ckpt_path = getattr(self.checkpoint_callback, "best_model_path", None) or "best"
         model, loaders, datamodule = self._enter(model, loaders, datamodule)
-        with ckpt.readable(ckpt_path) as checkpoint:
+        with ckpt.readable(ckpt_path, self._given["plugins"]) as checkpoint:
             found = getattr(self._fit, verb)(model, loaders, datamodule=datamodule, checkpoint=checkpoint, **options)
         if verbose and self.progress_bar_callback is None:
             for number, metrics in enumerate(found):

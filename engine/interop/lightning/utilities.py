@@ -21,6 +21,8 @@ from engine.data.datamodule import DataModule
 from engine.distributed.environment import detect
 from engine.interop.lightning.callback import Callback
 from engine.interop.lightning.callbacks import ModelSummary as ModelSummary
+from engine.interop.lightning.ckpt import CheckpointIO as CheckpointIO
+from engine.interop.lightning.ckpt import TorchCheckpointIO as TorchCheckpointIO
 from engine.interop.lightning.ckpt import load as _load  # noqa: F401
 from engine.interop.refused import refused_class, refusing
 from engine.module import TrainModule

@@ -1,0 +1,86 @@
+"""An out-of-memory error names what fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from llama import SHAPES, Llama, tokens
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from engine import Fit
+from engine.planning.out_of_memory import device_memory
+
+CUDA = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of {} of which 10.00 MiB is free. Of the allocated memory 1.00 MiB "
+    "is allocated by PyTorch"
+)
+
+
+class TooLarge(Llama):
+    """Ends its first step as on a device of this size."""
+
+    def __init__(self, capacity: str) -> None:
+        super().__init__(SHAPES["tiny"])
+        self.capacity = capacity
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if not isinstance(self.norm.weight, FakeTensor):  # a plan has no tensors that could be too large
+            raise torch.OutOfMemoryError(CUDA.format(self.capacity))
+        return super().training_step(batch, batch_idx)
+
+
+def failure(module: Llama, tmp_path: Any, loader: Any = None, **settings: Any) -> torch.OutOfMemoryError:
+    fit = Fit(accelerator="cpu", max_steps=2, root_dir=tmp_path, log_every_n_steps=0, **settings)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        fit.run(module, loader or tokens(64, 128))
+    return caught.value
+
+
+def test_the_error_names_a_smaller_micro_batch_that_keeps_the_global_batch(tmp_path: Any) -> None:
+    module = TooLarge("0.65 GiB")
+    error = failure(module, tmp_path)
+    (note,) = error.__notes__
+    assert str(error) == CUDA.format("0.65 GiB"), "it is the same error"
+    assert note.startswith("What fits by a plan: Fit(strategy='single', precision='32-true', ")
+    size, window = (
+        int(part.split(mark)[1].split()[0].strip(",)"))
+        for part, mark in ((note, "micro-batches of "), (note, "grad_batches="))
+    )
+    assert size * window == 64
+    assert size < 64
+    assert "fit plan TARGET --search --world-size 1" in note
+
+
+def test_nothing_fits_and_the_error_says_so(tmp_path: Any) -> None:
+    (note,) = failure(TooLarge("0.501 GiB"), tmp_path, tokens(2, 128)).__notes__
+    assert note.startswith("Nothing fits by a plan"), note
+
+
+def test_a_plan_that_fails_hides_nothing(tmp_path: Any) -> None:
+    module = TooLarge("1.00 GiB")
+    error = failure(module, tmp_path, loader=iter(tokens(4, 16)))
+    (note,) = error.__notes__
+    assert "could not be planned (ValueError: the training data is a list_iterator" in note
+
+
+def test_other_errors_and_fits_that_do_not_ask_have_no_note(tmp_path: Any) -> None:
+    class Other(Llama):
+        def on_train_batch_start(self, *args: Any) -> None:
+            raise RuntimeError("total capacity of 1.00 GiB")
+
+    with pytest.raises(RuntimeError) as caught:
+        Fit(accelerator="cpu", max_steps=1, root_dir=tmp_path).run(Other(SHAPES["tiny"]), tokens(4, 16))
+    assert not hasattr(caught.value, "__notes__")
+    fit = Fit(accelerator="cpu", max_steps=1, root_dir=tmp_path)
+    fit.names_what_fits = False
+    with pytest.raises(torch.OutOfMemoryError) as silent:
+        fit.run(TooLarge("1.00 GiB"), tokens(4, 16))
+    assert not hasattr(silent.value, "__notes__")
+
+
+def test_the_size_of_the_device_is_read_from_the_error() -> None:
+    assert device_memory(CUDA.format("79.10 GiB")) == int(79.10 * 2**30)
+    assert device_memory("nothing is said") is None or torch.accelerator.is_available()
