@@ -236,11 +236,13 @@ def _finished(result: Any, args: Any) -> Any:
 @contextmanager
 def simulated_processes(rank: int, world_size: int) -> Iterator[None]:
     """torch's default group is one of ``world_size`` ranks that exist in this process alone, of which it is ``rank``: no socket, no other process."""
+    _clear_sharding_prop_cache()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # its entries hold meshes, which a job's equal ones would be taken for
         _clear_sharding_prop_cache()  # it takes equal meshes of two jobs for one, and finds the groups of the first
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -306,6 +309,25 @@ def test_nothing_changes(kind: type[TrainModule], strategy: str, tmp_path: Path)
     assert not module.attached
     assert callback.calls == 0
     assert not (tmp_path / "run").exists()
+
+
+def test_torch_keeps_nothing_of_a_simulated_mesh() -> None:
+    module = Net()
+    plan = {"net.0": "colwise", "net.3": "rowwise"}
+    trace = planned(module, world_size=4, strategy={"name": "mesh", "tp": 4, "dp_shard": 1, "plan": plan})
+    assert {each.axis for each in trace.collectives} == {"tp"}
+    kept: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding  # type: ignore[attr-defined]
+    assert kept.cache.cache_info().currsize == 0
+
+
+def test_a_torch_without_these_parts_is_one_clear_error() -> None:
+    code = """
+import sys
+sys.modules["torch.utils.flop_counter"] = None
+import engine.planning.torch_private
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.stderr.splitlines()[-1].startswith("ImportError: planning needs parts of torch that torch")
 
 
 def test_the_module_trains_afterwards_as_without_a_plan(tmp_path: Path) -> None:
