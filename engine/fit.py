@@ -393,7 +393,7 @@ class Fit:
 
         Raises:
             RuntimeError: this process is in a job (``torch.distributed`` is initialized), or the module is in a run.
-            ValueError, TypeError: as :meth:`run`, and data that can be read only once.
+            ValueError, TypeError: as :meth:`run`; data that can be read only once; a function whose module reads values while it is made.
         """
         made: Plan = planning.planned(
             self._simulated,

@@ -19,13 +19,13 @@ from engine.cli.run_actions import log_to_terminal, to_build
 from engine.cli.targets import importable_here
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
-from engine.module import TrainModule
 from engine.planning.devices import hardware, network, rate
 from engine.planning.plan import Plan
 from engine.planning.plan_table import show
 from engine.planning.search import PlanSearch, Tried
 from engine.planning.search_run import limited
 from engine.planning.search_table import show as show_search
+from engine.planning.tracing import NeedsValues
 from engine.utils.log import logger
 
 
@@ -100,24 +100,11 @@ def planned(wanted: Components, arguments: argparse.Namespace) -> Plan | PlanSea
         else partial(fit.plan, **job, price=arguments.price, storage=storage)
     )
 
-    def without_values() -> TrainModule:
-        try:
-            return make()
-        except Exception as error:
-            raise _NeedsValues from error
-
     try:
-        return forecast(without_values)
-    except _NeedsValues as error:
-        logger.info(
-            f"{wanted.model.path} reads values of its tensors while it is made, so it is made in memory, with all of its parameters "
-            f"({type(error.__cause__).__name__}: {str(error.__cause__).splitlines()[0]})"
-        )
+        return forecast(make)
+    except NeedsValues as error:
+        logger.info(f"{wanted.model.path} is made in memory, with all of its parameters: {error}")
         return forecast(make())
-
-
-class _NeedsValues(Exception):
-    """The module could not be made of tensors without values."""
 
 
 def _ranks(settings: Settings) -> int:

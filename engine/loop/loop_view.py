@@ -14,6 +14,8 @@ _STATE = "the loops are functions without a state of their own; counters are in 
 class _Part:
     """A part of Lightning's loops, to read: nothing would follow what is set."""
 
+    _trainer: Any
+
     def __init__(self, trainer: Any) -> None:
         vars(self)["_trainer"] = trainer
 
@@ -51,7 +53,7 @@ class FitLoopView(_Part):
     @property
     def _combined_loader(self) -> SimpleNamespace:
         """``flattened``: the training loaders, as they were given."""
-        given = self._trainer.train_dataloader
+        given: Any = self._trainer.train_dataloader
         given = list(given.values()) if isinstance(given, Mapping) else given
         return SimpleNamespace(flattened=given if isinstance(given, list) else [given])
 
@@ -102,7 +104,7 @@ class DataSourceView(_Part):
     @property
     def instance(self) -> SimpleNamespace:
         """An object with the methods."""
-        trainer = self._trainer
+        trainer: Any = self._trainer
         return SimpleNamespace(
             train_dataloader=lambda: trainer.train_dataloader, val_dataloader=lambda: trainer.val_dataloaders
         )

@@ -10,7 +10,6 @@ from inspect import Parameter, Signature
 from engine.callback import Callback
 from engine.config.other_trainers_names import ARGUMENTS, NAMES, OTHERWISE
 from engine.data.datamodule import DataModule
-from engine.interop.lightning.arguments import translate
 from engine.loop.hook_arguments import BESIDES_EVENTS, fitted
 from engine.loop.step_arguments import taken
 from engine.migrate.counterparts import AS_IS, CHANGE, INTEROP
@@ -59,27 +58,6 @@ def _about(name: str, sides: Sequence[Side]) -> str:
     if name in NAMES:
         return f"here it is called {NAMES[name]!r}"
     return OTHERWISE.get(name, "it takes fewer arguments by position" if not name else "there is no such argument here")
-
-
-def trainer_arguments(call: ast.Call, parameters: Signature) -> str:
-    """Why ``Trainer`` of ``engine.interop.lightning`` refuses the values that are literally there; empty when it does not.
-
-    Values that are computed are left out: what they are is known only when the script runs.
-    """
-    given = {name: each.default for name, each in parameters.parameters.items()}
-    for keyword in call.keywords:
-        if keyword.arg in given:
-            try:
-                given[keyword.arg] = ast.literal_eval(keyword.value)
-            except (ValueError, TypeError, SyntaxError, RecursionError):
-                continue
-    # Callbacks and loggers are objects: they are not made here.
-    given |= {"callbacks": None, "logger": False, "enable_checkpointing": None}
-    try:
-        translate(given)
-    except (ValueError, TypeError) as error:
-        return str(error)
-    return ""
 
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")

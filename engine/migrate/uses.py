@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.config.lightning_names import REPLACED, refused_hook
-from engine.migrate.calls import Side, decided, misfit, stand_in, trainer_arguments
+from engine.migrate.calls import Side, decided, misfit, stand_in
 from engine.migrate.counterparts import AS_IS, CHANGE, INTEROP, Thing, counterpart, is_package, of_nn_module, things
 from engine.migrate.members import member, signature
 from engine.migrate.names import Api, ClassInfo, Names, first_argument
 from engine.migrate.objects import KINDS, MADE, PASSED, PLAIN, Known, kind_of, thing_of
 from engine.migrate.sources import Source
+from engine.migrate.values import constructor, log_options, trainer_arguments
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,11 @@ class Finder(ast.NodeVisitor):
             self._add(node, api.library, api.name, found.verdict, found.where)
             return True
         sides = [_side_of(each) for each in (found.plain, found.translated)]
-        said = trainer_arguments(call, sides[1].call) if api.name == "Trainer" and sides[1].call is not None else ""
+        said = ""
+        if api.name == "Trainer" and sides[1].call is not None:
+            said = trainer_arguments(call, sides[1].call)
+        elif api.path.startswith("callbacks."):
+            said = constructor(call, [each for each in (found.translated, found.plain) if each])
         if said:
             self._add(node, api.library, f"{api.name}()", CHANGE, said)
         else:
@@ -277,7 +282,13 @@ class Finder(ast.NodeVisitor):
             return
         ours = "" if thing.plain is None else f"{thing.plain.__name__}.{name}"
         sides = [Side(each is not None, None if each is None else each.call, ours) for each in members]
-        self._called(node, library, f"{thing.label}.{name}", call, sides)
+        logs = (
+            name in ("log", "log_dict") and thing.label in ("LightningModule", "Callback") and sides[0].call is not None
+        )
+        if logs and (said := log_options(call, sides[0].call)):  # type: ignore[arg-type]
+            self._add(node, library, f"{thing.label}.{name}()", CHANGE, said)
+        else:
+            self._called(node, library, f"{thing.label}.{name}", call, sides)
 
     def _called(
         self, node: ast.expr, library: str, name: str, call: ast.Call, sides: Sequence[Side], where: str = ""

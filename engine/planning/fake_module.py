@@ -40,7 +40,9 @@ def fake_module(module: Module) -> Module:
 def fake_tensor(tensor: Tensor) -> Tensor:
     """A tensor of the same shape, layout and kind without values; a tensor on the meta device, or without values, itself."""
     if tensor.is_meta:
-        return copy.deepcopy(tensor)
+        with torch_private.real():
+            without = torch.empty_like(tensor)
+            return nn.Parameter(without, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else without
     if torch_private.is_fake(tensor):
         return tensor
     made = (

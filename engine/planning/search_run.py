@@ -71,13 +71,8 @@ def search_plans(
     device = limited(hardware(device) if links is None else network(links, hardware(device)), memory_limit)
     nodes = machines_for(world_size, nodes, device.per_node)
     alone = fit.from_resolved(_with(fit, {"strategy": "single", "accumulate_grad_batches": 1}), ())
-    with set_up(start(alone), module, train_loader, 0, 1, 1, datamodule, Facts()) as (run, _, _):
-        assert run.train_loader is not None
-        batch, samples = first_batch(run.train_loader)
-        ways = layouts(run.module, world_size, world_size // nodes, offload=device.caching)
-        blocks = has_blocks(run.module)
-    window = settings.accumulate_grad_batches
-    each = samples * (window if isinstance(window, int) else window.get(0, 1))
+    sizes = world_size, world_size // nodes
+    batch, samples, ways, blocks = _alone(start(alone), module, datamodule, train_loader, sizes, device.caching)
 
     def plan_of(candidate: Candidate) -> Plan:
         one = fit.from_resolved(_with(fit, candidate.settings), settings.callbacks)
@@ -88,7 +83,7 @@ def search_plans(
         layouts=ways,
         precisions=candidates.precisions(settings.precision, device.name, precisions),
         recompute=RECOMPUTE if blocks else (None,),
-        global_batch=settings.global_batch_size or each * world_size,
+        global_batch=settings.global_batch_size or samples * settings.accumulate_at(0) * world_size,
         micro_batch=samples,
         largest=largest,
         first=first,
@@ -103,6 +98,20 @@ def search_plans(
             seconds=seconds,
             report=report,
         )
+
+
+def _alone(
+    start: Start,
+    module: TrainModule | Callable[[], TrainModule],
+    datamodule: DataModule | None,
+    train_loader: Any,
+    sizes: tuple[int, int],
+    offload: bool,
+) -> tuple[Any, int, Any, bool]:
+    """What one rank shows: a micro-batch, its samples, the layouts for ``sizes`` (ranks, and those of a node), whether the model has blocks."""
+    with set_up(start, module, train_loader, 0, 1, 1, datamodule, Facts()) as (run, _, _):
+        assert run.train_loader is not None
+        return *first_batch(run.train_loader), layouts(run.module, *sizes, offload=offload), has_blocks(run.module)
 
 
 def limited(device: Hardware, memory: int | str | None) -> Hardware:

@@ -40,9 +40,11 @@ class StepTrace(torch_private.Mode):
         self._path: list[str] = []
         self._forward = memory_trace.SET_UP
         self._recording = False
+        self._propagating = False
 
     def __enter__(self) -> StepTrace:
         self._stack.enter_context(self.memory.following())
+        self._stack.enter_context(torch_private.outside_of_propagation(self._watch))
         for handle in (
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
@@ -59,7 +61,7 @@ class StepTrace(torch_private.Mode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch_private.asks_device(operator):
+        if self._propagating or torch_private.asks_device(operator):
             return operator(*args, **kwargs)
         if torch_private.wraps(types):
             return NotImplemented
@@ -85,6 +87,9 @@ class StepTrace(torch_private.Mode):
             for tensor in _tensors(result):
                 memory.note(tensor)
         return result
+
+    def _watch(self, watched: bool) -> None:
+        self._propagating = not watched
 
     def begin(self, model: nn.Module, optimizers: list[Optimizer], inputs: list[Tensor]) -> None:
         """Record from here on."""

@@ -25,6 +25,7 @@ try:
         FakeTensorMode,
         unset_fake_temporarily,
     )
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import (
@@ -32,9 +33,10 @@ try:
         _disable_current_modes,
         is_traceable_wrapper_subclass_type,
     )
-    from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+    from torch.utils.flop_counter import flop_registry
 
     _c10d: Any = _distributed_c10d
+    _propagated = ShardingPropagator._propagate_tensor_meta_non_cached
     _create_work_from_future, _resolve_process_group = _c10d._create_work_from_future, _c10d._resolve_process_group
 except (ImportError, AttributeError) as error:
     raise ImportError(
@@ -46,14 +48,6 @@ MOST_HOST_NUMBERS = 1 << 20
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _HOST = torch.device("cpu")
 _aten, _prim = torch.ops.aten, torch.ops.prim
-_ATTENTION_ON_CPU = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: sdpa_flop_count(
-        query.shape, key.shape, value.shape
-    ),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, query, key, value, *_, **__: (
-        sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
-    ),
-}
 UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException)
 """Errors of operations whose result, or its shape, depends on values that a tensor does not have."""
 
@@ -115,7 +109,7 @@ def group_of(name: Any) -> dist.ProcessGroup:
 
 def flops_of(packet: Any) -> Callable[..., int] | None:
     """The formula for the floating point operations of an operator (a multiplication and an addition are two)."""
-    found: Any = flop_registry.get(packet) or _ATTENTION_ON_CPU.get(packet)
+    found: Any = flop_registry.get(packet)
     return found
 
 
@@ -310,6 +304,22 @@ def usable(simulation: Simulation, answered: Callable[[str, Any], bool]) -> Iter
         patch.object(FakeTensor, "__array__", numbers, create=True),
         patch.object(FakeTensor, "tolist", listed, create=True),
     ):
+        yield
+
+
+@contextmanager
+def outside_of_propagation(watch: Callable[[bool], None]) -> Iterator[None]:
+    """Inside the block ``watch(False)`` is called before, and ``watch(True)`` after ``DTensor`` computes the shape of a result, with tensors as
+    large as the whole: they are nobody's memory, and their operations nobody's work."""
+
+    def unwatched(*args: Any, **kwargs: Any) -> Any:
+        watch(False)
+        try:
+            return _propagated(*args, **kwargs)
+        finally:
+            watch(True)
+
+    with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unwatched):
         yield
 
 

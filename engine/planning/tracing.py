@@ -109,12 +109,29 @@ def set_up(
         stack.enter_context(torch_private.usable(simulation, answers))
         stack.enter_context(torch_private.agreeing_stages())
         with simulation:
-            copied = fake_module(module) if isinstance(module, TrainModule) else module()
+            copied = fake_module(module) if isinstance(module, TrainModule) else _made(module, answers)
         facts.built(copied)
         run = start(copied, group)
         stack.enter_context(session(run, datamodule, lambda: simulation))
         setup.training_loader(run, train_loader, datamodule)
         yield run, simulation, answers
+
+
+class NeedsValues(ValueError):
+    """A module reads values of its tensors while it is made, so it cannot be made of tensors without them. The message names the line."""
+
+
+def _made(module: Callable[[], TrainModule], answers: Answers) -> TrainModule:
+    """What the function makes; an answer in the place of a value could make another module."""
+    try:
+        made = module()
+    except Exception as error:
+        if not answers.explain(error):
+            raise
+        raise NeedsValues(f"{answers.place(error)}: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+    if found := answers.sentences():
+        raise NeedsValues(f"{found[0].partition(': the plan')[0]} while the module is made")
+    return made
 
 
 def _steps(

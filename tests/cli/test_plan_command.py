@@ -119,7 +119,8 @@ def test_a_module_that_reads_values_is_made_in_memory(
     with caplog.at_level("INFO", "engine"):
         assert main(["plan", f"{__file__}:Rates", *HERE[1:], *CPU, "--world-size", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["job"]["parameters"] == 128
-    assert "reads values of its tensors while it is made, so it is made in memory" in caplog.text
+    assert "Rates is made in memory, with all of its parameters" in caplog.text
+    assert "self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]" in caplog.text
 
 
 @pytest.mark.parametrize(

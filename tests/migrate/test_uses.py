@@ -67,6 +67,17 @@ def test_a_module_from_top_to_bottom(tmp_path: Path) -> None:
         ),
         ("def training_step(self, batch, batch_idx, optimizer_idx): ...", "def training_step", "needs 'optimizer_idx'"),
         ("def train_dataloader(self, stage): ...", "def train_dataloader", "Net.train_dataloader is called with ()"),
+        (
+            "def f(self): self.log('x', 1, reduce_fx='median')",
+            "LightningModule.log()",
+            "reduce_fx='median') is unknown",
+        ),
+        (
+            "def f(self): self.log_dict({}, False, None, True, True, 'std')",
+            "LightningModule.log_dict()",
+            "'std') is unknown",
+        ),
+        ("def f(self): self.log('x', 1, enable_graph=True)", "LightningModule.log()", "a logged value is detached"),
         ("def f(self): self.log('x', 1, unknown=2)", "LightningModule.log(unknown=)", "no such argument"),
         ("def f(self): self.fabric", "LightningModule.fabric", "engine.Engine"),
         ("def f(self): self.device = 'cpu'", "LightningModule.device =", "it cannot be set"),
@@ -216,3 +227,31 @@ def test_a_class_that_can_only_be_named(tmp_path: Path) -> None:
     text = "from lightning.pytorch.callbacks import BatchSizeFinder as F\nis_one = isinstance(x, F)\nF()\nclass Mine(F): ...\n"
     found = [(line, verdict) for line, _, verdict in uses_of(tmp_path, text)]
     assert found == [(2, INTEROP), (3, CHANGE), (4, CHANGE)]
+
+
+def test_values_of_callbacks(tmp_path: Path) -> None:
+    text = """\
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+    ModelCheckpoint(save_top_k=-3)
+    EarlyStopping("x", mode="maximum")
+    EarlyStopping("x", mode="max")
+    EarlyStopping("x", mode=chosen)
+    EarlyStopping("x", mode="maximum", **others)
+    """
+    assert list(changes(tmp_path, text)) == ["ModelCheckpoint()", "EarlyStopping()"]
+    assert [line for line, _, verdict in uses_of(tmp_path, text) if verdict == CHANGE] == [3, 4]
+
+
+def test_values_that_a_run_takes_or_computes(tmp_path: Path) -> None:
+    text = """\
+    import torch, lightning.pytorch as pl
+
+    class Net(pl.LightningModule):
+        def training_step(self, batch, batch_idx):
+            self.log("a", 1.0, reduce_fx="avg")
+            self.log("b", 1.0, reduce_fx=torch.median)
+            self.log("c", 1.0, reduce_fx=self.chosen, sync_dist_group=self.group)
+            self.log(self.name, 1.0, True, True, True, True, "max")
+    """
+    assert changes(tmp_path, text) == {}

@@ -19,8 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-DEVICE = "96GB,989e12,2.4e12"
-"""Memory; dense bfloat16 operations a second as NVIDIA states them for the H100 SXM; bytes a second."""
+MEMORY, BANDWIDTH = int(96e9), 2.4e12
+"""Of a device: bytes, and bytes a second. Its operations a second are those of NVIDIA's data sheet of the H100 SXM: the pages state none."""
 SEQUENCE = 8192
 
 

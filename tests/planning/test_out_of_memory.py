@@ -55,7 +55,7 @@ def test_the_error_names_a_smaller_micro_batch_that_keeps_the_global_batch(tmp_p
 
 
 def test_nothing_fits_and_the_error_says_so(tmp_path: Any) -> None:
-    (note,) = failure(TooLarge("0.51 GiB"), tmp_path).__notes__
+    (note,) = failure(TooLarge("0.501 GiB"), tmp_path, tokens(2, 128)).__notes__
     assert note.startswith("Nothing fits by a plan"), note
 
 

@@ -130,7 +130,11 @@ class Built(Net):
 class OnMeta(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.net.to("meta")
+        self.register_buffer("scale", torch.ones(5))
+        self.to("meta")
+
+    def init_weights(self, module: nn.Module) -> None:
+        """A training initializes what is on the meta device."""
 
 
 class ByHand(Net):

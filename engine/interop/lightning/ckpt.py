@@ -22,7 +22,7 @@ class CheckpointIO:
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """The file at ``path``, as Lightning's files are: ``state_dict``, ``hyper_parameters``, ..."""
-        return torch.load(path, map_location=map_location, weights_only=weights_only is not False)  # type: ignore[no-any-return]
+        return torch.load(path, map_location=map_location, weights_only=weights_only is not False)
 
 
 TorchCheckpointIO = CheckpointIO
