@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from engine import Callback, CheckError, DataModule, Fit, Loss, Run, TrainModule
 
+from .planned_batch_size import planned_start
 from .trial import is_main, log, train_copy
 
 _SAID = ("out of memory", "can't allocate memory", "not enough memory", "cublas_status_alloc_failed")
@@ -27,10 +28,11 @@ def find_batch_size(
     datamodule: DataModule | None = None,
     fit: Fit | None = None,
     mode: Literal["binsearch", "power"] = "binsearch",
-    init_val: int = 2,
+    init_val: int | None = None,
     max_trials: int = 25,
     steps_per_trial: int = 3,
     batch_arg_name: str = "batch_size",
+    memory: int | None = None,
 ) -> int:
     """Train copies of ``module`` for a few steps each, and double the batch size until memory runs out; then halve the interval.
 
@@ -44,10 +46,12 @@ def find_batch_size(
             module's, whose ``train_dataloader`` uses it.
         fit: gives strategy, devices, precision and accumulation window; by default a plain ``Fit()``.
         mode: ``"binsearch"`` finds the exact maximum; ``"power"`` the largest ``init_val * 2 ** n`` that fits.
-        init_val: the first batch size, on each rank.
+        init_val: the first batch size, on each rank; ``None``: what fits by a plan (:meth:`engine.Fit.plan`), and 2 where there is no accelerator or
+            the plan does not say.
         max_trials: the maximum number of trainings.
         steps_per_trial: optimizer steps of a training; memory is complete from the second one on.
         batch_arg_name: the data module's name of the batch size.
+        memory: bytes of a device that the plan counts with; ``None``: the accelerator's.
 
     Returns:
         Samples per micro-batch on each rank, at most a rank's share of the dataset.
@@ -62,6 +66,8 @@ def find_batch_size(
         sized = _of_owner(module if data is None else data, batch_arg_name)
     else:
         sized = _of_loader(train_loader)
+    if init_val is None:
+        init_val = planned_start(module, sized, None if data is train_loader else data, fit, memory)
     trials = _Trials(module, sized, None if data is train_loader else data, fit, steps_per_trial)
     best, failed = 0, 0
     size = init_val
@@ -94,10 +100,12 @@ def find_batch_size(
     return best
 
 
-def _check(mode: str, init_val: int, max_trials: int, steps_per_trial: int) -> None:
+def _check(mode: str, init_val: int | None, max_trials: int, steps_per_trial: int) -> None:
     if mode not in ("binsearch", "power"):
         raise ValueError(f"find_batch_size(mode={mode!r}): it must be 'binsearch' or 'power'")
     for name, value in (("init_val", init_val), ("max_trials", max_trials), ("steps_per_trial", steps_per_trial)):
+        if name == "init_val" and value is None:
+            continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"find_batch_size({name}={value!r}): it must be an int of at least 1")
 

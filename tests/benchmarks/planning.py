@@ -28,9 +28,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "planning"))
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "planning"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from gpt import GPT, Size
 from llama import SHAPES, Llama, tokens
 
@@ -44,7 +43,7 @@ STRATEGIES: dict[str, Any] = {"ddp": "ddp", "fsdp": "fsdp", "tp": "tp"}
 
 def plan_one(model: str, ranks: int) -> dict[str, float]:
     """Plan in this process."""
-    tp = min(8, ranks, SHAPES[model].kv_heads)
+    tp = min(4, ranks // 2, SHAPES[model].kv_heads)
     strategy = MeshParallel(tp=tp, dp_shard=ranks // tp, sequence_parallel=True, loss_parallel=True)
     rows, length = (1, 8192) if model != "tiny" else (2, 32)
     begun, work = time.perf_counter(), time.process_time()
@@ -141,8 +140,8 @@ def order() -> int:
             data(),
             world_size=4,
             nodes=1,
-            device=numbers["device"],
-            links=numbers["network"],
+            device=numbers["as_device"],
+            links=numbers["as_network"],
         )
         predicted[name] = plan.step_seconds
         ran = subprocess.run([sys.executable, __file__, "--train", name], capture_output=True, text=True, check=False)
