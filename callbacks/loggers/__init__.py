@@ -10,6 +10,8 @@ from .base import Moment as Moment
 
 if TYPE_CHECKING:
     from .aim import AimLogger as AimLogger
+    from .by_name import TRACKERS as TRACKERS
+    from .by_name import logger_for as logger_for
     from .csv import CSVLogger as CSVLogger
     from .jsonl import JSONLLogger as JSONLLogger
     from .mlflow import MLflowLogger as MLflowLogger
@@ -26,7 +28,9 @@ _PLACES = {
     "MLflowLogger": ".mlflow",
     "TensorBoardLogger": ".tensorboard",
     "TrackioLogger": ".trackio",
+    "TRACKERS": ".by_name",
     "WandbLogger": ".wandb",
+    "logger_for": ".by_name",
 }
 
 __all__ = [
@@ -40,6 +44,7 @@ __all__ = [
     "TensorBoardLogger",
     "TrackioLogger",
     "WandbLogger",
+    "logger_for",
 ]
 
 

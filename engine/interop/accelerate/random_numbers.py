@@ -13,17 +13,11 @@ from engine.utils.seed import seed_everything
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed python, numpy and torch; the order of data prepared from now on depends on it too.
-
-    Args:
-        device_specific: add the rank.
-        deterministic: torch's deterministic algorithms.
-    """
+    """Seed python, numpy and torch, plus the rank if ``device_specific``; the order of data prepared from now on depends on it too."""
     seed_everything(seed + PartialState().process_index if device_specific else seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
 
 
 def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
-    """Give each of these generators (``"torch"``, ``"cuda"``, ..., ``"generator"``) the main process's state."""
     share_states(PartialState().group, rng_types, generator)
