@@ -93,19 +93,16 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
         name = "{epoch}-{step}" if filename is None else filename
         name = _FIELD.sub(r"\1={\1", name) if auto_insert_metric_name else name
         self.idle = not save_top_k and not save_last
-        self._names_last, self._trains_last, self._run = save_last, save_on_train_epoch_end, None
+        self._names_last, self._trains_last = save_last, save_on_train_epoch_end
         self._files: dict[int, Path] = {}
         kept = (monitor, mode, save_top_k, bool(save_last) or self.idle, None, dirpath, name + self.FILE_EXTENSION)
-        own.ModelCheckpoint.__init__(
-            self, next(iter(every), None), *kept, asynchronous=False
-        )  # a path is there when it is named
+        # Not asynchronous: a path is there when it is named.
+        own.ModelCheckpoint.__init__(self, next(iter(every), None), *kept, asynchronous=False)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._run = trainer.run if stage == "fit" else self._run
         if self.pickles and "://" in str(trainer.run.checkpoint_path("x")):
-            raise ValueError(
-                "ModelCheckpoint.pickles = True: files are written beside checkpoints in a local folder: give one as dirpath"
-            )
+            said = "files are written beside checkpoints in a local folder: give one as dirpath"
+            raise ValueError(f"ModelCheckpoint.pickles = True: {said}")
         own.ModelCheckpoint.setup(self, trainer.run, pl_module, stage)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -125,47 +122,29 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
 
     @property
     def best_k_models(self) -> dict[str, Any]:
-        """The checkpoints that are kept, best first, and their scores; those without a score only if nothing is monitored."""
-        kept = [step for step in self._ranked(self.scores) if self.monitor is None or self.scores[step] is not None]
-        return {self._path(step): None if self.monitor is None else torch.tensor(self.scores[step]) for step in kept}
-
-    @property
-    def best_model_path(self) -> str:
-        """The best checkpoint; without ``monitor`` the newest. Empty if there is none."""
-        return next(iter(self.best_k_models), "")
-
-    @property
-    def best_model_score(self) -> torch.Tensor | None:
-        """The value of ``monitor`` of the best."""
-        return self.best_k_models.get(self.best_model_path)
+        return {path: None if score is None else torch.tensor(score) for path, score in super().best_k_models.items()}
 
     @property
     def last_model_path(self) -> str:
-        """The newest checkpoint, with ``save_last``."""
-        return self._path(max(self.names)) if self.names and self._names_last else ""
+        return super().last_model_path if self._names_last else ""
 
     def _path(self, step: int) -> str:
-        return "" if self._run is None else str(self._files.get(step) or self._run.checkpoint_path(self.names[step]))
+        return str(self._files.get(step) or super()._path(step))
 
 
 class EarlyStopping(Callback, own.EarlyStopping):
     """Lightning's arguments of :class:`callbacks.EarlyStopping`."""
 
-    def __init__(self, *args: Any, strict: bool = True, check_on_train_epoch_end: bool | None = None, **kwargs: Any) -> None:  # fmt: skip
-        given = translated("EarlyStopping", "monitor min_delta patience verbose mode", args, kwargs, _WITHOUT)
+    def __init__(self, *args: Any, check_on_train_epoch_end: bool | None = None, **kwargs: Any) -> None:
+        given = translated("EarlyStopping", "monitor min_delta patience verbose mode strict", args, kwargs, _WITHOUT)
         own.EarlyStopping.__init__(self, **{**given, "min_delta": abs(given.get("min_delta", 0.0))})
-        self.strict, self._trains_last = strict, check_on_train_epoch_end
+        self._trains_last = check_on_train_epoch_end
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self._trains_last and trainer.run.val_loaders:
-            raise ValueError(
-                "EarlyStopping(check_on_train_epoch_end=True): with validation it checks after it; leave it out"
-            )
+            said = "with validation it checks after it; leave it out"
+            raise ValueError(f"EarlyStopping(check_on_train_epoch_end=True): {said}")
         own.EarlyStopping.on_train_start(self, trainer.run, pl_module)
-
-    def _check(self, run: Any) -> None:
-        if self.strict or self.monitor in run.metrics:
-            super()._check(run)
 
 
 class GradientAccumulationScheduler(Callback):
