@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from engine.config.settings import Settings, check
 from engine.data.datamodule import DataModule
 from engine.distributed import failures
 from engine.distributed.environment import detect
+from engine.distributed.group import Group
 from engine.engine import Engine
 from engine.launch.local_ranks import crew
 from engine.loop import checkpoint_events, compatibility, setup, snapshot
@@ -37,6 +39,10 @@ from engine.loop.train import of_the_epoch, train
 from engine.loop.watching import collected, watched
 from engine.loop.whole_weights import holding, whole_state
 from engine.module import TrainModule
+from engine.planning.devices import Hardware, hardware, network
+from engine.planning.job import Job, job_of, machines_for
+from engine.planning.plan import Plan
+from engine.planning.tracing import trace
 from engine.replay.replayed_step import ReplayedStep
 from engine.replay.starting_point import starting_point
 from engine.replay.step_watch import StepWatch
@@ -340,14 +346,73 @@ class Fit:
             max_time=None,
             reload_best=False,
         )
-        callbacks = [
-            c for c in settings.callbacks if c.critical and not (c.is_logger or c.runs_last or c.shows_progress)
-        ]
+        callbacks = _of_the_step(settings.callbacks)
         again = Fit.from_resolved(Resolved(settings, self.origins, self.sections), [*callbacks, watch])
         result = again.run(module, train_loader, val_loaders, datamodule=datamodule, resume=checkpoint)
         if not watch.seen:
             raise ValueError(f"replay(step={step}): the run ends at step {result.step}: {result.stop_reason}")
         return replayed
+
+    def plan(
+        self,
+        module: TrainModule,
+        train_loader: Any = None,
+        *,
+        world_size: int,
+        nodes: int | None = None,
+        device: str | Hardware = "h100",
+        links: str | None = None,
+        price: float | None = None,
+        storage: float | None = None,
+        datamodule: DataModule | None = None,
+    ) -> Plan:
+        """Forecast this training on ``world_size`` ranks: memory, communication, time and cost; traced in this process, without data.
+
+        The real strategy and optimizers run one step on tensors without values in a simulated job. Nothing of ``module``, of this process's random
+        numbers or on disk changes; loggers, progress bars and checkpoint callbacks are left out.
+
+        Args:
+            module, train_loader, datamodule: as in :meth:`run`; the first micro-batch gives the shapes.
+            world_size: processes of the job, one device each.
+            nodes: machines; ``None``: as many as the device's usual nodes need.
+            device: ``"h100"``, ``"a100-80gb"``, ... (:data:`engine.planning.devices.DEVICES`), or memory, operations a second and bytes a second:
+                ``"80GiB,1e15,3e12"``.
+            links: bandwidths of one device within and between nodes, ``"450GB/s,50GB/s"``; ``None``: the device's usual ones.
+            price: of one device for one hour.
+            storage: bytes a second that checkpoints are written with.
+
+        Raises:
+            RuntimeError: this process is in a job (``torch.distributed`` is initialized), or the module is in a run.
+            ValueError, TypeError: as :meth:`run`, and data that can be read only once.
+        """
+        where = hardware(device) if links is None else network(links, hardware(device))
+        machines = machines_for(world_size, nodes, where.per_node)
+        datamodule, train_loader = _datamodule(datamodule, train_loader)
+        module = _train_module(module)
+        jobs: list[Job] = []
+        traces = trace(
+            self._simulated,
+            module,
+            train_loader,
+            world_size=world_size,
+            nodes=machines,
+            datamodule=datamodule,
+            note=lambda run, batch: jobs.append(job_of(run, module, batch, world_size, machines)),
+        )
+        return Plan(tuple(traces), jobs[0], where, price, storage)
+
+    def _simulated(self, module: TrainModule, group: Group) -> Run:
+        """The run of ``module`` on a simulated job; with copies of the settings' objects, which stay as they are."""
+        settings = replace(
+            self.settings,
+            strategy=copy.deepcopy(self.settings.strategy),
+            callbacks=tuple(copy.deepcopy(c) for c in _of_the_step(_own_kind("callbacks", self.settings.callbacks))),
+            num_nodes=1,
+            devices="auto",
+            accelerator="cpu",
+            detect_anomaly=False,
+        )
+        return self._run(module, "fit", settings, group)
 
     def state_dict(self, module: TrainModule, *, everywhere: bool = False) -> dict[str, Any]:
         """The full (unsharded) parameters and buffers of a trained module, by name, on the CPU; all ranks call this.
@@ -426,41 +491,56 @@ class Fit:
         self, module: TrainModule, stage: str, find_train_loader: Callable[[Run], None] = lambda run: None
     ) -> Iterator[Run]:
         """Meet the other processes and make the run."""
-        module = adapted(module)
-        if not isinstance(module, TrainModule):
-            if isinstance(getattr(module, "_orig_mod", getattr(module, "module", None)), TrainModule):
-                raise TypeError(
-                    f"Fit takes a TrainModule, got one that {type(module).__name__} has wrapped: give the module itself; Fit(compile=True) compiles "
-                    "it, and strategies wrap it"
-                )
-            raise TypeError(
-                f"Fit takes a TrainModule, got {type(module).__name__}: subclass engine.TrainModule, or keep your loop with engine.Engine"
-            )
+        module = _train_module(module)
         settings = replace(self.settings, callbacks=_own_kind("callbacks", self.settings.callbacks))
         with crew(settings) as group:
-            engine = Engine(
-                strategy=settings.strategy,
-                precision=settings.precision,
-                on_nonfinite=settings.on_nonfinite,
-                seed=settings.seed,
-                group=group,
-                activation_checkpointing=settings.activation_checkpointing,
-                compile=settings.compile,
-                sync_batchnorm=settings.sync_batchnorm,
-            )
-            origins, settings = _configured(engine.strategy, settings, self.origins)
-            refuse_replaced(module, *settings.callbacks)
-            callbacks = tuple(
-                c for c in _with_own(module, settings.callbacks) if not (settings.fast_dev_run and c.runs_last)
-            )
-            check_keys(callbacks, Callback)
-            config = compatibility.shown(settings, origins, engine.strategy, engine.precision) | described(
-                self.sections, origins
-            )
-            hooks = Hooks(callbacks, module, Callback, TrainModule)
-            run = Run(settings, engine, module, callbacks, hooks, stage, config, snapshot.content)
+            run = self._run(module, stage, settings, group)
             run.find_train_loader = partial(find_train_loader, run)
             yield run
+
+    def _run(self, module: TrainModule, stage: str, settings: Settings, group: Group) -> Run:
+        """The run of ``module`` on these processes."""
+        engine = Engine(
+            strategy=settings.strategy,
+            precision=settings.precision,
+            on_nonfinite=settings.on_nonfinite,
+            seed=settings.seed,
+            group=group,
+            activation_checkpointing=settings.activation_checkpointing,
+            compile=settings.compile,
+            sync_batchnorm=settings.sync_batchnorm,
+        )
+        origins, settings = _configured(engine.strategy, settings, self.origins)
+        refuse_replaced(module, *settings.callbacks)
+        callbacks = tuple(
+            c for c in _with_own(module, settings.callbacks) if not (settings.fast_dev_run and c.runs_last)
+        )
+        check_keys(callbacks, Callback)
+        config = compatibility.shown(settings, origins, engine.strategy, engine.precision) | described(
+            self.sections, origins
+        )
+        hooks = Hooks(callbacks, module, Callback, TrainModule)
+        return Run(settings, engine, module, callbacks, hooks, stage, config, snapshot.content)
+
+
+def _of_the_step(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Those that may change a step: not loggers, progress bars and checkpoint callbacks."""
+    return [c for c in callbacks if c.critical and not (c.is_logger or c.runs_last or c.shows_progress)]
+
+
+def _train_module(module: Any) -> TrainModule:
+    """The user's module, one of another library as ours."""
+    module = adapted(module)
+    if not isinstance(module, TrainModule):
+        if isinstance(getattr(module, "_orig_mod", getattr(module, "module", None)), TrainModule):
+            raise TypeError(
+                f"Fit takes a TrainModule, got one that {type(module).__name__} has wrapped: give the module itself; Fit(compile=True) compiles "
+                "it, and strategies wrap it"
+            )
+        raise TypeError(
+            f"Fit takes a TrainModule, got {type(module).__name__}: subclass engine.TrainModule, or keep your loop with engine.Engine"
+        )
+    return module
 
 
 def _own_kind(where: str, callbacks: Sequence[Any]) -> tuple[Callback, ...]:

@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("loop",),
     ("callback",),
     ("replay",),
+    ("planning",),
     ("fit", "callbacks"),
     ("interop", "huggingface"),
     ("migrate",),

@@ -101,6 +101,11 @@ class Strategy:
         self.group = self.data_group = group
         self.random_stream = group.rank
 
+    @property
+    def axes(self) -> dict[str, int]:
+        """The ranks on each axis of the mesh, after ``connect``."""
+        return {"dp_replicate": self.group.world_size}
+
     def transform_by(self, transforms: Transforms) -> None:
         """Called once, after ``connect``, with what is to be done to models; ``ValueError`` if this strategy does not allow it."""
         transforms.check(self.compiles_whole, type(self).__name__)

@@ -122,6 +122,10 @@ class FSDP(Strategy):
         super().connect(group)
         self._mesh, self.matched_forward = None, group.world_size > 1
 
+    @property
+    def axes(self) -> dict[str, int]:
+        return dict(self._sizes)
+
     # -- the model --------------------------------------------------------------------------------------------------------------
 
     def building(self) -> AbstractContextManager[Any]:

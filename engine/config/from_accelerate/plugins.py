@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import enum
 from collections.abc import Mapping
-from dataclasses import asdict, field, make_dataclass
+from dataclasses import field, make_dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -45,23 +45,33 @@ class Plugin:
 
     def to_section(self) -> dict[str, Any]:
         """The given fields as in the file."""
-        given = {name: _plain(value) for name, value in asdict(self).items() if value is not None}  # type: ignore[call-overload]
+        given = {name: _plain(value) for name, value in vars(self).items() if value is not None}
+        if "auto_wrap_policy" in given:
+            given |= _wrapping(given["auto_wrap_policy"])
         return {self.prefix + self.renamed.get(name, name): value for name, value in given.items()}
 
 
 def _plain(value: Any) -> Any:
     """A value as in the file: names of enums and classes, and what torch's own policies say."""
-    if type(value).__name__ in ("CPUOffload", "CPUOffloadPolicy"):
-        return getattr(value, "offload_params", True)
-    classes = getattr(value, "keywords", {}).get("transformer_layer_cls")  # a partial of torch's transformer policy
-    if classes is not None:
-        raise ValueError(
-            "auto_wrap_policy is a function: give auto_wrap_policy='transformer_based_wrap' and "
-            f"transformer_cls_names_to_wrap={sorted(each.__name__ for each in classes)}"
-        )
+    kind = type(value).__name__
+    if kind in ("CPUOffload", "CPUOffloadPolicy", "OffloadPolicy"):
+        return getattr(value, "offload_params", kind == "CPUOffloadPolicy")
+    if kind in ("MixedPrecision", "MixedPrecisionPolicy"):
+        return dict(vars(value))
     if isinstance(value, (set, tuple, list)):
         return [getattr(item, "__name__", item) for item in value]
     return value.name if isinstance(value, enum.Enum) else value
+
+
+def _wrapping(policy: Any) -> dict[str, Any]:
+    """What a partial of one of torch's two policies says, in Accelerate's fields; other values stay as they are."""
+    said = getattr(policy, "keywords", {})
+    if "transformer_layer_cls" in said:
+        names = sorted(each.__name__ for each in said["transformer_layer_cls"])
+        return {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": names}
+    if "min_num_params" in said:
+        return {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": said["min_num_params"]}
+    return {}
 
 
 def _settings(name: str, fields: str, base: type = KwargsHandler, **said: Any) -> Any:

@@ -67,7 +67,8 @@ def _fsdp(file: File) -> Any:
     if options["name"] == "fsdp":
         _blocks(part, options)
         half = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}.get(str(file.settings.get("precision")))
-        if half:
+        _mixed(part, options, half)
+        if half and "reduce_dtype" not in options:
             part.remark(
                 f"Accelerate reduces FSDP's gradients in {half}; here fp32 is used, unless strategy.reduce_dtype: {half} is added"
             )
@@ -80,11 +81,33 @@ def _fsdp(file: File) -> Any:
         }
     )
     part.note("backward_prefetch", "FSDP 2 fetches ahead by itself")
-    part.note("state_dict_type", "checkpoints have shards of full tensors in safetensors, and any strategy reads them")
+    for key in ("state_dict_type", "state_dict_config", "optim_state_dict_config"):
+        part.note(key, "checkpoints have shards of full tensors in safetensors, and any strategy reads them")
+    part.note("limit_all_gathers", "FSDP 2 limits them by itself")
     part.note("use_orig_params", "FSDP 2 always keeps the model's own parameters")
     part.note("sync_module_states", "all ranks always start with rank 0's values")
     part.note("cpu_ram_efficient_loading", "what configure_model() builds has no memory until it is sharded")
     return _parallelism(file, options)
+
+
+def _mixed(part: Part, options: dict[str, Any], half: str | None) -> None:
+    """A plugin's ``mixed_precision_policy``: a name, or torch's policy of either version as a mapping; ``half``: the job's format."""
+    policy = part.take("mixed_precision_policy")
+    if policy is None:
+        return
+    asks = (
+        policy if isinstance(policy, Mapping) else {"param_dtype": {"bf16": "bfloat16", "fp16": "float16"}.get(policy)}
+    )
+    formats = {key: str(value).removeprefix("torch.") for key, value in asks.items() if key.endswith("dtype") and value}
+    inputs = asks.get("cast_root_forward_inputs", asks.get("cast_forward_inputs", True))  # version 1 casts at the root
+    if formats.get("param_dtype", "float32") != (half or "float32"):
+        part.refuse("mixed_precision_policy", "param_dtype differs from mixed_precision, which decides the format here")
+    elif asks.get("output_dtype") or asks.get("keep_low_precision_grads") or not inputs:
+        part.refuse("mixed_precision_policy", "only param_dtype, reduce_dtype and buffer_dtype can be chosen")
+    if "buffer_dtype" in formats:
+        part.remark("mixed_precision_policy: buffers keep the format that the model gives them")
+    if "reduce_dtype" in formats:
+        options["reduce_dtype"] = formats["reduce_dtype"]
 
 
 def _sharding(part: Part) -> str:

@@ -1,0 +1,144 @@
+"""What is planned: the facts about a run that its estimates need besides its traces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from engine.data.prepared_loader import PreparedLoader
+from engine.loop.run import Run
+from engine.planning.paper_formulas import Shape, shape_of
+from engine.strategies.pipeline import SCHEDULES
+from engine.utils.tree import batch_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run on ``world_size`` ranks."""
+
+    world_size: int
+    nodes: int = 1
+    strategy: str = "single"
+    """As messages name it."""
+    precision: str = "32-true"
+    axes: dict[str, int] = field(default_factory=dict)
+    """Ranks on each axis of the mesh, for those with more than one."""
+    data_ranks: int = 1
+    """Ranks that see different samples."""
+    window: int = 1
+    """Micro-batches of a step on each rank."""
+    schedule: str | None = None
+    """Of the pipeline."""
+    parts: int = 1
+    """Parts of a micro-batch in the pipeline."""
+    tf32: bool = False
+    """Products of float32 matrices are computed in TF32."""
+    compiled: bool = False
+    checkpointing: str | int | None = None
+    """The setting ``activation_checkpointing``."""
+    parameters: int = 0
+    """Of the whole model."""
+    trainable: int = 0
+    """Those of them that are trained."""
+    parameter_bytes: int = 0
+    """Of the whole model, parameters and buffers, as a checkpoint has them."""
+    optimizer_bytes: int | None = None
+    """Of the whole optimizer state in a checkpoint; ``None``: as much for each byte of parameters as on the traced ranks."""
+    samples_per_epoch: int | None = None
+    """Over all ranks; ``None``: the loader has no length."""
+    steps_per_epoch: int | None = None
+    total_steps: int | None = None
+    """``None``: only a time or a callback ends the run."""
+    shape: Shape | None = None
+    """Of a dense transformer, for the formulas of papers."""
+
+    @property
+    def pipeline(self) -> int:
+        """Ranks of a pipeline."""
+        return self.axes.get("pp", 1)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks that share a node."""
+        return self.world_size // self.nodes
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain dicts and values."""
+        return asdict(self)
+
+
+def machines_for(world_size: int, nodes: int | None, per_node: int) -> int:
+    """The nodes of a job.
+
+    Args:
+        world_size: its ranks.
+        nodes: that were asked for; ``None``: as few as have room for the ranks, where a node has room for ``per_node``.
+
+    Raises:
+        ValueError: the ranks do not divide evenly over the nodes.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size} must be at least 1")
+    wanted = -(-world_size // per_node) if nodes is None else nodes
+    if wanted < 1 or world_size % wanted:
+        given = (
+            f"nodes={nodes}"
+            if nodes is not None
+            else f"{wanted} nodes of up to {per_node} devices: give the number of nodes"
+        )
+        raise ValueError(f"world_size={world_size} ranks do not divide evenly over {given}")
+    return wanted
+
+
+def job_of(run: Run, module: nn.Module, batch: Any, world_size: int, nodes: int) -> Job:
+    """The facts of a run that is set up, up to its first step.
+
+    Args:
+        run: of ``Fit``, with its loaders and its strategy. Its module may have been divided: a stage of a pipeline lacks the others.
+        module: the user's, before that; it lacks what ``configure_model`` makes.
+        batch: a micro-batch, for the length of its sequences.
+        world_size, nodes: that are planned for.
+    """
+    settings, strategy, engine = run.settings, run.engine.strategy, run.engine
+    axes = {name: size for name, size in strategy.axes.items() if size > 1}
+    data_ranks = engine.data_group.world_size
+    schedule = str(vars(strategy).get("schedule", "1f1b")) if axes.get("pp", 1) > 1 else None
+    given = vars(strategy).get("num_microbatches")
+    whole = max((module, run.module), key=lambda model: _count(model.parameters()))
+    loader, batches = run.train_loader, run.num_train_batches
+    return Job(
+        world_size=world_size,
+        nodes=nodes,
+        strategy=type(strategy).__name__,
+        precision=str(engine.precision),
+        axes=axes,
+        data_ranks=data_ranks,
+        window=run.window_at(0),
+        schedule=schedule,
+        parts=1 if schedule is None else given or axes["pp"] * SCHEDULES[schedule][1],
+        tf32=settings.matmul_precision in ("high", "medium"),
+        compiled=bool(settings.compile),
+        checkpointing=settings.activation_checkpointing,
+        parameters=_count(whole.parameters()),
+        trainable=_count(p for p in whole.parameters() if p.requires_grad),
+        parameter_bytes=sum(prod(each.shape) * each.element_size() for each in (*whole.parameters(), *whole.buffers())),
+        samples_per_epoch=_samples(loader, (batch_size(batch) or 0) * run.window_at(0) * data_ranks),
+        steps_per_epoch=None if batches is None else -(-batches // run.window_at(0)),
+        total_steps=run.total_steps,
+        shape=shape_of(module, batch) or shape_of(run.module, batch),
+    )
+
+
+def _samples(loader: PreparedLoader | None, each_step: int) -> int | None:
+    """Of an epoch, over all ranks; the loader counts in samples, or in ready batches."""
+    if loader is None or loader.samples is None or not each_step:
+        return None
+    return round(loader.samples / loader.stride * each_step)
+
+
+def _count(parameters: Iterable[Any]) -> int:
+    return sum(prod(each.shape) for each in parameters)

@@ -1,0 +1,203 @@
+"""What a rank's memory holds in each moment of a step: the storages that operations make, by what they are for."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from engine.planning.plan import Memory, Moment
+
+PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER = "parameters", "buffers", "gradients", "optimizer_state"
+ACTIVATIONS, TEMPORARIES, COMMUNICATION, INPUTS = "activations", "temporaries", "communication", "inputs"
+MOST_SHOWN = 20
+"""Modules in :attr:`engine.planning.plan.RankTrace.held_at_peak`."""
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A storage."""
+
+    size: int
+    phase: str
+    module: str
+    kind: str = TEMPORARIES
+    """Its last use: a result of the forward pass that the backward pass needs was an activation from the start."""
+    alive: Any = None
+
+
+class MemoryTrace:
+    """Follows every storage from the operation that makes it to its end. With real tensors it works as with fake ones."""
+
+    def __init__(self) -> None:
+        self.phase, self.module = "start", ""
+        self._held: dict[int, Held] = {}
+        self._log: list[tuple[Held, int, str, str]] | None = None
+        self._at_start: list[tuple[Held, int]] = []
+        self._sum: tuple[int, int, int] | None = None
+
+    # -- storages -----------------------------------------------------------------------------------------------------------------
+
+    def note(self, tensor: Tensor) -> Held | None:
+        """The storage of ``tensor``, known from now on."""
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # a sparse tensor has none; its parts do
+            return None
+        key = storage._cdata
+        found = self._held.get(key)
+        if found is None:
+            found = self._held[key] = Held(storage.nbytes(), self.phase, self.module)
+            found.alive = weakref.ref(storage, lambda _: self._end(key))
+            self._event(found, found.size)
+        return found
+
+    def mark(self, tensors: Iterable[Any], kind: str, module: str | None = None) -> None:
+        """These tensors' storages are of this kind, and belong to this module."""
+        for tensor in tensors:
+            for part in local_parts(tensor):
+                if (held := self.note(part)) is not None:
+                    held.kind = kind
+                    held.module = held.module if module is None else module
+
+    def used_to_communicate(self, tensors: Iterable[Tensor]) -> None:
+        """A collective reads or writes these tensors."""
+        for tensor in tensors:
+            held = self.note(tensor)
+            # DDP makes its buckets anew during a forward pass, and uses them in the backward pass.
+            if held is not None and (
+                held.kind == TEMPORARIES or (held.kind == ACTIVATIONS and self.phase == "backward")
+            ):
+                held.kind = COMMUNICATION
+
+    def added(self, before: Tensor, result: Tensor) -> None:
+        """Autograd has added another gradient to ``before``. With real tensors it does so in place if nothing else refers to ``before``, which
+        shows before the next operation: then it is released. With tensors that Python sees, it never does."""
+        old, new = self.note(before), self.note(result)
+        if old is not None and new is not None and old.size == new.size and self._log and self._log[-1][0] is new:
+            self._sum = before.untyped_storage()._cdata, result.untyped_storage()._cdata, len(self._log) - 1
+
+    def settle(self) -> None:
+        """The next operation begins."""
+        self._sum = None
+
+    def kept_for_backward(self) -> None:
+        """The forward pass is over: what is left of it is there for the backward pass."""
+        for held in self._held.values():
+            if held.kind == TEMPORARIES and held.phase == "forward":
+                held.kind = ACTIVATIONS
+
+    def _end(self, key: int) -> None:
+        held = self._held.pop(key, None)
+        if held is not None and self._sum is not None and key == self._sum[0] and self._sum[1] in self._held:
+            assert self._log is not None
+            _, result, event = self._sum
+            del self._log[event]
+            held.alive = self._held[result].alive  # its reference's end is that of the sum
+            self._held[result], self._sum = held, None
+        elif held is not None:
+            self._event(held, -held.size)
+            held.size = 0
+
+    def _resized(self, storage: Any) -> None:
+        held = self._held.get(storage._cdata)
+        if held is not None and (change := storage.nbytes() - held.size):
+            held.size += change
+            self._event(held, change)
+
+    def _event(self, held: Held, change: int) -> None:
+        if self._log is not None:
+            self._log.append((held, change, self.phase, self.module))
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Inside the block, storages that change their size are noticed: FSDP empties and fills those of gathered parameters."""
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
+            self._resized(storage)
+            return result
+
+        with patch.object(torch.UntypedStorage, "resize_", resized):
+            yield
+
+    # -- a recorded step ----------------------------------------------------------------------------------------------------------
+
+    def record(self) -> None:
+        """The recorded step begins."""
+        self._at_start = [(held, held.size) for held in self._held.values()]
+        self._log = []
+
+    def timeline(self) -> tuple[Moment, ...]:
+        """The recorded step: for each stretch in one module the moment with the most memory."""
+        found: list[Moment] = [Moment("start", "", self._memory(self._amounts()))]
+        amounts, where, most, total = self._amounts(), None, None, sum(self._amounts().values())
+        highest = -1
+        for held, change, phase, module in self._log or []:
+            if where != (phase, module):
+                if where is not None and most is not None:
+                    found.append(Moment(*where, self._memory(most)))
+                where, highest, most = (phase, module), -1, None
+            amounts[held.kind] += change
+            total += change
+            if total > highest:
+                highest, most = total, dict(amounts)
+        if where is not None and most is not None:
+            found.append(Moment(*where, self._memory(most)))
+        found.append(Moment("end", "", self._memory(amounts)))
+        return tuple(found)
+
+    def held_at_peak(self) -> dict[str, int]:
+        """Bytes of parameters, gradients and activations by module when the recorded step needed the most, the largest first."""
+        by_module: dict[str, int] = {}
+        for held, size in self._at_peak().items():
+            if size and held.kind in (PARAMETERS, GRADIENTS, ACTIVATIONS):
+                by_module[held.module] = by_module.get(held.module, 0) + size
+        return dict(sorted(by_module.items(), key=lambda item: -item[1])[:MOST_SHOWN])
+
+    def storages_at_peak(self) -> tuple[tuple[int, int], ...]:
+        """Sizes of storages, and how many of each there were, when the recorded step needed the most, the largest first."""
+        counts = Counter(size for size in self._at_peak().values() if size)
+        return tuple(sorted(counts.items(), reverse=True))
+
+    def _at_peak(self) -> dict[Held, int]:
+        sizes = dict(self._at_start)
+        total = highest = sum(sizes.values())
+        at = 0
+        log = self._log or []
+        for index, (_, change, _, _) in enumerate(log, 1):
+            total += change
+            if total > highest:
+                highest, at = total, index
+        for held, change, _, _ in log[:at]:
+            sizes[held] = sizes.get(held, 0) + change
+        return sizes
+
+    def _amounts(self) -> dict[str, int]:
+        amounts = dict.fromkeys(Memory.__dataclass_fields__, 0)
+        for held, size in self._at_start:
+            amounts[held.kind] += size
+        return amounts
+
+    def _memory(self, amounts: dict[str, int]) -> Memory:
+        return Memory(**amounts)
+
+
+def local_parts(tensor: Any) -> list[Tensor]:
+    """The plain tensors in this rank's memory that hold ``tensor``: a shard of a ``DTensor``, the parts of a tensor class."""
+    if not isinstance(tensor, Tensor):
+        return []
+    if hasattr(tensor, "placements"):
+        return [tensor._local_tensor]  # type: ignore[attr-defined]
+    flatten = getattr(type(tensor), "__tensor_flatten__", None)
+    if flatten is None:
+        return [tensor]
+    return [part for name in flatten(tensor)[0] for part in local_parts(getattr(tensor, name))]

@@ -1,0 +1,376 @@
+"""``Plan``: the forecast of a run of many ranks, from the traced step of each distinct one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.write_shares import FILE, MOST_FILES
+from engine.planning import allocator, network, paper_formulas, roofline, step_time
+from engine.planning.allocator import Need, need
+from engine.planning.bubble import SOURCES, bubble_fraction
+from engine.planning.devices import Hardware
+from engine.planning.job import Job
+from engine.planning.paper_formulas import Check
+from engine.planning.plan_page import page
+from engine.planning.plan_table import printed
+from engine.planning.rank_trace import Collective as Collective
+from engine.planning.rank_trace import Memory as Memory
+from engine.planning.rank_trace import Moment as Moment
+from engine.planning.rank_trace import Operation as Operation
+from engine.planning.rank_trace import RankTrace as RankTrace
+from engine.planning.roofline import model_flops
+from engine.planning.step_time import StepTime
+
+VERSION = 1
+"""Of :meth:`Plan.as_json`: keys may be added; a change of meaning makes it larger."""
+_MOMENTS = 2000
+"""Of a rank's timeline in :meth:`Plan.as_json`; of a longer one the highest of neighbours."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Memory, communication and time of a run, as :meth:`engine.Fit.plan` forecasts them.
+
+    ``print(plan)`` shows it as tables; ``plan.write_page("plan.html")`` writes one page that opens without network.
+    """
+
+    traces: tuple[RankTrace, ...]
+    """The traced step of each rank that differs from the others."""
+    job: Job
+    """What is planned."""
+    device: Hardware
+    """The device of each rank, and the links between them."""
+    price: float | None = None
+    """Of one device for one hour, in any currency."""
+    storage: float | None = None
+    """Bytes a second that all ranks together write to where checkpoints go."""
+
+    def __post_init__(self) -> None:
+        if not self.traces:
+            raise ValueError("a plan needs the trace of at least one rank")
+
+    # -- memory -----------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def needs(self) -> tuple[Need, ...]:
+        """What each traced rank needs on its device, margins included."""
+        return tuple(need(trace, self.device) for trace in self.traces)
+
+    @cached_property
+    def worst(self) -> RankTrace:
+        """The rank that needs the most memory."""
+        return max(zip(self.needs, self.traces, strict=True), key=lambda pair: pair[0].total)[1]
+
+    @property
+    def need(self) -> Need:
+        """What :attr:`worst` needs."""
+        return self.needs[self.traces.index(self.worst)]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that a rank needs on its device: the peak of its tensors, the allocator's rounding and the margins."""
+        return self.need.total
+
+    @property
+    def memory_bytes(self) -> int:
+        """What a device has."""
+        return self.device.memory
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has what it needs, margins included."""
+        return self.peak_bytes <= self.memory_bytes
+
+    @property
+    def verdict(self) -> str:
+        """``"yes"``; ``"only without the margins"``: the tensors fit, but not with what may come on top; ``"no"``."""
+        if self.fits:
+            return "yes"
+        return "only without the margins" if self.need.segments + self.need.context <= self.memory_bytes else "no"
+
+    # -- time -------------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def bubble(self) -> float:
+        """The share of the passes in which a pipeline's ranks wait."""
+        if self.job.schedule is None:
+            return 0.0
+        return bubble_fraction(self.job.schedule, self.job.pipeline, self.job.parts)
+
+    @cached_property
+    def times(self) -> tuple[StepTime, ...]:
+        """Of each traced rank."""
+        each_node = self.job.ranks_per_node
+        options = {"tf32": self.job.tf32, "compiled": self.job.compiled}
+        return tuple(
+            step_time.step_time(trace, self.device, each_node, bubble=self.bubble, **options) for trace in self.traces
+        )
+
+    @cached_property
+    def slowest(self) -> StepTime:
+        """Of the rank that sets the pace."""
+        return max(self.times, key=lambda each: each.expected_s)
+
+    @property
+    def step_seconds(self) -> float:
+        """The estimate for one optimizer step."""
+        return self.slowest.expected_s
+
+    @property
+    def samples_per_step(self) -> int:
+        """Over all ranks: the global batch."""
+        return max(trace.samples for trace in self.traces) * self.job.data_ranks
+
+    @property
+    def samples_per_second(self) -> float:
+        """Over all ranks."""
+        return self.samples_per_step / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Over all ranks; ``None``: the samples have no tokens that are known."""
+        length = self.job.shape.sequence if self.job.shape else 0
+        return self.samples_per_second * length if length else None
+
+    @cached_property
+    def peak_flops(self) -> float:
+        """Operations a second of the device in the dtype that most of the step's FLOPs have."""
+        by_dtype: dict[str, int] = {}
+        for each in self.traces[0].operations:
+            by_dtype[each.dtype] = by_dtype.get(each.dtype, 0) + each.flops * each.count
+        return self.device.peak(max(by_dtype, key=lambda name: by_dtype[name], default="float32"), self.job.tf32)
+
+    def _utilization(self, seconds: float) -> float:
+        useful = max(model_flops(trace.operations) for trace in self.traces)
+        return useful / (self.peak_flops * seconds) if seconds else 0.0
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization of the estimate: FLOPs without recomputation over what the device could do in that time."""
+        return self._utilization(self.step_seconds)
+
+    @property
+    def mfu_bound(self) -> float:
+        """The same with all communication hidden and no bubble."""
+        return self._utilization(max(each.best_s for each in self.times))
+
+    # -- the whole run ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def total_seconds(self) -> float | None:
+        """Of all steps, without validation, checkpoints and waiting for data; ``None``: their number is not known."""
+        return None if self.job.total_steps is None else self.job.total_steps * self.step_seconds
+
+    def _cost(self, seconds: float | None) -> float | None:
+        return None if self.price is None or seconds is None else self.price * self.job.world_size * seconds / 3600
+
+    @property
+    def cost(self) -> float | None:
+        """Of all steps; ``None`` without a price or a number of steps."""
+        return self._cost(self.total_seconds)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Of one checkpoint: the whole model and its optimizer's state."""
+        return self.job.parameter_bytes + self._optimizer_bytes
+
+    @property
+    def checkpoint_files(self) -> int:
+        """Of safetensors in it, at most: each rank writes its share of the model and of the optimizer's state."""
+        ranks = self.job.world_size
+        shares = (self.job.parameter_bytes // ranks, self._optimizer_bytes // ranks)
+        return ranks * sum(min(MOST_FILES, max(1, share // FILE)) for share in shares if share)
+
+    @cached_property
+    def _optimizer_bytes(self) -> int:
+        optimizer = self.job.optimizer_bytes
+        if optimizer is None:
+            states = [trace.timeline[-1].memory if trace.timeline else trace.peak.memory for trace in self.traces]
+            kept = sum(each.parameters for each in states)
+            optimizer = (
+                round(sum(each.optimizer_state for each in states) / kept * self.job.parameter_bytes) if kept else 0
+            )
+        return optimizer
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What could not be traced: the numbers are those of what could."""
+        return tuple(dict.fromkeys(line for trace in self.traces for line in trace.missing))
+
+    @property
+    def computed(self) -> tuple[str, ...]:
+        """What formulas rather than the trace gave."""
+        return tuple(dict.fromkeys(line for trace in self.traces for line in trace.computed))
+
+    @cached_property
+    def checks(self) -> tuple[Check, ...]:
+        """Published formulas beside the traced numbers; none if the model is not known to be a dense transformer."""
+        return _checks(self)
+
+    @cached_property
+    def assumptions(self) -> tuple[str, ...]:
+        """Everything that the estimates assume, a sentence each."""
+        job, device = self.job, self.device
+        found = [
+            f"device: {device.source or 'given'}",
+            *device.notes,
+            f"{job.ranks_per_node} ranks share a node ({job.nodes} nodes), in the order of their numbers",
+            *allocator.assumptions(device, self.worst.collectives),
+            *roofline.assumptions(device, tf32=job.tf32, compiled=job.compiled),
+        ]
+        if job.world_size > 1:
+            found += [*network.ASSUMPTIONS, *step_time.ASSUMPTIONS]
+        if job.schedule is not None:
+            found.append(
+                f"pipeline: the bubble of {job.schedule} by {SOURCES[job.schedule]}; all stages as slow as the slowest"
+            )
+        found.append(
+            "all steps are like the traced one; data is always ready; validation, logging and checkpoints take no time"
+        )
+        if self.storage is not None:
+            found.append(
+                "a checkpoint is written at the given bandwidth, which all ranks share; an asynchronous one overlaps with steps"
+            )
+        return tuple(found)
+
+    # -- showing ----------------------------------------------------------------------------------------------------------------
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan as plain dicts, lists and values; its keys are documented in ``engine/planning/README.md``."""
+        job, slowest = self.job, self.slowest
+        return {
+            "version": VERSION,
+            "job": job.as_json(),
+            "device": asdict(self.device),
+            "fits": self.fits,
+            "verdict": self.verdict,
+            "memory": {"device_bytes": self.memory_bytes, "need_bytes": self.peak_bytes, **asdict(self.need)},
+            "ranks": [self._rank(index) for index in range(len(self.traces))],
+            "worst_rank": self.worst.rank,
+            "time": {
+                "step_s": self.step_seconds,
+                "best_s": max(each.best_s for each in self.times),
+                "worst_s": max(each.worst_s for each in self.times),
+                "compute_s": slowest.compute.seconds,
+                "communication_s": slowest.communication_s,
+                "exposed_communication_s": slowest.exposed_s,
+                "bubble_s": slowest.bubble_s,
+                "bubble_fraction": self.bubble,
+                "mfu": self.mfu,
+                "mfu_bound": self.mfu_bound,
+                "samples_per_second": self.samples_per_second,
+                "tokens_per_second": self.tokens_per_second,
+            },
+            "data": {
+                "samples_per_rank_and_step": max(trace.samples for trace in self.traces),
+                "samples_per_step": self.samples_per_step,
+                "samples_per_epoch": job.samples_per_epoch,
+                "steps_per_epoch": job.steps_per_epoch,
+                "epochs": job.total_steps / job.steps_per_epoch if job.total_steps and job.steps_per_epoch else None,
+                "steps": job.total_steps,
+                "seconds": self.total_seconds,
+            },
+            "checkpoint": {
+                "bytes": self.checkpoint_bytes,
+                "files": self.checkpoint_files,
+                "seconds": self.checkpoint_bytes / self.storage if self.storage else None,
+            },
+            "cost": {
+                "price_per_device_hour": self.price,
+                "per_1000_steps": self._cost(1000 * self.step_seconds),
+                "total": self.cost,
+            },
+            "checks": [{**asdict(each), "differs": each.differs} for each in self.checks],
+            "missing": list(self.missing),
+            "computed": list(self.computed),
+            "assumptions": list(self.assumptions),
+        }
+
+    def _rank(self, index: int) -> dict[str, Any]:
+        trace, time, wanted = self.traces[index], self.times[index], self.needs[index]
+        whole = time.compute
+        return {
+            "rank": trace.rank,
+            "role": trace.role,
+            "samples": trace.samples,
+            "micro_batches": trace.micro_batches,
+            "need": {**asdict(wanted), "total": wanted.total},
+            "peak": _moment(trace.peak),
+            "held_at_peak": dict(trace.held_at_peak),
+            "timeline": [_moment(each) for each in _thinned(trace.timeline)],
+            "compute": {
+                "flops": whole.flops,
+                "model_flops": model_flops(trace.operations),
+                "bytes": whole.bytes,
+                "arithmetic_intensity": whole.intensity,
+                "seconds": whole.seconds,
+                "arithmetic_s": whole.arithmetic_s,
+                "memory_s": whole.memory_s,
+                "dispatch_s": whole.dispatch_s,
+            },
+            "collectives": [
+                {
+                    **{key: value for key, value in asdict(each.collective).items() if key != "ranks"},
+                    "group_size": len(each.collective.ranks),
+                    "seconds": each.seconds,
+                    "overlaps": each.overlaps,
+                }
+                for each in time.sent
+            ],
+            "step_s": time.expected_s,
+        }
+
+    def write_page(self, path: str | Path) -> Path:
+        """Write one HTML page with a timeline of the memory; it opens without network."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page(self.as_json()), encoding="utf-8")
+        return path
+
+    def __str__(self) -> str:
+        return printed(self.as_json())
+
+
+def _moment(moment: Moment) -> dict[str, Any]:
+    memory = {each.name: getattr(moment.memory, each.name) for each in fields(moment.memory)}
+    return {"phase": moment.phase, "module": moment.module, "memory": {**memory, "total": moment.memory.total}}
+
+
+def _thinned(timeline: Sequence[Moment]) -> list[Moment]:
+    """At most :data:`_MOMENTS` of them, peaks kept."""
+    width = -(-len(timeline) // _MOMENTS) or 1
+    return [
+        max(timeline[start : start + width], key=lambda each: each.memory.total)
+        for start in range(0, len(timeline), width)
+    ]
+
+
+def _checks(plan: Plan) -> tuple[Check, ...]:
+    job, shape = plan.job, plan.job.shape
+    if shape is None or not shape.sequence:
+        return ()
+    tokens = plan.samples_per_step * shape.sequence
+    model = sum(model_flops(trace.operations) for trace in plan.traces) * job.world_size / len(plan.traces)
+    found = [
+        Check("parameters", job.parameters, paper_formulas.parameters(shape), "12 l h^2 + V h, Narayanan et al. 2021"),
+        Check(
+            "FLOPs of a step",
+            model,
+            paper_formulas.flops(shape, job.parameters, tokens),
+            "6 N D + 12 l h s D, Kaplan et al. 2020, Chowdhery et al. 2022",
+        ),
+    ]
+    if job.schedule is None and job.checkpointing in (None, "full"):
+        each = plan.worst
+        samples = each.samples // max(1, each.micro_batches)
+        half = 4 if job.precision in ("32-true", "64-true") else 2
+        kept = paper_formulas.activations(
+            shape, samples, bytes_each=half, tp=job.axes.get("tp", 1), full=job.checkpointing == "full"
+        )
+        traced = max((moment.memory.activations for moment in each.timeline), default=each.peak.memory.activations)
+        found.append(Check("activations", traced, kept, "s b h l (10 + 24/t), Korthikanti et al. 2022"))
+    return tuple(found)

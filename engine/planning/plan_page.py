@@ -1,0 +1,249 @@
+"""A plan as one HTML page that opens without network: tables, and a timeline of each rank's memory."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from engine.planning.plan_text import (
+    CATEGORIES,
+    agreeing,
+    check_rows,
+    count,
+    duration,
+    need_rows,
+    place,
+    run_rows,
+    size,
+    time_rows,
+    title,
+    verdict,
+)
+
+_WIDTH, _HEIGHT = 1000.0, 320.0
+_POLICY = "default-src 'none'; base-uri 'none'; form-action 'none';"
+_LEFT, _TOP, _BOTTOM = 84.0, 26.0, 292.0
+
+
+def page(plan: Mapping[str, Any]) -> str:
+    """The whole file.
+
+    Args:
+        plan: of :meth:`engine.planning.plan.Plan.as_json`.
+    """
+    style = Path(__file__).with_name("plan_page.css").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    kind = {"yes": "good", "no": "bad"}.get(plan["verdict"], "fair")
+    head = (
+        '<meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY} style-src \'sha256-{digest}\'">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
+        f'<meta name="generator" content="fit plan"><title>Plan: {_text(title(plan))}</title><style>{style}</style>'
+    )
+    notes = [*plan["missing"], *plan["computed"]]
+    body = [
+        f'<header><h1>{_text(title(plan))}</h1><p class="verdict {kind}">{_text(verdict(plan))}</p></header><main>',
+        _list("Not traced, or computed by formulas", notes) if notes else "",
+        "<h2>Memory</h2>",
+        *(_timeline(rank, plan["memory"]["device_bytes"]) for rank in plan["ranks"]),
+        _memory(plan),
+        *(_held(rank) for rank in plan["ranks"] if rank["held_at_peak"]),
+        "<h2>Time and communication</h2>",
+        _table("One step", (), time_rows(plan)),
+        *(_sent(rank) for rank in plan["ranks"] if rank["collectives"]),
+        "<h2>The run</h2>",
+        _table("Data, checkpoints and cost", (), run_rows(plan)),
+        _checks(plan),
+        _list("Assumed", plan["assumptions"]),
+        "</main>",
+    ]
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n' + "\n".join(body) + "\n</body>\n</html>\n"
+    )
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))
+
+
+def _table(
+    caption: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    numbers_from: int | None = None,
+    last_is_sum: bool = False,
+) -> str:
+    """A table that scrolls sideways where it is too wide."""
+
+    def kind(index: int) -> str:
+        return ' class="number"' if numbers_from is not None and index >= numbers_from else ""
+
+    listed = list(rows)
+    head = "".join(f'<th scope="col"{kind(index)}>{_text(name)}</th>' for index, name in enumerate(columns))
+    lines = []
+    for number, row in enumerate(listed):
+        first, *rest = row
+        cells = "".join(f"<td{kind(index)}>{_text(cell)}</td>" for index, cell in enumerate(rest, 1))
+        opening = '<tr class="sum">' if last_is_sum and number == len(listed) - 1 else "<tr>"
+        lines.append(f'{opening}<th scope="row">{_text(first)}</th>{cells}</tr>')
+    top = f"<thead><tr>{head}</tr></thead>" if columns else ""
+    name = _text(caption)
+    return (
+        f'<div class="scroll" role="region" aria-label="{name}" tabindex="0"><table><caption>{name}</caption>{top}'
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def _list(heading: str, lines: Iterable[str]) -> str:
+    return f"<h2>{_text(heading)}</h2><ul>{''.join(f'<li>{_text(line)}</li>' for line in lines)}</ul>"
+
+
+def _named(rank: Mapping[str, Any]) -> str:
+    return f"rank {rank['rank']}{': ' + rank['role'] if rank['role'] else ''}"
+
+
+def _memory(plan: Mapping[str, Any]) -> str:
+    columns = [dict(need_rows(rank["need"], rank["peak"]["memory"])) for rank in plan["ranks"]]
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [[name, *(size(column.get(name, 0)) for column in columns)] for name in names]
+    rows.append(["needed", *(size(rank["need"]["total"]) for rank in plan["ranks"])])
+    heads = ["", *(_named(rank) for rank in plan["ranks"])]
+    return _table("At the peak", heads, rows, numbers_from=1, last_is_sum=True)
+
+
+def _held(rank: Mapping[str, Any]) -> str:
+    rows = [[name or "(outside of modules)", size(value)] for name, value in rank["held_at_peak"].items()]
+    return _table(
+        f"Held by modules at the peak of {_named(rank)}, which is in: {place(rank['peak'])}",
+        ("module", "bytes"),
+        rows,
+        numbers_from=1,
+    )
+
+
+def _sent(rank: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            each["kind"],
+            each["axis"],
+            each["phase"],
+            "yes" if each["overlaps"] else "no",
+            each["group_size"],
+            count(each["count"]),
+            size(each["bytes"]),
+            duration(each["seconds"]),
+        ]
+        for each in sorted(rank["collectives"], key=lambda one: -one["seconds"])
+    ]
+    columns = ("kind", "axis", "phase", "beside the pass", "ranks", "count", "bytes", "time")
+    return _table(f"Communication of {_named(rank)} in a step", columns, rows, numbers_from=4)
+
+
+def _checks(plan: Mapping[str, Any]) -> str:
+    rows = check_rows(plan)
+    found = (
+        _table("Published formulas that differ by more than 20 %", ("", "traced", "formula", "source"), rows)
+        if rows
+        else ""
+    )
+    said = agreeing(plan)
+    return found + (f"<p>{_text(said)}</p>" if said else "")
+
+
+def _timeline(rank: Mapping[str, Any], limit: int) -> str:
+    """Stacked areas over the moments of a step."""
+    moments = rank["timeline"] or [rank["peak"]]
+    kept = [key for key in CATEGORIES if any(each["memory"].get(key) for each in moments)]
+    highest = max(each["memory"]["total"] for each in moments) or 1
+    top = max(highest, limit if limit < 2 * highest else 0) * 1.05
+    parts = [*_grid(top), *_areas(moments, kept, top), *_phases(moments)]
+    if limit < 2 * highest:
+        parts.append(_line("limit", _LEFT, _y(limit, top), _WIDTH, _y(limit, top)))
+        parts.append(
+            f'<text x="{_WIDTH - 4:.0f}" y="{_y(limit, top) - 5:.1f}" text-anchor="end">the device has {_text(size(limit))}</text>'
+        )
+    at = max(range(len(moments)), key=lambda index: moments[index]["memory"]["total"])
+    parts.append(_line("peak", _x(at, moments), _y(highest, top), _x(at, moments), _BOTTOM))
+    peak = f"peak of {size(highest)}, {place(moments[at])}"
+    parts.append(_label(_x(at, moments), max(_y(highest, top) - 6, 12), peak))
+    name = f"Memory of {_named(rank)} over one step: {peak}"
+    keys = "".join(f'<li><span class="swatch {_colour(key)}"></span>{_text(CATEGORIES[key])}</li>' for key in kept)
+    return (
+        f'<figure><figcaption>{_text(name)}</figcaption><svg viewBox="0 0 {_WIDTH:.0f} {_HEIGHT:.0f}" role="img" aria-label="{_text(name)}">'
+        f'{"".join(parts)}</svg><ul class="legend">{keys}</ul></figure>'
+    )
+
+
+def _areas(moments: Sequence[Mapping[str, Any]], kept: Sequence[str], top: float) -> list[str]:
+    floor = [0] * len(moments)
+    found = []
+    for key in kept:
+        roof = [low + each["memory"].get(key, 0) for low, each in zip(floor, moments, strict=True)]
+        points = [f"{x:.1f},{_y(value, top):.1f}" for x, value in _stairs(roof, moments)]
+        points += [f"{x:.1f},{_y(value, top):.1f}" for x, value in reversed(list(_stairs(floor, moments)))]
+        found.append(
+            f'<polygon class="{_colour(key)}" points="{" ".join(points)}"><title>{_text(CATEGORIES[key])}</title></polygon>'
+        )
+        floor = roof
+    return found
+
+
+def _stairs(values: Sequence[int], moments: Sequence[Any]) -> Iterable[tuple[float, int]]:
+    """Memory changes at once: each moment is a horizontal piece."""
+    half = (_WIDTH - _LEFT) / len(moments) / 2
+    for index, value in enumerate(values):
+        yield _x(index, moments) - half, value
+        yield _x(index, moments) + half, value
+
+
+def _phases(moments: Sequence[Mapping[str, Any]]) -> list[str]:
+    found, begun = [], 0
+    half = (_WIDTH - _LEFT) / len(moments) / 2
+    for phase, group in groupby(each["phase"] for each in moments):
+        length = len(list(group))
+        start = _x(begun, moments) - half
+        found.append(_line("phase", start, _TOP, start, _BOTTOM + 6))
+        if length * 2 * half > 7 * len(phase):
+            found.append(
+                f'<text x="{start + length * half:.1f}" y="{_HEIGHT - 10:.0f}" text-anchor="middle">{_text(phase)}</text>'
+            )
+        begun += length
+    return found
+
+
+def _grid(top: float) -> list[str]:
+    found = []
+    for quarter in range(5):
+        value = top * quarter / 4
+        found.append(_line("grid", _LEFT, _y(value, top), _WIDTH, _y(value, top)))
+        found.append(
+            f'<text x="{_LEFT - 6:.0f}" y="{_y(value, top) + 4:.1f}" text-anchor="end">{_text(size(value))}</text>'
+        )
+    return found
+
+
+def _label(x: float, y: float, text: str) -> str:
+    anchor = "end" if x > (_LEFT + _WIDTH) / 2 else "start"
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_text(text)}</text>'
+
+
+def _line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+
+
+def _x(index: int, moments: Sequence[Any]) -> float:
+    return _LEFT + (index + 0.5) * (_WIDTH - _LEFT) / len(moments)
+
+
+def _y(value: float, top: float) -> float:
+    return _BOTTOM - value / top * (_BOTTOM - _TOP)
+
+
+def _colour(key: str) -> str:
+    return f"m{list(CATEGORIES).index(key)}"

@@ -1,0 +1,108 @@
+"""What a traced rank holds, sends and computes in one step."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one rank's device at one moment, by what holds them. Storages are counted once, at their own size, before the allocator rounds."""
+
+    parameters: int = 0
+    """Parameters as the rank keeps them between steps: its shards, or all of them."""
+    buffers: int = 0
+    gradients: int = 0
+    optimizer_state: int = 0
+    activations: int = 0
+    """What the forward pass keeps for the backward pass."""
+    temporaries: int = 0
+    """Results that one operation hands to the next."""
+    communication: int = 0
+    """Buffers of collectives: gathered parameters, gradients on their way, buckets."""
+    inputs: int = 0
+    """The micro-batch."""
+
+    @property
+    def total(self) -> int:
+        """All of them together."""
+        return sum(getattr(self, each.name) for each in fields(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The memory at one point of the step."""
+
+    phase: str
+    """``"start"``, ``"forward"``, ``"backward"``, ``"optimizer step"`` or ``"end"``."""
+    module: str
+    """The module that runs, by its dotted name in the user's module; ``""`` outside of all."""
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """The collectives of one kind over one mesh axis that a rank takes part in during one phase of a step."""
+
+    kind: str
+    """``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"broadcast"``, ``"all_to_all"``, ``"send"`` or ``"recv"``."""
+    axis: str
+    """The mesh axis (``"dp_shard"``, ``"tp"``, ``"pp"``, ...); ``"world"`` for all ranks."""
+    ranks: tuple[int, ...]
+    """The members of this rank's group on that axis."""
+    count: int
+    """Calls in that phase."""
+    bytes: int
+    """Summed over the calls, each with the whole tensor's size: the output of a gather, the input of a scatter, the tensor of a reduction."""
+    phase: str
+    """As in :class:`Moment`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Equal operations of a step."""
+
+    name: str
+    """As the dispatcher knows it: ``"aten.mm"``."""
+    dtype: str
+    """In which it computes: ``"bfloat16"``."""
+    flops: int
+    """Of one call; a multiplication and an addition are two."""
+    bytes: int
+    """That one call reads and writes."""
+    count: int
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrace:
+    """One full step, the second, of one rank: the first one has made the optimizer's state."""
+
+    rank: int
+    role: str
+    """What distinguishes it, such as ``"pipeline stage 1 of 4"``; ``""`` where all ranks do the same."""
+    samples: int
+    """Samples of the micro-batches of this step on this rank."""
+    micro_batches: int
+    peak: Moment
+    held_at_peak: dict[str, int]
+    """Bytes of parameters, gradients and activations at the peak by module, the largest first; at most 20."""
+    timeline: tuple[Moment, ...]
+    collectives: tuple[Collective, ...]
+    operations: tuple[Operation, ...]
+    storages_at_peak: tuple[tuple[int, int], ...] = ()
+    """Bytes of a storage and how many of that size there are at the peak, the largest first: an allocator rounds each of them."""
+    missing: tuple[str, ...] = ()
+    """What could not be traced, a sentence each; then the numbers are those of what could."""
+    computed: tuple[str, ...] = ()
+    """What comes from formulas rather than from the trace, a sentence each with the source."""
+
+    @property
+    def flops(self) -> int:
+        """Of this rank in the step, recomputation included."""
+        return sum(each.flops * each.count for each in self.operations)
+
+    def as_json(self) -> dict[str, Any]:
+        """The trace as plain dicts and lists."""
+        return asdict(self)

@@ -1,0 +1,368 @@
+"""The search over plans: which ways to train a model fit on a device, the fastest first, and why the others do not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from engine.planning.candidates import RECOMPUTE, Candidate, Layout, micro_batches
+from engine.planning.plan import Plan
+from engine.planning.plan_text import size as written_size
+from engine.planning.search_table import printed
+
+Planner = Callable[[Candidate], Plan]
+"""Plans a candidate; its errors are the strategy's own."""
+VERDICTS = ("fits", "too large", "slower", "refused", "not planned")
+_ELEMENT = {"64-true": 8, "bf16-true": 2, "16-true": 2}
+"""Bytes of a parameter; 4 under other precisions."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate and what became of it."""
+
+    candidate: Candidate
+    verdict: str
+    """One of :data:`VERDICTS`. ``"slower"``: not planned, because one that fits does the same with less work; ``"refused"``: by the strategy."""
+    reason: str = ""
+    """Why it does not fit, or was not planned."""
+    plan: Plan | None = None
+    """``None``: it was ruled out without a trace."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has the memory it needs."""
+        return self.verdict == "fits"
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain dicts and values."""
+        plan = self.plan
+        return {
+            **self.candidate.settings,
+            "precision": str(self.candidate.precision),
+            "micro_batch": self.candidate.micro_batch,
+            "verdict": self.verdict,
+            "reason": self.reason,
+            "need_bytes": None if plan is None else plan.peak_bytes,
+            "step_s": None if plan is None else plan.step_seconds,
+            "samples_per_second": None if plan is None else plan.samples_per_second,
+            "computed": [] if plan is None else list(plan.computed),
+            "missing": [] if plan is None else list(plan.missing),
+        }
+
+
+@dataclass(frozen=True)
+class PlanSearch:
+    """What a search has found. ``print(found)`` shows it as a table."""
+
+    tried: tuple[Tried, ...]
+    """Those that fit first, the fastest first; then those that need the least memory."""
+    world_size: int
+    device: str
+    memory_bytes: int
+    """That a rank may use."""
+    global_batch: int
+    """Samples of a step, over all ranks; the same for every candidate."""
+    seconds: float
+    """That the search took."""
+    notes: tuple[str, ...] = ()
+    """What the search assumed, and what it left out."""
+
+    @cached_property
+    def fitting(self) -> tuple[Tried, ...]:
+        """Those that fit, the fastest first."""
+        return tuple(each for each in self.tried if each.fits)
+
+    @property
+    def best(self) -> Tried | None:
+        """The fastest that fits."""
+        return self.fitting[0] if self.fitting else None
+
+    @property
+    def planned(self) -> int:
+        """How many were planned."""
+        return sum(each.plan is not None for each in self.tried)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain dicts and lists; ``candidates`` in the order of :attr:`tried`."""
+        return {
+            "version": 1,
+            "world_size": self.world_size,
+            "device": self.device,
+            "memory_bytes": self.memory_bytes,
+            "global_batch": self.global_batch,
+            "seconds": self.seconds,
+            "planned": self.planned,
+            "candidates": [each.as_json() for each in self.tried],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        return printed(self.as_json())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What a search goes through."""
+
+    layouts: Sequence[Layout]
+    precisions: Sequence[Any]
+    recompute: Sequence[str | int | None] = RECOMPUTE
+    """Settings of ``activation_checkpointing``, from the most memory to the least."""
+    global_batch: int
+    """Samples of a step over all ranks, which no candidate changes."""
+    micro_batch: int
+    """The given one."""
+    largest: int | None = None
+    """No micro-batch is larger."""
+
+
+def search(
+    space: Space,
+    plan_of: Planner,
+    *,
+    world_size: int,
+    device: str,
+    memory_bytes: int,
+    seconds: float | None = None,
+    report: Callable[[Tried], None] = lambda tried: None,
+) -> PlanSearch:
+    """Plan what can be the fastest, and rule the rest out by what is known without a trace::
+
+        for each strategy and precision, unless parameters, gradients and optimizer state alone are too large:
+            for recomputation in none, selective, full:
+                the given micro-batch, then larger ones until one does not fit; if it does not fit, smaller ones until one does
+                (sizes that fit with less recomputation are not planned: recomputing only costs time)
+
+    Args:
+        space: what to go through.
+        plan_of: plans one candidate.
+        world_size, device, memory_bytes: as in :class:`PlanSearch`.
+        seconds: begin no further plan after so many; ``None``: no limit.
+        report: called with each candidate as soon as its verdict is known.
+    """
+    begun = time.monotonic()
+    walk = _Walk(space, plan_of, memory_bytes, None if seconds is None else begun + seconds, report)
+    for layout in space.layouts:
+        for precision in space.precisions:
+            walk.layout(layout, precision)
+    order = {verdict: number for number, verdict in enumerate(VERDICTS)}
+
+    def rank(each: Tried) -> tuple[int, float]:
+        if each.plan is None:
+            return order[each.verdict], float("inf")
+        return order[each.verdict], each.plan.step_seconds if each.fits else each.plan.peak_bytes
+
+    notes = [
+        f"every candidate trains {space.global_batch} samples in a step, over all ranks",
+        "a micro-batch that fits rules smaller ones out, and the same with more recomputation: they take longer",
+    ]
+    if walk.late:
+        notes.append(f"the time limit of {seconds:g} s ended the search: what is marked as not planned may be better")
+    return PlanSearch(
+        tuple(sorted(walk.tried, key=rank)),
+        world_size,
+        device,
+        memory_bytes,
+        space.global_batch,
+        time.monotonic() - begun,
+        tuple(notes),
+    )
+
+
+class _Walk:
+    """Goes through a space, and remembers what rules others out."""
+
+    def __init__(
+        self, space: Space, plan_of: Planner, memory: int, deadline: float | None, report: Callable[[Tried], None]
+    ) -> None:
+        self._space, self._plan_of, self._memory, self._deadline, self._report = (
+            space,
+            plan_of,
+            memory,
+            deadline,
+            report,
+        )
+        self.tried: list[Tried] = []
+        self.late = False
+        self._model: tuple[int, int] | None = None  # parameters, trainable ones
+        self._optimizer: dict[str, float] = {}  # bytes of its state for each byte of parameters, by precision
+        self._refused: list[tuple[Layout, str]] = []
+        self._needs: dict[
+            tuple[Any, ...], dict[int, int]
+        ] = {}  # bytes by micro-batch, of candidates that differ in nothing else
+
+    def layout(self, layout: Layout, precision: Any) -> None:
+        """Try a strategy under a precision."""
+        share, rest = divmod(self._space.global_batch, layout.data_ranks)
+        sizes = [] if rest else micro_batches(min(self._space.micro_batch, share), share)
+        sizes = [size for size in sizes if self._space.largest is None or size <= self._space.largest]
+        first = self._candidate(layout, precision, self._space.recompute[0], sizes[-1] if sizes else 1)
+        if not sizes:
+            text = f"a step of {self._space.global_batch} samples does not divide over the {layout.data_ranks} ranks that see different data"
+            self._add(Tried(first, "refused", text))
+        elif (reason := self._known_refusal(layout)) is not None:
+            self._add(Tried(first, "refused", reason))
+        elif (reason := self._too_large_without_trace(layout, precision)) is not None:
+            self._add(Tried(first, "too large", reason))
+        else:
+            self._recomputations(layout, precision, sizes)
+
+    def _recomputations(self, layout: Layout, precision: Any, sizes: list[int]) -> None:
+        best = 0
+        for number, recompute in enumerate(self._space.recompute):
+            candidates = {size: self._candidate(layout, precision, recompute, size) for size in sizes}
+            for size in [size for size in sizes if size <= best]:
+                self._add(Tried(candidates[size], "slower", f"micro-batches of {best} fit with less recomputation"))
+            refused = False
+            for size in self._sizes([size for size in sizes if size > best], sizes):
+                tried = self._try(candidates[size])
+                refused = tried.verdict == "refused"
+                if refused:
+                    break
+                if tried.fits:
+                    best = max(best, size)
+            if refused and not number:
+                return  # the strategy itself, whatever is recomputed
+            self._rest(candidates, best)
+
+    def _sizes(self, wanted: list[int], sizes: list[int]) -> Iterator[int]:
+        """The micro-batches to try, by what became of those before: up from the given one while they fit, else down until one fits."""
+        start = max([size for size in sizes if size <= self._space.micro_batch], default=sizes[0])
+        up = [size for size in wanted if size >= start]
+        for size in up:
+            yield size
+            if not self.tried[-1].fits:
+                if size == up[0]:
+                    down = [each for each in wanted if each < size]
+                    yield from self._down(down[::-1])
+                # Between micro-batches sharded strategies keep whole gradients: a step of one may fit where smaller ones do not.
+                if size != sizes[-1] and not self.tried[-1].fits and self._one_window(sizes[-1]):
+                    yield sizes[-1]
+                return
+        if not up:
+            yield from self._down(wanted[::-1])
+
+    def _down(self, sizes: list[int]) -> Iterator[int]:
+        for size in sizes:
+            yield size
+            if self.tried[-1].fits:
+                return
+
+    def _one_window(self, size: int) -> bool:
+        """Whether this size makes a step of one micro-batch, under a strategy that shards parameters."""
+        latest = self.tried[-1].candidate
+        return latest.layout.shards > 1 and latest.micro_batch * latest.window == size
+
+    def _rest(self, candidates: dict[int, Candidate], best: int) -> None:
+        """Say why the sizes that were not tried were not."""
+        seen = {each.candidate for each in self.tried}
+        failed = [each for each in self.tried if each.candidate in candidates.values() and each.verdict == "too large"]
+        for size, candidate in candidates.items():
+            if candidate in seen:
+                continue
+            if size < best:
+                self._add(Tried(candidate, "slower", f"micro-batches of {best} fit"))
+            elif failed:
+                smallest = min(failed, key=lambda each: each.candidate.micro_batch)
+                self._add(
+                    Tried(
+                        candidate,
+                        "too large",
+                        f"micro-batches of {smallest.candidate.micro_batch} are too large already",
+                    )
+                )
+
+    def _candidate(self, layout: Layout, precision: Any, recompute: str | int | None, size: int) -> Candidate:
+        window = max(1, self._space.global_batch // layout.data_ranks // size)
+        return Candidate(layout, precision, recompute, size, window)
+
+    def _try(self, candidate: Candidate) -> Tried:
+        if (bound := self._at_least(candidate)) is not None:
+            return self._add(Tried(candidate, "too large", bound))
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            self.late = True
+            return self._add(Tried(candidate, "not planned", "the time limit was over"))
+        try:
+            plan = self._plan_of(candidate)
+        except (
+            ArithmeticError,
+            LookupError,
+            TypeError,
+            ValueError,
+            RuntimeError,
+            ImportError,
+            AttributeError,
+        ) as error:
+            text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            self._refused.append((candidate.layout, text))
+            return self._add(Tried(candidate, "refused", text))
+        self._learn(candidate, plan)
+        if plan.fits:
+            return self._add(Tried(candidate, "fits", "", plan))
+        peak = plan.worst.peak
+        inside = f", in {peak.module}" if peak.module else ""
+        reason = f"peak {written_size(plan.peak_bytes)} of {written_size(self._memory)} in phase {peak.phase!r}{inside}"
+        return self._add(Tried(candidate, "too large", reason, plan))
+
+    def _add(self, tried: Tried) -> Tried:
+        self.tried.append(tried)
+        self._report(tried)
+        return tried
+
+    # -- what rules out without a trace -----------------------------------------------------------------------------------------
+
+    def _learn(self, candidate: Candidate, plan: Plan) -> None:
+        self._model = plan.job.parameters, plan.job.trainable
+        end = [trace.timeline[-1].memory for trace in plan.traces if trace.timeline]
+        ratios = [each.optimizer_state / each.parameters for each in end if each.parameters]
+        if ratios and not candidate.layout.offloaded and candidate.layout.sharded_parameters:
+            self._optimizer.setdefault(str(candidate.precision), min(ratios))
+        self._needs.setdefault(_alike(candidate), {})[candidate.micro_batch] = plan.peak_bytes
+
+    def _known_refusal(self, layout: Layout) -> str | None:
+        """The error of a layout whose tensor or pipeline degree divides this one's: what does not divide by 2 does not by 4, and a model with too few
+        parts for two stages has too few for four."""
+        for refused, text in self._refused:
+            for axis, other in (("tp", "pp"), ("pp", "tp")):
+                degree = refused.degree(axis)
+                if degree > 1 and refused.degree(other) == 1 and layout.degree(axis) % degree == 0:
+                    return f"as with {axis}={degree}: {text}"
+        return None
+
+    def _too_large_without_trace(self, layout: Layout, precision: Any) -> str | None:
+        """Parameters, gradients and optimizer state alone, which every step holds at its end."""
+        if self._model is None or layout.offloaded:
+            return None
+        parameters, trainable = self._model
+        each = _ELEMENT.get(str(precision), 4)
+        state = self._optimizer.get(str(precision), 0.0) * parameters * each / layout.shards
+        weights = parameters * each
+        if layout.sharded_parameters:
+            least = state + (weights + trainable * each) / layout.shards
+        else:
+            least = state + weights
+        if least <= self._memory:
+            return None
+        return f"parameters, gradients and optimizer state alone need {written_size(int(least))} of {written_size(self._memory)}"
+
+    def _at_least(self, candidate: Candidate) -> str | None:
+        """Memory over the micro-batch is the largest of several straight lines: outside of two points it is not below the line through them."""
+        known = sorted(self._needs.get(_alike(candidate), {}).items())
+        size = candidate.micro_batch
+        pairs = [pair for pair in pairwise(known) if not pair[0][0] < size < pair[1][0]]
+        for (low, bytes_low), (high, bytes_high) in pairs:
+            least = bytes_low + (bytes_high - bytes_low) * (size - low) // (high - low)
+            if least > self._memory:
+                return f"at least {written_size(least)} of {written_size(self._memory)}, as micro-batches of {low} and {high} show"
+        return None
+
+
+def _alike(candidate: Candidate) -> tuple[Any, ...]:
+    """What two candidates have in common whose memory differs by the size of the micro-batch alone."""
+    one = candidate.window == 1  # a later micro-batch has the gradients of earlier ones beside it
+    return str(candidate.layout), str(candidate.precision), candidate.activation_checkpointing, one

@@ -1,0 +1,74 @@
+"""A job of many ranks in one process: torch's fake process groups carry no data, and every exchange answers that all ranks are like this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from engine.distributed.environment import Environment
+from engine.distributed.group import Group, Made
+from engine.planning import torch_private
+
+
+class SimulatedGroup(Group):
+    """One rank of a simulated job. Strategies, meshes and engines use it as any other group. Created by :func:`simulated`."""
+
+    __slots__ = ("_made", "failed")
+
+    def __init__(self, environment: Environment, made: dict[Hashable, Any]) -> None:
+        super().__init__(environment, torch.device("cpu"))
+        self._made = made
+        self.failed = False
+        if self.world_size > 1:
+            self.cpu = self.once("cpu", lambda: torch_private.simulated_group(list(range(self.world_size))))
+
+    def part(self, parts: Sequence[Sequence[int]]) -> Group:
+        ranks = next(part for part in parts if self.environment.rank in part)
+        found = SimulatedGroup(self.environment, self._made)
+        found.rank, found.world_size = ranks.index(self.environment.rank), len(ranks)
+        found.is_main = found.rank == 0
+        found.cpu = found.wide = self.divided(parts) if len(ranks) > 1 else None
+        return found
+
+    def divided(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        # Only this rank's group: a mesh of many ranks has as many others.
+        own = next((tuple(part) for part in parts if self.environment.rank in part), None)
+        if own is None:
+            return None
+        if len(own) == dist.get_world_size():
+            return dist.group.WORLD
+        return self.once(("divided", own), lambda: torch_private.simulated_group(list(own)))
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        if key not in self._made:
+            with torch_private.real():
+                self._made[key] = make()
+        return self._made[key]  # type: ignore[no-any-return]
+
+
+@contextmanager
+def simulated(rank: int, world_size: int, num_nodes: int = 1) -> Iterator[SimulatedGroup]:
+    """The ``rank`` of a job of ``world_size`` ranks on ``num_nodes`` machines, which exists within the block.
+
+    Raises:
+        ValueError: the ranks cannot be divided over the machines.
+        RuntimeError: this process is in a job already.
+    """
+    if world_size % num_nodes:
+        raise ValueError(f"world_size={world_size} cannot be divided over nodes={num_nodes} machines of equal size")
+    if dist.is_initialized():
+        raise RuntimeError(
+            "this process has joined a job (torch.distributed is initialized), and a plan needs a simulated one: plan in a process of its own, "
+            "with `fit plan`, or call torch.distributed.destroy_process_group() before"
+        )
+    here = world_size // num_nodes
+    environment = Environment("simulated", rank, world_size, rank % here, here, num_nodes)
+    if world_size == 1:
+        yield SimulatedGroup(environment, {})
+        return
+    with torch_private.simulated_processes(rank, world_size):
+        yield SimulatedGroup(environment, {})

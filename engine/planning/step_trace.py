@@ -1,0 +1,173 @@
+"""One observer of all operations of a step: it tells the traces of memory, collectives and operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from engine.planning import collective_trace, memory_trace, torch_private
+from engine.planning.collective_trace import CollectiveTrace
+from engine.planning.memory_trace import MemoryTrace
+from engine.planning.operation_trace import OperationTrace
+
+
+class StepTrace(torch_private.TorchDispatchMode):
+    """Observes a training, real or simulated::
+
+    trace = StepTrace(axes)
+    with trace:
+        set up the training
+        a first step
+        trace.begin(model, optimizers)
+        the step to record
+        trace.end()
+    """
+
+    def __init__(self, axes: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        self.memory, self.operations = MemoryTrace(), OperationTrace()
+        self.collectives = CollectiveTrace(axes)
+        self._stack = ExitStack()
+        self._modules: dict[int, str] = {}
+        self._owners: dict[int, str] = {}
+        """The module of each parameter, by the parameter's id."""
+        self._path: list[str] = []
+        self._forward = "forward"
+        self._recording = False
+
+    def __enter__(self) -> StepTrace:
+        self._stack.enter_context(self.memory.following())
+        for handle in (
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+            nn.modules.module.register_module_forward_pre_hook(self._enter_module),
+            nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True),
+        ):
+            self._stack.callback(handle.remove)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stack.close()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(torch_private.is_wrapper, types)):
+            return NotImplemented
+        kwargs = kwargs or {}
+        self._set_phase()
+        memory = self.memory
+        memory.settle()
+        result = operator(*args, **kwargs)
+        namespace = operator.namespace
+        if namespace in collective_trace.NAMESPACES:
+            tensors = self.collectives.note(operator, args, kwargs, result, memory.phase)
+            if namespace == "c10d":  # functional collectives exchange activations
+                memory.used_to_communicate(tensors)
+        elif namespace == "fsdp":
+            memory.used_to_communicate(_tensors((args, kwargs, result)))
+        elif self._recording:
+            self.operations.note(operator, args, kwargs, result, memory.phase)
+        if isinstance(result, Tensor):
+            memory.note(result)
+            if torch_private.accumulates(operator):
+                memory.added(args[0], result)
+        elif isinstance(result, (list, tuple)):
+            for tensor in _tensors(result):
+                memory.note(tensor)
+        return result
+
+    def begin(self, model: nn.Module, optimizers: list[Optimizer], inputs: list[Tensor]) -> None:
+        """Record from here on."""
+        memory = self.memory
+        memory.phase, memory.module, self._forward = "start", "", "forward"
+        self._owners = {id(p): name.rpartition(".")[0] for name, p in model.named_parameters()}
+        for parameter in model.parameters():
+            memory.mark([parameter], memory_trace.PARAMETERS, self._owners[id(parameter)])
+        memory.mark(model.buffers(), memory_trace.BUFFERS)
+        for optimizer in optimizers:
+            memory.mark(_tensors(optimizer.state), memory_trace.OPTIMIZER)
+        memory.mark(inputs, memory_trace.INPUTS)
+        self.collectives.clear()
+        self.operations.clear()
+        memory.record()
+        self._recording = True
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Operations inside the block, outside of backward passes, are of this phase."""
+        before, self._forward = self._forward, name
+        try:
+            yield
+        finally:
+            self._forward = before
+
+    def end(self) -> None:
+        """The recorded step is over."""
+        self._recording = False
+
+    def _set_phase(self) -> None:
+        memory = self.memory
+        now = "backward" if torch_private.in_backward() else self._forward
+        if now != memory.phase:
+            if now == "backward" and memory.phase == "forward":
+                memory.kept_for_backward()
+            memory.phase = now
+
+    # -- who runs -----------------------------------------------------------------------------------------------------------------
+
+    def name(self, model: nn.Module) -> None:
+        """Modules are shown by their names in ``model``."""
+        self._modules = {id(module): name for name, module in model.named_modules()}
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        self._path.append(self.memory.module)
+        self.memory.module = self._modules.get(id(module), self.memory.module)
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        name = self.memory.module
+        if self._path:
+            self.memory.module = self._path.pop()
+        if torch.is_grad_enabled() and not torch_private.in_backward():
+            for tensor in _tensors(output):
+                if tensor.requires_grad and tensor.grad_fn is not None:
+                    tensor.register_hook(lambda grad: self._backward_in(name))
+
+    def _backward_in(self, name: str) -> None:
+        self.memory.module = name
+
+    def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.mark_gradients([optimizer])
+
+    def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.memory.mark(_tensors(optimizer.state), memory_trace.OPTIMIZER)
+
+    def mark_gradients(self, optimizers: list[Optimizer]) -> None:
+        """What the parameters of these optimizers have as gradients now."""
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    self.memory.mark([parameter.grad], memory_trace.GRADIENTS, self._owners.get(id(parameter)))
+
+    def mark_kept_gradients(self, model: nn.Module) -> None:
+        """What FSDP keeps whole until the last micro-batch of a window."""
+        self.memory.mark(torch_private.unsharded_gradients(model), memory_trace.GRADIENTS)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, Mapping):
+        return [tensor for item in tree.values() for tensor in _tensors(item)]
+    if isinstance(tree, (list, tuple)):
+        return [tensor for item in tree for tensor in _tensors(item)]
+    return []
+
+
+__all__ = ["StepTrace"]

@@ -1,0 +1,130 @@
+"""The jobs whose plans are compared with real runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from engine import DDP, FSDP, MeshParallel, TrainModule
+
+WIDTH, HIDDEN, CLASSES, BATCH = 24, 50, 10, 16
+
+
+class Block(nn.Module):
+    """Sizes that 2 and 4 ranks do not divide evenly: 50 and 24, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return out
+
+
+class Net(TrainModule):
+    """Three blocks and a head with a buffer; ``optimizer`` gets the parameters."""
+
+    def __init__(self, optimizer: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.optimizer = optimizer
+
+    def parallelize(self, mesh: Any) -> dict[str, str]:
+        return {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+    def pipeline_stages(self) -> list[nn.Module]:
+        return [*self.layers, self.head]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.head(x)
+        return out
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x), y)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters())
+
+
+def adamw(parameters: Any, **options: Any) -> Any:
+    return torch.optim.AdamW(parameters, lr=1e-3, **options)
+
+
+def sgd(parameters: Any, **options: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=1e-3, **options)
+
+
+@dataclass
+class Job:
+    world_size: int
+    strategy: Callable[[], Any]
+    more: dict[str, Any] = field(default_factory=dict)
+    optimizer: Callable[..., Any] = adamw
+
+    @property
+    def micro_batches(self) -> int:
+        return int(self.more.get("accumulate_grad_batches", 1))
+
+    def module(self) -> TrainModule:
+        return Net(self.optimizer)
+
+    def settings(self) -> dict[str, Any]:
+        return {"strategy": self.strategy(), **self.more}
+
+    def loader(self) -> Any:
+        count = 4 * self.world_size * BATCH * self.micro_batches
+        x = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(2))
+        return DataLoader(TensorDataset(x, torch.arange(count) % CLASSES), batch_size=BATCH)
+
+
+TP, TOGETHER, APART = partial(MeshParallel, tp=2), partial(adamw, foreach=True), partial(sgd, momentum=0.9)
+PIPELINE = partial(MeshParallel, pp=2)
+CLIPPED = {"gradient_clip_val": 0.1}
+
+JOBS: dict[str, Job] = {
+    "ddp": Job(2, DDP),
+    "ddp, clipped": Job(2, DDP, CLIPPED),
+    "ddp, sgd, window": Job(2, DDP, {"accumulate_grad_batches": 2}, sgd),
+    "ddp, bucket views": Job(2, partial(DDP, gradient_as_bucket_view=True), {}, APART),
+    "ddp, bf16": Job(2, DDP, {"precision": "bf16-mixed"}),
+    "ddp, full checkpointing": Job(2, DDP, {"activation_checkpointing": "full"}),
+    "ddp, selective checkpointing": Job(2, DDP, {"activation_checkpointing": "selective"}),
+    "fsdp": Job(2, FSDP),
+    "fsdp, clipped": Job(2, FSDP, CLIPPED),
+    "fsdp, foreach": Job(2, FSDP, CLIPPED, TOGETHER),
+    "fsdp, sgd": Job(2, FSDP, {}, sgd),
+    "fsdp, momentum, window": Job(2, FSDP, {"accumulate_grad_batches": 2}, APART),
+    "fsdp, bf16": Job(2, FSDP, {"precision": "bf16-mixed"}),
+    "fsdp, kept": Job(2, partial(FSDP, reshard_after_forward=False)),
+    "fsdp, full checkpointing": Job(2, FSDP, {"activation_checkpointing": "full"}),
+    "fsdp, selective checkpointing": Job(2, FSDP, {"activation_checkpointing": "selective"}),
+    "tp": Job(2, TP),
+    "tp, bf16, clipped": Job(2, TP, {"precision": "bf16-mixed", **CLIPPED}),
+    "pp": Job(2, partial(PIPELINE, num_microbatches=2)),
+    "pp of 4 parts, clipped": Job(2, partial(PIPELINE, num_microbatches=4), CLIPPED),
+    "pp, gpipe, sgd": Job(2, partial(PIPELINE, schedule="gpipe", num_microbatches=4), {}, sgd),
+    "hybrid": Job(4, partial(FSDP, dp_replicate=2, dp_shard=2)),
+    "hybrid, clipped, window": Job(4, partial(FSDP, dp_replicate=2), {"accumulate_grad_batches": 2, **CLIPPED}),
+    "four fsdp": Job(4, FSDP, CLIPPED),
+    "four ddp": Job(4, DDP, CLIPPED),
+    "tp x fsdp": Job(4, TP),
+    "tp x fsdp, bf16, clipped": Job(4, TP, {"precision": "bf16-mixed", **CLIPPED}),
+    "tp x ddp": Job(4, partial(TP, dp_replicate=2, dp_shard=1)),
+    "pp x fsdp": Job(4, partial(PIPELINE, num_microbatches=2)),
+    "pp x ddp": Job(4, partial(PIPELINE, num_microbatches=2, dp_replicate=2, dp_shard=1)),
+    "pp x tp": Job(4, partial(PIPELINE, tp=2, num_microbatches=2)),
+    "pp of 4 stages": Job(4, partial(MeshParallel, pp=4, num_microbatches=4)),
+}
