@@ -13,8 +13,9 @@ import torch
 import engine.callbacks as own
 from engine.checkpoint.pickled import write_checkpoint
 from engine.config.lightning_names import CLASSES
+from engine.config.other_trainers import ANY, translated
 from engine.interop.lightning.callback import EVENTS, Callback, listens
-from engine.interop.refused import ANY, refusing, translated
+from engine.interop.refused import refusing
 from engine.utils.log import logger
 
 _FIELD = re.compile(r"\{([^}:!\[]+)")

@@ -8,7 +8,8 @@ from typing import Any
 import engine.callbacks as own
 from engine.callback import Callback as OwnCallback
 from engine.config.lightning_names import CLASSES
-from engine.interop.refused import ANY, refusing, translated
+from engine.config.other_trainers import ANY, translated
+from engine.interop.refused import refusing
 
 _WITHOUT = {
     "prefix": ("", "put it into the names that you log"),
