@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from callbacks.lr_monitor import LearningRateMonitor
     from callbacks.model_checkpoint import ModelCheckpoint
     from callbacks.model_summary import ModelSummary
-    from callbacks.prediction_writer import PredictionWriter, read_predictions
+    from callbacks.prediction_writer import BasePredictionWriter, PredictionWriter, read_predictions
     from callbacks.profiler import Profiler
     from callbacks.progress_bar import RichProgressBar
     from callbacks.pruning import Pruning
@@ -48,6 +48,7 @@ _PLACES = {
     "AimLogger": ".loggers.aim",
     "BackboneFinetuning": ".backbone_finetuning",
     "BaseFinetuning": ".finetuning",
+    "BasePredictionWriter": ".prediction_writer",
     "CSVLogger": ".loggers.csv",
     "DeviceStatsMonitor": ".device_stats_monitor",
     "EMA": ".ema",
@@ -87,6 +88,7 @@ __all__ = [
     "AimLogger",
     "BackboneFinetuning",
     "BaseFinetuning",
+    "BasePredictionWriter",
     "CSVLogger",
     "DeviceStatsMonitor",
     "EarlyStopping",

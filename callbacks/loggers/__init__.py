@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from .jsonl import JSONLLogger as JSONLLogger
     from .mlflow import MLflowLogger as MLflowLogger
     from .own_loop import LoggedLoop as LoggedLoop
+    from .plain import ForwardingLogger as ForwardingLogger
+    from .plain import PlainLogger as PlainLogger
     from .tensorboard import TensorBoardLogger as TensorBoardLogger
     from .trackio import TrackioLogger as TrackioLogger
     from .wandb import WandbLogger as WandbLogger
@@ -23,9 +25,11 @@ if TYPE_CHECKING:
 _PLACES = {
     "AimLogger": ".aim",
     "CSVLogger": ".csv",
+    "ForwardingLogger": ".plain",
     "JSONLLogger": ".jsonl",
     "LoggedLoop": ".own_loop",
     "MLflowLogger": ".mlflow",
+    "PlainLogger": ".plain",
     "TensorBoardLogger": ".tensorboard",
     "TrackioLogger": ".trackio",
     "TRACKERS": ".by_name",
@@ -36,11 +40,13 @@ _PLACES = {
 __all__ = [
     "AimLogger",
     "CSVLogger",
+    "ForwardingLogger",
     "JSONLLogger",
     "LoggedLoop",
     "Logger",
     "MLflowLogger",
     "Moment",
+    "PlainLogger",
     "TensorBoardLogger",
     "TrackioLogger",
     "WandbLogger",

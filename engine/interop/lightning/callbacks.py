@@ -57,6 +57,7 @@ DeviceStatsMonitor = _named("DeviceStatsMonitor", own.DeviceStatsMonitor, "cpu_s
 WeightAveraging = _named("WeightAveraging", own.WeightAveraging, "device use_buffers")
 EMAWeightAveraging = _named("EMAWeightAveraging", own.EMA, _EMA)
 StochasticWeightAveraging = _named("StochasticWeightAveraging", own.SWA, _SWA, without={"device": _TALK})
+BasePredictionWriter = _named("BasePredictionWriter", own.BasePredictionWriter, "write_interval")
 BaseFinetuning = _named("BaseFinetuning", own.BaseFinetuning)
 BackboneFinetuning = _named("BackboneFinetuning", own.BackboneFinetuning, _BACKBONE)
 ModelSummary = RichModelSummary = _named("ModelSummary", own.ModelSummary, "max_depth", measure=False)
@@ -168,34 +169,3 @@ class LambdaCallback(Callback):
                 raise TypeError(f"LambdaCallback: {event!r} is not an event; events: {', '.join(EVENTS)}")
             if function is not None:
                 listens(self, event, function)
-
-
-class BasePredictionWriter(Callback):
-    """Define ``write_on_batch_end(trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx)`` or
-    ``write_on_epoch_end(trainer, pl_module, predictions, batch_indices)``. ``batch_indices`` is ``None``: batches are dealt to the ranks in
-    turn, so that batch ``i`` of a rank is number ``i * world_size + rank`` in the data's order."""
-
-    write_on_batch_end: Any
-    write_on_epoch_end: Any
-
-    def __init__(self, write_interval: str = "batch") -> None:
-        if write_interval not in ("batch", "epoch", "batch_and_epoch"):
-            raise ValueError(f"write_interval={write_interval!r}: it must be 'batch', 'epoch' or 'batch_and_epoch'")
-        self.interval = write_interval
-        self._kept: list[list[Any]] = []
-
-    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
-        self._kept = [[] for _ in trainer.run.num_eval_batches]
-
-    def on_predict_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        if "batch" in self.interval:
-            self.write_on_batch_end(trainer, pl_module, outputs, None, batch, batch_idx, dataloader_idx)
-        if "epoch" in self.interval:
-            self._kept[dataloader_idx].append(outputs)
-
-    def on_predict_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if "epoch" in self.interval:
-            found = self._kept[0] if len(self._kept) == 1 else self._kept
-            self.write_on_epoch_end(trainer, pl_module, found, None)

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import engine.callbacks as own
-from engine.callback import Callback as OwnCallback
+from callbacks.loggers import ForwardingLogger as AdaptedLogger  # noqa: F401
+from callbacks.loggers import PlainLogger as Logger
 from engine.config.lightning_names import CLASSES
 from engine.config.other_trainers import ANY, translated
 from engine.interop.refused import refusing
@@ -20,49 +21,6 @@ _WITHOUT = {
     **dict.fromkeys(("id", "run_id"), (None, "a resumed run continues by itself")),
     **dict.fromkeys(("default_hp_metric", "flush_logs_every_n_steps", "synchronous"), (ANY, "")),
 }
-
-
-class Logger(OwnCallback):
-    """Subclass it as Lightning's: define ``log_metrics(metrics, step)`` and ``log_hyperparams(params)``. Steps are optimizer steps done."""
-
-    is_logger = True
-    root_dir: Any = None
-    save_dir: Any = None
-    name: Any = None
-    version: Any = None
-    log_dir: Any = None
-    experiment: Any = None
-    log_metrics: Any
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
-    def log_graph(self, model: Any, input_array: Any = None) -> None: ...
-    def save(self) -> None: ...
-    def finalize(self, status: str) -> None: ...
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None: ...
-
-    def setup(self, run: Any, module: Any, stage: str) -> None:
-        if run.is_main_process and run.hyperparameters and stage == "fit":
-            self.log_hyperparams(dict(run.hyperparameters))
-
-    def on_log(self, run: Any, module: Any, metrics: dict[str, float], step: int) -> None:
-        if run.is_main_process:
-            self.log_metrics({**metrics, "epoch": run.epoch}, step)
-            self.save()
-
-    def teardown(self, run: Any, module: Any, stage: str) -> None:
-        if run.is_main_process:
-            self.finalize("success" if run.exception is None else "failed")
-
-
-class AdaptedLogger(Logger):
-    """A logger of the installed Lightning as one of :class:`engine.Fit`."""
-
-    def __init__(self, logger: Any) -> None:
-        self.logger = logger
-        for name in ("log_metrics", "log_hyperparams", "save", "finalize"):
-            setattr(self, name, getattr(logger, name))
-
-    experiment = property(lambda self: self.logger.experiment)
 
 
 class WrappedLogger(Logger):
