@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from callbacks.replica_check import ReplicaCheck
     from callbacks.report.callback import Report
     from callbacks.report.page import write_report
+    from callbacks.servable_module import ServableModule, ServableModuleValidator
     from callbacks.simple_profiler import SimpleProfiler
     from callbacks.spike_guard import SpikeGuard
     from callbacks.straggler_monitor import StragglerMonitor
@@ -67,6 +68,8 @@ _PLACES = {
     "Report": ".report.callback",
     "RichProgressBar": ".progress_bar",
     "SWA": ".swa",
+    "ServableModule": ".servable_module",
+    "ServableModuleValidator": ".servable_module",
     "SimpleProfiler": ".simple_profiler",
     "SpikeGuard": ".spike_guard",
     "StragglerMonitor": ".straggler_monitor",
@@ -105,6 +108,8 @@ __all__ = [
     "ReplicaCheck",
     "Report",
     "RichProgressBar",
+    "ServableModule",
+    "ServableModuleValidator",
     "SimpleProfiler",
     "SpikeGuard",
     "StragglerMonitor",

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from callbacks import ReplicaCheck as ReplicaCheck
     from callbacks import Report as Report
     from callbacks import RichProgressBar as RichProgressBar
+    from callbacks import ServableModule as ServableModule
+    from callbacks import ServableModuleValidator as ServableModuleValidator
     from callbacks import SimpleProfiler as SimpleProfiler
     from callbacks import SpikeGuard as SpikeGuard
     from callbacks import StragglerMonitor as StragglerMonitor

@@ -43,7 +43,10 @@ def test_validations(given: dict[str, Any], every: str, tmp_path: Path) -> None:
 
 
 def test_a_strategy_by_its_class(tmp_path: Path) -> None:
-    given = {"class_path": "lightning.pytorch.strategies.FSDPStrategy", "init_args": {"sharding_strategy": "SHARD_GRAD_OP"}}
+    given = {
+        "class_path": "lightning.pytorch.strategies.FSDPStrategy",
+        "init_args": {"sharding_strategy": "SHARD_GRAD_OP"},
+    }
     expected = {"name": "fsdp", "reshard_after_forward": False, "cpu_offload": False}
     assert found(tmp_path, strategy=given).settings["strategy"] == expected
 

@@ -26,12 +26,20 @@ from engine.interop.lightning.utilities import seed_everything as seed_everythin
 _CALLBACKS = """callback checkpoint device_stats_monitor early_stopping finetuning gradient_accumulation_scheduler lambda_function lr_finder
     lr_monitor model_checkpoint model_summary batch_size_finder prediction_writer progress progress.rich_progress progress.tqdm_progress
     progress.progress_bar pruning stochastic_weight_avg timer weight_averaging on_exception_checkpoint rich_model_summary"""
+_SERVE = ("serve.servable_module", "serve.servable_module_validator")
 _UTILITIES = "types rank_zero exceptions combined_loader seed enums model_helpers parsing grads distributed model_summary apply_func memory"
 _HELPERS = """trainer.states trainer.connectors.logger_connector.result tuner tuner.tuning accelerators accelerators.accelerator
     loops loops.evaluation_loop loops.fit_loop loops.prediction_loop plugins plugins.io plugins.io.torch_io
     fabric fabric.utilities fabric.utilities.cloud_io fabric.utilities.types fabric.utilities.seed fabric.utilities.rank_zero"""
 _PATHS = {
-    callbacks: ["callbacks", "profilers", *(f"callbacks.{name}" for name in _CALLBACKS.split())],
+    callbacks: [
+        "callbacks",
+        "profilers",
+        "serve",
+        "serve.servable_module",
+        "serve.servable_module_validator",
+        *(f"callbacks.{name}" for name in _CALLBACKS.split()),
+    ],
     core: ["core", *(f"core.{name}" for name in ["module", "datamodule", "mixins", "hooks", "optimizer", "saving"])],
     loggers: [
         "loggers",
@@ -45,7 +53,8 @@ _PATHS = {
     utilities: ["utilities", *_HELPERS.split(), *(f"utilities.{name}" for name in _UTILITIES.split())],
     cli: ["cli"],
 }
-pytorch, profilers = sys.modules[__name__], callbacks
+pytorch = sys.modules[__name__]
+profilers = serve = callbacks
 tuner = accelerators = loops = plugins = utilities
 _ELSEWHERE = {"Fabric": ": use engine.Engine"}
 sys.modules[f"{__name__}.pytorch"] = pytorch

@@ -52,6 +52,7 @@ def _named(name: str, of: Any, order: str = "", base: type = Callback, without: 
 _EMA = "device use_buffers decay update_every_n_steps update_starting_at_step update_starting_at_epoch"
 _SWA = "swa_lrs swa_epoch_start annealing_epochs annealing_strategy avg_fn device"
 _BACKBONE = "unfreeze_backbone_at_epoch lambda_func backbone_initial_ratio_lr backbone_initial_lr should_align initial_denom_lr train_bn verbose"
+_SERVED = "optimization server host port timeout exit_on_failure"
 LearningRateMonitor = _named("LearningRateMonitor", own.LearningRateMonitor, "logging_interval log_momentum log_weight_decay")  # fmt: skip
 DeviceStatsMonitor = _named("DeviceStatsMonitor", own.DeviceStatsMonitor, "cpu_stats")
 WeightAveraging = _named("WeightAveraging", own.WeightAveraging, "device use_buffers")
@@ -63,6 +64,8 @@ BackboneFinetuning = _named("BackboneFinetuning", own.BackboneFinetuning, _BACKB
 ModelSummary = RichModelSummary = _named("ModelSummary", own.ModelSummary, "max_depth", measure=False)
 RichProgressBar = _named("RichProgressBar", own.RichProgressBar, "refresh_rate leave theme console_kwargs", ProgressBar)
 TQDMProgressBar = _named("TQDMProgressBar", own.TQDMProgressBar, "refresh_rate process_position leave", ProgressBar)
+ServableModule = own.ServableModule
+ServableModuleValidator = _named("ServableModuleValidator", own.ServableModuleValidator, _SERVED)
 SimpleProfiler = _named("SimpleProfiler", own.SimpleProfiler, "dirpath filename extended")
 PyTorchProfiler = _named("PyTorchProfiler", own.Profiler)
 Profiler = Callback
