@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from callbacks.backbone_finetuning import BackboneFinetuning
     from callbacks.batch_size_finder import find_batch_size
+    from callbacks.batch_validation import BatchValidation
     from callbacks.device_stats_monitor import DeviceStatsMonitor
     from callbacks.early_stopping import EarlyStopping
     from callbacks.ema import EMA
@@ -49,6 +50,7 @@ _PLACES = {
     "AimLogger": ".loggers.aim",
     "BackboneFinetuning": ".backbone_finetuning",
     "BaseFinetuning": ".finetuning",
+    "BatchValidation": ".batch_validation",
     "BasePredictionWriter": ".prediction_writer",
     "CSVLogger": ".loggers.csv",
     "DeviceStatsMonitor": ".device_stats_monitor",
@@ -92,6 +94,7 @@ __all__ = [
     "BackboneFinetuning",
     "BaseFinetuning",
     "BasePredictionWriter",
+    "BatchValidation",
     "CSVLogger",
     "DeviceStatsMonitor",
     "EarlyStopping",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from callbacks import BackboneFinetuning as BackboneFinetuning
     from callbacks import BaseFinetuning as BaseFinetuning
     from callbacks import BasePredictionWriter as BasePredictionWriter
+    from callbacks import BatchValidation as BatchValidation
     from callbacks import CSVLogger as CSVLogger
     from callbacks import DeviceStatsMonitor as DeviceStatsMonitor
     from callbacks import EarlyStopping as EarlyStopping

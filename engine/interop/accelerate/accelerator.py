@@ -267,11 +267,8 @@ class Accelerator(Engine):
     @contextlib.contextmanager
     def profile(self, profile_handler: Any = None) -> Iterator[Any]:
         handler = profile_handler or self.handlers.get("ProfileKwargs") or settings.ProfileKwargs()
-        with handler.build() as profiler:
+        with handler.profiling(self.process_index) as profiler:
             yield profiler
-        if handler.output_trace_dir is not None:
-            os.makedirs(handler.output_trace_dir, exist_ok=True)
-            profiler.export_chrome_trace(f"{handler.output_trace_dir}/profile_{self.process_index}.json")
 
     on_local_process = PartialState.on_local_process
 
@@ -329,7 +326,6 @@ class Accelerator(Engine):
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
     def end_training(self) -> None:
-        """Close the trackers, and wait for a checkpoint on its way."""
         self.wait_for_checkpoint()
         for tracker in self.trackers:
             tracker.finish()

@@ -28,7 +28,6 @@ class GeneralTracker:
     def finish(self) -> None: ...
 
     def begun(self, project: str, engine: Any, config: dict[str, Any], options: dict[str, Any]) -> GeneralTracker:
-        """This tracker, opened."""
         self.start()
         if config:
             self.store_init_configuration(config)
@@ -51,7 +50,6 @@ class LoggerTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """The tracker's own object where the logger has one, else the logger."""
         return getattr(self.logger, "experiment", None) or self.logger
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -22,11 +22,7 @@ def is_pickle(path: Any) -> bool:
 
 @contextmanager
 def readable(path: Any) -> Iterator[Any]:
-    """``path``, or a checkpoint converted from a file of Lightning's, which is removed afterwards.
-
-    Raises:
-        ValueError: the file holds other objects than tensors and plain values.
-    """
+    """``path``, or a checkpoint converted from a file of Lightning's; ``ValueError``: that holds other objects than tensors and plain values."""
     if not is_pickle(path):
         yield path
         return

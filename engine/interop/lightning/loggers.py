@@ -48,13 +48,11 @@ class WrappedLogger(Logger):
         return given.pop("name", "lightning_logs")
 
     def joins(self, run: Any) -> None:
-        """A run starts."""
         self._run, self.log_dir = run, str(run.home.path)
 
     experiment = property(lambda self: self.ours.experiment)
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        """Record ``metrics`` of a ``step`` of the run, by default the latest."""
         values = {name: float(value) for name, value in metrics.items()}
         self.ours.on_log(self._run, self._run.module, values, self._run.step if step is None else step)
 
