@@ -9,8 +9,8 @@ from engine.step.wrappers import PreparedScheduler
 
 
 class AcceleratedScheduler:
-    """A prepared scheduler of an ``engine``; all else is that of the scheduler in it. It steps ``times`` for each step of the optimizer; 0: the script
-    decides when. ``follows``: whether Accelerate's rule holds."""
+    """A prepared scheduler of an ``engine``; all else is that of the scheduler in it. It steps ``times`` for each step of the optimizer (0: the
+    script decides when). ``follows``: whether Accelerate's rule holds."""
 
     def __init__(self, prepared: PreparedScheduler, engine: Any, times: int, follows: bool) -> None:
         self._prepared, self._engine, self._times, self._follows = prepared, engine, times, follows

@@ -12,20 +12,12 @@ import torch
 
 import engine.callbacks as own
 from engine.checkpoint.pickled import write_checkpoint
-from engine.config.lightning_names import CLASSES
-from engine.config.other_trainers import ANY, translated
+from engine.config.lightning_names import CLASSES, OF_CALLBACKS
+from engine.config.other_trainers import refusing, translated
 from engine.interop.lightning.callback import EVENTS, Callback, listens
-from engine.interop.refused import refusing
 from engine.utils.log import logger
 
 _FIELD = re.compile(r"\{([^}:!\[]+)")
-_TALK = (ANY, "")
-_WITHOUT = {
-    "device": (None, "averages are on the device of the weights"),
-    "initial_denom_lr": (10.0, "give backbone_initial_ratio_lr"),
-    **dict.fromkeys(("theme", "console_kwargs"), (None, "give callbacks.RichProgressBar(console=...)")),
-    **dict.fromkeys(("verbose", "rounding", "refresh_rate", "leave", "process_position", "log_rank_zero_only"), _TALK),
-}
 
 
 class Checkpoint(Callback):
@@ -40,7 +32,7 @@ def _named(name: str, of: Any, order: str = "", base: type = Callback, without: 
     """``of`` under Lightning's ``name``, with its positional arguments in Lightning's ``order``, and our ``fixed`` ones."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = translated(name, order, args, kwargs, _WITHOUT | (without or {}))
+        given = translated(name, order, args, kwargs, OF_CALLBACKS | (without or {}))
         of.__init__(self, **given, **fixed)
         self.idle = base is ProgressBar and kwargs.get("refresh_rate", [*args, 1][0]) == 0
 
@@ -57,7 +49,9 @@ LearningRateMonitor = _named("LearningRateMonitor", own.LearningRateMonitor, "lo
 DeviceStatsMonitor = _named("DeviceStatsMonitor", own.DeviceStatsMonitor, "cpu_stats")
 WeightAveraging = _named("WeightAveraging", own.WeightAveraging, "device use_buffers")
 EMAWeightAveraging = _named("EMAWeightAveraging", own.EMA, _EMA)
-StochasticWeightAveraging = _named("StochasticWeightAveraging", own.SWA, _SWA, without={"device": _TALK})
+StochasticWeightAveraging = _named(
+    "StochasticWeightAveraging", own.SWA, _SWA, without={"device": OF_CALLBACKS["leave"]}
+)
 BasePredictionWriter = _named("BasePredictionWriter", own.BasePredictionWriter, "write_interval")
 BaseFinetuning = _named("BaseFinetuning", own.BaseFinetuning)
 BackboneFinetuning = _named("BackboneFinetuning", own.BackboneFinetuning, _BACKBONE)
@@ -141,7 +135,9 @@ class EarlyStopping(Callback, own.EarlyStopping):
     """Lightning's arguments of :class:`callbacks.EarlyStopping`."""
 
     def __init__(self, *args: Any, check_on_train_epoch_end: bool | None = None, **kwargs: Any) -> None:
-        given = translated("EarlyStopping", "monitor min_delta patience verbose mode strict", args, kwargs, _WITHOUT)
+        given = translated(
+            "EarlyStopping", "monitor min_delta patience verbose mode strict", args, kwargs, OF_CALLBACKS
+        )
         own.EarlyStopping.__init__(self, **{**given, "min_delta": abs(given.get("min_delta", 0.0))})
         self._trains_last = check_on_train_epoch_end
 

@@ -8,19 +8,8 @@ from typing import Any
 import engine.callbacks as own
 from callbacks.loggers import ForwardingLogger as AdaptedLogger  # noqa: F401
 from callbacks.loggers import PlainLogger as Logger
-from engine.config.lightning_names import CLASSES
-from engine.config.other_trainers import ANY, translated
-from engine.interop.refused import refusing
-
-_WITHOUT = {
-    "prefix": ("", "put it into the names that you log"),
-    "log_graph": (False, "the graph is not written"),
-    "sub_dir": (None, "put it into save_dir"),
-    "log_model": (False, "log checkpoints in on_checkpoint_saved with self.log_artifact(name, path)"),
-    "experiment": (None, "the logger makes the run: use logger.experiment"),
-    **dict.fromkeys(("id", "run_id"), (None, "a resumed run continues by itself")),
-    **dict.fromkeys(("default_hp_metric", "flush_logs_every_n_steps", "synchronous"), (ANY, "")),
-}
+from engine.config.lightning_names import CLASSES, OF_LOGGERS
+from engine.config.other_trainers import refusing, translated
 
 
 class WrappedLogger(Logger):
@@ -35,7 +24,7 @@ class WrappedLogger(Logger):
     _run: Any = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        given = translated(type(self).__name__, self.order, args, options, _WITHOUT)
+        given = translated(type(self).__name__, self.order, args, options, OF_LOGGERS)
         self.save_dir, self.version = given.pop("save_dir", None), given.pop("version", None)
         self.name = self.settle(given)
         if self.save_dir is not None:

@@ -12,13 +12,13 @@ from typing import Any
 
 from engine.config.hyperparameters import HParams as AttributeDict  # noqa: F401
 from engine.config.lightning_names import CLASSES
+from engine.config.other_trainers import refused_class, refusing
 from engine.data.combined_loaders import CombinedLoader as CombinedLoader
 from engine.data.datamodule import DataModule
 from engine.distributed.rank_zero import rank_zero_only as rank_zero_only
 from engine.interop.lightning.callback import Callback
 from engine.interop.lightning.callbacks import ModelSummary as ModelSummary
 from engine.interop.lightning.ckpt import load as _load  # noqa: F401
-from engine.interop.refused import refused_class, refusing
 from engine.module import TrainModule
 from engine.step.gradient_norms import grad_norm as grad_norm
 from engine.step.optimizers import Schedule as LRSchedulerConfig  # noqa: F401
@@ -38,8 +38,10 @@ CUDAAccelerator = refused_class("CUDAAccelerator", "give Trainer(accelerator='cu
 CUDAAccelerator.is_available = staticmethod(lambda: accelerator.present() == "cuda")
 
 
-class TrainerFn(StrEnum):
-    FITTING, VALIDATING, TESTING, PREDICTING = "fit", "validate", "test", "predict"
+TrainerFn = StrEnum(
+    "TrainerFn", {"FITTING": "fit", "VALIDATING": "validate", "TESTING": "test", "PREDICTING": "predict"}
+)
+GradClipAlgorithmType = StrEnum("GradClipAlgorithmType", {"VALUE": "value", "NORM": "norm"})
 
 
 class RunningStage(StrEnum):
@@ -48,10 +50,6 @@ class RunningStage(StrEnum):
 
 class TrainerStatus(StrEnum):
     INITIALIZING, RUNNING, FINISHED, INTERRUPTED = "initializing", "running", "finished", "interrupted"
-
-
-class GradClipAlgorithmType(StrEnum):
-    VALUE, NORM = "value", "norm"
 
 
 def seed_everything(value: int | None = None, workers: bool = False, verbose: bool = True) -> int:

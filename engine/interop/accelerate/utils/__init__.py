@@ -12,11 +12,11 @@ import torch
 
 from engine.config.from_accelerate import plugins
 from engine.config.from_accelerate.names import ELSEWHERE
+from engine.config.other_trainers import refusing
 from engine.distributed.random_states import share_states
 from engine.interop.accelerate import operations
 from engine.interop.accelerate.data_loader import skip_first_batches as skip_first_batches
 from engine.interop.accelerate.state import PartialState
-from engine.interop.refused import refusing
 from engine.strategies.deferred_init import parameters_deferred
 from engine.utils import accelerator, batch_sizes
 from engine.utils.seed import seed_everything
