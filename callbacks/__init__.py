@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from callbacks.backbone_finetuning import BackboneFinetuning
     from callbacks.batch_size_finder import find_batch_size
+    from callbacks.batch_validation import BatchValidation
     from callbacks.device_stats_monitor import DeviceStatsMonitor
     from callbacks.early_stopping import EarlyStopping
     from callbacks.ema import EMA
@@ -29,13 +30,14 @@ if TYPE_CHECKING:
     from callbacks.lr_monitor import LearningRateMonitor
     from callbacks.model_checkpoint import ModelCheckpoint
     from callbacks.model_summary import ModelSummary
-    from callbacks.prediction_writer import PredictionWriter, read_predictions
+    from callbacks.prediction_writer import BasePredictionWriter, PredictionWriter, read_predictions
     from callbacks.profiler import Profiler
     from callbacks.progress_bar import RichProgressBar
     from callbacks.pruning import Pruning
     from callbacks.replica_check import ReplicaCheck
     from callbacks.report.callback import Report
     from callbacks.report.page import write_report
+    from callbacks.servable_module import ServableModule, ServableModuleValidator
     from callbacks.simple_profiler import SimpleProfiler
     from callbacks.spike_guard import SpikeGuard
     from callbacks.straggler_monitor import StragglerMonitor
@@ -48,6 +50,8 @@ _PLACES = {
     "AimLogger": ".loggers.aim",
     "BackboneFinetuning": ".backbone_finetuning",
     "BaseFinetuning": ".finetuning",
+    "BatchValidation": ".batch_validation",
+    "BasePredictionWriter": ".prediction_writer",
     "CSVLogger": ".loggers.csv",
     "DeviceStatsMonitor": ".device_stats_monitor",
     "EMA": ".ema",
@@ -66,6 +70,8 @@ _PLACES = {
     "Report": ".report.callback",
     "RichProgressBar": ".progress_bar",
     "SWA": ".swa",
+    "ServableModule": ".servable_module",
+    "ServableModuleValidator": ".servable_module",
     "SimpleProfiler": ".simple_profiler",
     "SpikeGuard": ".spike_guard",
     "StragglerMonitor": ".straggler_monitor",
@@ -87,6 +93,8 @@ __all__ = [
     "AimLogger",
     "BackboneFinetuning",
     "BaseFinetuning",
+    "BasePredictionWriter",
+    "BatchValidation",
     "CSVLogger",
     "DeviceStatsMonitor",
     "EarlyStopping",
@@ -103,6 +111,8 @@ __all__ = [
     "ReplicaCheck",
     "Report",
     "RichProgressBar",
+    "ServableModule",
+    "ServableModuleValidator",
     "SimpleProfiler",
     "SpikeGuard",
     "StragglerMonitor",

@@ -29,6 +29,7 @@ class EarlyStopping(Callback):
         check_finite: bool = True,
         stopping_threshold: float | None = None,
         divergence_threshold: float | None = None,
+        strict: bool = True,
     ) -> None:
         """
         Args:
@@ -39,6 +40,7 @@ class EarlyStopping(Callback):
             check_finite: stop as soon as the metric is NaN or infinite.
             stopping_threshold: stop as soon as the metric is better than this.
             divergence_threshold: stop as soon as the metric is worse than this.
+            strict: a check before the metric was logged is an error; with False it is left out.
 
         Raises:
             ValueError: ``mode``, ``patience`` or ``min_delta`` is not valid.
@@ -56,6 +58,7 @@ class EarlyStopping(Callback):
         self.check_finite = check_finite
         self.stopping_threshold = stopping_threshold
         self.divergence_threshold = divergence_threshold
+        self.strict = strict
         self.wait_count = 0
         """Consecutive checks without improvement."""
         self.best_score = math.inf if mode == "min" else -math.inf
@@ -98,6 +101,8 @@ class EarlyStopping(Callback):
 
     def _check(self, run: Run) -> None:
         if self.monitor not in run.metrics:
+            if not self.strict:
+                return
             there = ", ".join(sorted(run.metrics)) or "none"
             raise ValueError(
                 f"EarlyStopping(monitor={self.monitor!r}): this metric was not logged (logged so far: {there}); "

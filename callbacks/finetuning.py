@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.lr_scheduler import ExponentialLR, MultiStepLR, PolynomialLR, StepLR
 
 from engine import Callback, DeepSpeed, Run
 
@@ -111,7 +112,8 @@ class BaseFinetuning(Callback):
             lr: of that group; by default that of the first group divided by ``initial_denom_lr``.
             train_bn: unfreeze batch norms too.
 
-        Afterwards it is an error if a scheduler of this optimizer was made for fewer groups.
+        Afterwards a scheduler of this optimizer that was made for fewer groups scales the rates of all, if it goes from each group's present rate
+        (``StepLR``, ``MultiStepLR``, ``ExponentialLR``, ``PolynomialLR``); others are an error.
         """
         flat = [m for m in self.flatten_modules(modules) if train_bn or not isinstance(m, _BatchNorm)]
         self._train(flat)
@@ -199,11 +201,16 @@ def show_shards(module: nn.Module) -> None:
     module.state_dict(keep_vars=True)
 
 
+_FROM_PRESENT_RATES = tuple(each.get_lr for each in (StepLR, MultiStepLR, ExponentialLR, PolynomialLR))
+"""Rules by which a group's next rate follows from its present one, whatever it was when the scheduler was made. Those of warm-ups do too, but
+would raise a group that was added later above the rate that it was given."""
+
+
 def check_schedulers(callback: Callback, run: Run, optimizer: Any) -> None:
-    """Check that the schedulers of this optimizer know all of its groups.
+    """Check that the schedulers of this optimizer know all of its groups, or need not know them.
 
     Raises:
-        ValueError: one does not, and its next step would fail.
+        ValueError: one does not, and its next step would fail, or set a rate that nobody has asked for.
     """
     raw = getattr(optimizer, "optimizer", optimizer)
     for schedule in run.schedulers:
@@ -212,6 +219,7 @@ def check_schedulers(callback: Callback, run: Run, optimizer: Any) -> None:
             rates is not None
             and schedule.scheduler.optimizer in (raw, optimizer)
             and len(rates) < len(raw.param_groups)
+            and type(schedule.scheduler).get_lr not in _FROM_PRESENT_RATES
         ):
             raise ValueError(
                 f"{type(callback).__name__} has added a parameter group, and {type(schedule.scheduler).__name__} was made for {len(rates)}: give "

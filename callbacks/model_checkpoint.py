@@ -88,6 +88,7 @@ class ModelCheckpoint(Callback):
         self._due_step = 0  # the first step at which a save can be due
         self._first_step = 0
         self._training = False
+        self._run: Run | None = None  # the latest training
         self._before: tuple[int, dict[int, float | None], dict[int, str]] | None = (
             None  # the latest step, and what was kept without it
         )
@@ -98,11 +99,36 @@ class ModelCheckpoint(Callback):
         return self.monitor is not None
 
     @property
+    def best_k_models(self) -> dict[str, float | None]:
+        """The paths or URLs of the checkpoints that are kept, best first, and their scores; those without a score only if nothing is monitored."""
+        kept = [step for step in self._ranked(self.scores) if self.monitor is None or self.scores[step] is not None]
+        return {self._path(step): self.scores[step] for step in kept}
+
+    @property
+    def best_model_path(self) -> str:
+        """The first of :attr:`best_k_models`, and with ``monitor`` so the best; empty if there is none."""
+        return next(iter(self.best_k_models), "")
+
+    @property
+    def best_model_score(self) -> float | None:
+        """The value of ``monitor`` of the best."""
+        return self.best_k_models.get(self.best_model_path)
+
+    @property
+    def last_model_path(self) -> str:
+        """The newest checkpoint, with ``save_last``; empty if there is none."""
+        return self._path(max(self.names)) if self.names and self.save_last else ""
+
+    def _path(self, step: int) -> str:
+        return "" if self._run is None else str(self._run.checkpoint_path(self.names[step]))
+
+    @property
     def checkpoints_in(self) -> str | Path | None:
         return self.dirpath
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         self._training = False
+        self._run = run if stage == "fit" else self._run
         run.checkpoints_at(self.dirpath, self.max_failures)
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:

@@ -19,6 +19,63 @@ _COMPLETE = "complete.json"
 _FORMATS = ("safetensors", "jsonl")
 
 
+class BasePredictionWriter(Callback):
+    """The base of callbacks that write predictions in a form of their own. Override one of the two methods, or both::
+
+        class Rows(BasePredictionWriter):
+            def write_on_batch_end(self, run, module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+                ...
+
+    ``batch_indices`` is always ``None``: batches are dealt to the ranks in turn, so that batch ``i`` of a rank is number ``i * world_size + rank`` in
+    the data's order. The arguments are Lightning's.
+
+    Args:
+        write_interval: ``"batch"``: after each batch; ``"epoch"``: at the end, until when the predictions are in memory; ``"batch_and_epoch"``.
+
+    Raises:
+        ValueError: another interval.
+    """
+
+    def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
+        if write_interval not in ("batch", "epoch", "batch_and_epoch"):
+            raise ValueError(f"write_interval={write_interval!r}: it must be 'batch', 'epoch' or 'batch_and_epoch'")
+        self.interval = write_interval
+        self._kept: list[list[Any]] = []
+
+    def write_on_batch_end(
+        self,
+        run: Any,
+        module: Any,
+        prediction: Any,
+        batch_indices: None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Write the ``prediction`` of a batch."""
+        raise NotImplementedError(f"{type(self).__name__} must define write_on_batch_end, or write_interval='epoch'")
+
+    def write_on_epoch_end(self, run: Any, module: Any, predictions: list[Any], batch_indices: None) -> None:
+        """Write this rank's ``predictions``; one list per loader if there are several."""
+        raise NotImplementedError(f"{type(self).__name__} must define write_on_epoch_end, or write_interval='batch'")
+
+    def on_predict_start(self, run: Run, module: nn.Module) -> None:
+        self._kept = [[] for _ in run.num_eval_batches]
+
+    def on_predict_batch_end(
+        self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if "batch" in self.interval:
+            self.write_on_batch_end(run, module, outputs, None, batch, batch_idx, dataloader_idx)
+        if "epoch" in self.interval:
+            self._kept[dataloader_idx].append(outputs)
+
+    def on_predict_epoch_end(self, run: Run, module: nn.Module) -> None:
+        if "epoch" in self.interval:
+            self.write_on_epoch_end(run, module, self._kept[0] if len(self._kept) == 1 else self._kept, None)
+            self._kept = []
+
+
 class PredictionWriter(Callback):
     """Writes what ``predict_step`` returns, each rank its part: with ``Fit.predict(..., return_predictions=False)`` nothing stays in memory.
 
@@ -76,7 +133,7 @@ class PredictionWriter(Callback):
         super().__init_subclass__(**options)
         if own := {"write_on_batch_end", "write_on_epoch_end"} & vars(cls).keys():
             raise TypeError(
-                f"{cls.__name__}.{min(own)} is Lightning's and is not called: for files of your own, override on_predict_batch_end of a Callback"
+                f"{cls.__name__}.{min(own)} is not called: for files of your own, subclass BasePredictionWriter"
             )
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:

@@ -38,8 +38,9 @@ _NAMES = {
     "HangError": "engine.utils.errors",
     "MismatchError": "engine.utils.errors",
     "RankError": "engine.utils.errors",
-    "get_logger": "engine.distributed.rank_logger",
+    "get_logger": "engine.distributed.rank_zero",
     "isolated": "engine.utils.seed",
+    "rank_zero_only": "engine.distributed.rank_zero",
     "seed_everything": "engine.utils.seed",
 }
 _MODULES = ("launch", "callbacks")
@@ -58,7 +59,8 @@ if TYPE_CHECKING:
     from engine.data.combined_loaders import CombinedLoader as CombinedLoader
     from engine.data.datamodule import DataModule as DataModule
     from engine.distributed.environment import Environment as Environment
-    from engine.distributed.rank_logger import get_logger as get_logger
+    from engine.distributed.rank_zero import get_logger as get_logger
+    from engine.distributed.rank_zero import rank_zero_only as rank_zero_only
     from engine.engine import Engine as Engine
     from engine.fit import Fit as Fit
     from engine.loop.result import Result as Result

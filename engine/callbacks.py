@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from callbacks import AimLogger as AimLogger
     from callbacks import BackboneFinetuning as BackboneFinetuning
     from callbacks import BaseFinetuning as BaseFinetuning
+    from callbacks import BasePredictionWriter as BasePredictionWriter
+    from callbacks import BatchValidation as BatchValidation
     from callbacks import CSVLogger as CSVLogger
     from callbacks import DeviceStatsMonitor as DeviceStatsMonitor
     from callbacks import EarlyStopping as EarlyStopping
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from callbacks import ReplicaCheck as ReplicaCheck
     from callbacks import Report as Report
     from callbacks import RichProgressBar as RichProgressBar
+    from callbacks import ServableModule as ServableModule
+    from callbacks import ServableModuleValidator as ServableModuleValidator
     from callbacks import SimpleProfiler as SimpleProfiler
     from callbacks import SpikeGuard as SpikeGuard
     from callbacks import StragglerMonitor as StragglerMonitor

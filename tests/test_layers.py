@@ -53,6 +53,8 @@ PUBLIC_CLASSES = (
     "engine.interop.accelerate.accelerator",
 )
 MAX_FUNCTION_LINES = 50  # without the docstring
+MAX_INTEROP_LINES = 2000
+"""What makes any run better belongs to a lower layer, so that other trainers' interfaces stay thin."""
 
 
 def module_name(path: Path) -> str:
@@ -190,6 +192,11 @@ def test_sizes(name: str) -> None:
             own = 0 if docstring is None else (docstring.end_lineno or 0) - docstring.lineno + 1
             length = (node.end_lineno or node.lineno) - node.lineno + 1 - own
             assert length <= MAX_FUNCTION_LINES, f"{name}.{node.name} has {length} lines"
+
+
+def test_interop_is_thin() -> None:
+    lines = sum(FILES[name].read_text().count("\n") for name in FILES if f"{name}.".startswith("engine.interop."))
+    assert lines < MAX_INTEROP_LINES, f"engine/interop has {lines} lines: move what serves any run into the core"
 
 
 def test_the_table_has_what_is_there() -> None:

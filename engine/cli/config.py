@@ -21,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
     """The arguments of ``fit config``."""
     top = argparse.ArgumentParser(
         prog="fit config",
-        description="Write a commented file of settings, from answers to questions unless one of the first four options is given.",
+        description="Write a commented file of settings, from answers to questions unless one of the first five options is given.",
     )
     ways = top.add_mutually_exclusive_group()
     ways.add_argument(
@@ -38,6 +38,11 @@ def parser() -> argparse.ArgumentParser:
         "--from-training-args",
         metavar="FILE",
         help="convert transformers.TrainingArguments, a JSON or YAML file of them",
+    )
+    ways.add_argument(
+        "--from-lightning",
+        metavar="FILE",
+        help="convert the 'trainer' of a YAML file, such as LightningCLI writes",
     )
     ways.add_argument("--check", metavar="PATH", help="write nothing: check a file of settings")
     top.add_argument("--output", default="fit.yaml", metavar="PATH", help="the file to write (default: fit.yaml)")

@@ -14,6 +14,7 @@ from engine.config import from_training_arguments
 from engine.config.commented_file import document
 from engine.config.from_accelerate import file as accelerate_file
 from engine.config.from_accelerate.keys import File
+from engine.config.from_lightning import file as lightning_file
 from engine.config.resolve import SECTIONS, Resolved, resolve
 from engine.config.yaml_writer import write_atomically
 from engine.loop import compatibility
@@ -41,13 +42,18 @@ def _write(arguments: argparse.Namespace) -> int:
         values, head = _from_accelerate(arguments)
     elif arguments.from_training_args is not None:
         values, head = _from_training_arguments(arguments)
+    elif arguments.from_lightning is not None:
+        source = Path(arguments.from_lightning)
+        head = [f"Converted from {source}, arguments of Lightning's Trainer."]
+        values, head = _converted(source, lightning_file.read(source), arguments.force, head)
     elif arguments.default:
         values = {}
     elif sys.stdin.isatty() and sys.stdout.isatty():
         values = ask()
     else:
         raise ValueError(
-            "questions need a terminal, and this is not one: give --default, --from-accelerate PATH or --from-training-args FILE"
+            "questions need a terminal, and this is not one: give --default, --from-accelerate PATH, --from-training-args FILE or "
+            "--from-lightning FILE"
         )
     text = document(values, head)
     draft = path.with_name(f".{path.name}.check")

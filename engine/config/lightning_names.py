@@ -8,6 +8,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from engine.config.other_trainers import ANY
+
 _KEYS = "hyperparameters are part of every checkpoint (save_hyperparameters, load_from_checkpoint)"
 MODULE = {
     "CHECKPOINT_HYPER_PARAMS_KEY": _KEYS,
@@ -75,6 +77,44 @@ CLASSES = {
     **dict.fromkeys(("_EvaluationLoop", "_FitLoop", "_PredictionLoop"), _LOOPS),
 }
 """Classes without a counterpart of the same kind."""
+
+_TALK = (ANY, "")
+OF_CALLBACKS = {
+    "device": (None, "averages are on the device of the weights"),
+    "initial_denom_lr": (10.0, "give backbone_initial_ratio_lr"),
+    **dict.fromkeys(("theme", "console_kwargs"), (None, "give callbacks.RichProgressBar(console=...)")),
+    **dict.fromkeys(("verbose", "rounding", "refresh_rate", "leave", "process_position", "log_rank_zero_only"), _TALK),
+}
+"""Arguments of callbacks that have no counterpart: the value that asks for nothing, and what to do instead of another."""
+OF_LOGGERS = {
+    "prefix": ("", "put it into the names that you log"),
+    "log_graph": (False, "the graph is not written"),
+    "sub_dir": (None, "put it into save_dir"),
+    "log_model": (False, "log checkpoints in on_checkpoint_saved with self.log_artifact(name, path)"),
+    "experiment": (None, "the logger makes the run: use logger.experiment"),
+    **dict.fromkeys(("id", "run_id"), (None, "a resumed run continues by itself")),
+    **dict.fromkeys(("default_hp_metric", "flush_logs_every_n_steps", "synchronous"), (ANY, "")),
+}
+"""The same of loggers."""
+MODULES = {
+    "callbacks": """callbacks profilers serve serve.servable_module serve.servable_module_validator callbacks.callback callbacks.checkpoint
+        callbacks.device_stats_monitor callbacks.early_stopping callbacks.finetuning callbacks.gradient_accumulation_scheduler
+        callbacks.lambda_function callbacks.lr_finder callbacks.lr_monitor callbacks.model_checkpoint callbacks.model_summary
+        callbacks.batch_size_finder callbacks.prediction_writer callbacks.progress callbacks.progress.rich_progress
+        callbacks.progress.tqdm_progress callbacks.progress.progress_bar callbacks.pruning callbacks.stochastic_weight_avg callbacks.timer
+        callbacks.weight_averaging callbacks.on_exception_checkpoint callbacks.rich_model_summary""",
+    "core": "core core.module core.datamodule core.mixins core.hooks core.optimizer core.saving",
+    "loggers": "loggers loggers.logger loggers.base loggers.csv_logs loggers.tensorboard loggers.wandb loggers.mlflow",
+    "strategies": "strategies strategies.ddp strategies.fsdp strategies.deepspeed strategies.strategy strategies.model_parallel",
+    "trainer": "trainer trainer.trainer trainer.connectors trainer.connectors.accelerator_connector",
+    "utilities": """utilities utilities.types utilities.rank_zero utilities.exceptions utilities.combined_loader utilities.seed utilities.enums
+        utilities.model_helpers utilities.parsing utilities.grads utilities.distributed utilities.model_summary utilities.apply_func
+        utilities.memory trainer.states trainer.connectors.logger_connector.result tuner tuner.tuning accelerators accelerators.accelerator
+        loops loops.evaluation_loop loops.fit_loop loops.prediction_loop plugins plugins.io plugins.io.torch_io fabric fabric.utilities
+        fabric.utilities.cloud_io fabric.utilities.types fabric.utilities.seed fabric.utilities.rank_zero""",
+    "cli": "cli",
+}
+"""Lightning's modules, by the module of ``engine.interop.lightning`` that has their content."""
 
 
 def refused_hook(name: str, function: Any) -> str:

@@ -14,12 +14,12 @@ from torch import nn
 
 from engine.callback import Callback
 from engine.config.lightning_names import DATA, MODULE, REPLACED
+from engine.config.other_trainers import refused_class
 from engine.config.other_trainers_names import ATTRIBUTES, OTHERWISE
 from engine.data.combined_loaders import CombinedLoader
 from engine.data.datamodule import DataModule
 from engine.engine import Engine
 from engine.fit import Fit
-from engine.interop.refused import refused_class
 from engine.loop.run import Run
 from engine.loop.trainer_view import ELSEWHERE, TrainerView
 from engine.migrate.members import Member, member

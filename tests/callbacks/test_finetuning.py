@@ -213,6 +213,32 @@ def test_what_is_wrong_before_the_first_step(make_fit, data, module, callback, m
     assert not module.trace
 
 
+class Later(BaseFinetuning):
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.backbone)
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.backbone, optimizer, lr=0.02)
+
+
+class Decays(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3], gamma=0.5)]
+
+
+def test_a_group_that_is_added_later_decays_with_the_others(make_fit, data, tmp_path):
+    whole = Decays("trained")
+    make_fit(callbacks=[Later(), ModelCheckpoint("1 epochs", save_top_k=-1)], max_epochs=4).run(whole, data)
+    assert whole.lrs[::STEPS] == [[0.1], [0.1, 0.02], [0.05, 0.01], [0.025, 0.005]]
+    checkpoint = next(tmp_path.rglob("step=00000006"))
+    again = Decays("trained")
+    make_fit(callbacks=[Later()], max_epochs=4).run(again, data, resume=checkpoint)
+    assert again.lrs[::STEPS] == whole.lrs[2 * STEPS :: STEPS]
+    assert same(again, whole)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

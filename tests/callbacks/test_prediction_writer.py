@@ -133,7 +133,7 @@ def test_what_cannot_be_written(tmp_path):
         fit_with(PredictionWriter(), tmp_path).predict(Doubling(lambda rows: {"a": {1}}), loader())
     with pytest.raises(ValueError, match="write_interval='batch_and_epoch'"):
         PredictionWriter(write_interval="batch_and_epoch")
-    with pytest.raises(TypeError, match="write_on_epoch_end is Lightning's and is not called"):
+    with pytest.raises(TypeError, match="write_on_epoch_end is not called"):
         type("Own", (PredictionWriter,), {"write_on_epoch_end": lambda *args: None})
     with pytest.raises(ValueError, match="format='pickle'"):
         PredictionWriter(format="pickle")

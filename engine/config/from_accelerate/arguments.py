@@ -84,6 +84,24 @@ def engine_settings(given: Mapping[str, Any], ddp: Any) -> tuple[dict[str, Any],
     return found, {"mixed_precision": str(mixed), "kind": values["distributed_type"], **plugins}
 
 
+def accumulation(given: Mapping[str, Any], num_steps: int) -> Any:
+    """The :class:`GradientAccumulationPlugin` that is given, or one with the engine's ``num_steps``.
+
+    Raises:
+        ValueError: it contradicts another argument.
+    """
+    plugin = given["gradient_accumulation_plugin"]
+    if plugin is None:
+        return settings.GradientAccumulationPlugin(num_steps=num_steps)
+    if given["gradient_accumulation_steps"] != 1:
+        raise ValueError("gradient_accumulation_steps and gradient_accumulation_plugin: give one of them")
+    if given["rules"] == "exact" and not plugin.sync_with_dataloader:
+        raise ValueError(
+            "sync_with_dataloader=False: windows end with an epoch, unless Accelerator(rules='accelerate') is given"
+        )
+    return plugin
+
+
 def _plugins(given: Mapping[str, Any]) -> dict[str, Any]:
     """The plugins that are given, or that the launcher's variables ask for."""
     if flag_of("ACCELERATE_USE_PARALLELISM_CONFIG") and given["parallelism_config"] is None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import enum
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import field, make_dataclass
 from typing import Any, ClassVar
 
@@ -150,6 +152,15 @@ class ProfileKwargs(_Profile):
         if kinds is not None:
             given["activities"] = [getattr(torch.profiler.ProfilerActivity, kind.upper()) for kind in kinds]
         return torch.profiler.profile(**given)
+
+    @contextmanager
+    def profiling(self, rank: int) -> Iterator[torch.profiler.profile]:
+        """The profiler of a block, whose trace is written into ``output_trace_dir`` at its end."""
+        with self.build() as profiler:
+            yield profiler
+        if self.output_trace_dir is not None:
+            os.makedirs(self.output_trace_dir, exist_ok=True)
+            profiler.export_chrome_trace(os.path.join(self.output_trace_dir, f"profile_{rank}.json"))
 
 
 class ProjectConfiguration(_Project):

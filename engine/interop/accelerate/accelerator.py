@@ -34,7 +34,7 @@ from engine.utils.tree import leaves, map_tensors
 
 
 class Accelerator(Engine):
-    """Accelerate's interface to :class:`engine.Engine`: a script runs with its import changed.
+    """Accelerate's interface to :class:`engine.Engine`: a script runs with its import changed. What names mean is Accelerate's, or the engine's.
 
     With ``rules="exact"`` what the engine promises holds: each sample counts once (no padding), the last window of an epoch is divided by what it
     holds, micro-batches and ranks are weighted by their samples, a scheduler steps once a step, and the order of data is a function of
@@ -65,17 +65,16 @@ class Accelerator(Engine):
             raise ValueError(f"rules={rules!r} is unknown; possible: 'exact', 'accelerate'")
         self._given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         handlers = self.handlers = translation.handlers_by_name(kwargs_handlers or [])
-        partial_state = PartialState(
-            cpu, **vars(handlers.get("InitProcessGroupKwargs", settings.InitProcessGroupKwargs()))
-        )
+        process_group = handlers.get("InitProcessGroupKwargs") or settings.InitProcessGroupKwargs()
         found, facts = translation.engine_settings(self._given, handlers.get("DistributedDataParallelKwargs"))
-        super().__init__(group=partial_state.group, **found)
+        super().__init__(group=PartialState(cpu, **vars(process_group)).group, **found)
         self.rules = rules
         if "GradScalerKwargs" in handlers and self.scaler is not None:
             handlers["GradScalerKwargs"].tune(self.scaler)
         self._describe(facts)
-        self._plan_windows(gradient_accumulation_plugin)
-        self.trackers = []
+        self._plugin, self._micro = translation.accumulation(self._given, self.accumulate_grad_batches), 0
+        self.gradient_state = GradientState(self._plugin)
+        self.gradient_accumulation_steps = int(self._plugin.num_steps)
         self.checkpoints = Checkpoints(self, self.project_configuration)
 
     def _describe(self, facts: dict[str, Any]) -> None:
@@ -101,35 +100,27 @@ class Accelerator(Engine):
     def __deepcopy__(self, memo: Any) -> Accelerator:
         return self
 
-    def _plan_windows(self, plugin: Any) -> None:
-        if plugin is None:
-            plugin = settings.GradientAccumulationPlugin(num_steps=self.accumulate_grad_batches)
-        elif self._given["gradient_accumulation_steps"] != 1:
-            raise ValueError("gradient_accumulation_steps and gradient_accumulation_plugin: give one of them")
-        if self.rules == "exact" and not plugin.sync_with_dataloader:
-            raise ValueError(
-                "sync_with_dataloader=False: windows end with an epoch, unless Accelerator(rules='accelerate') is given"
-            )
-        self.gradient_state, self._plugin, self._micro = GradientState(plugin), plugin, 0
-        self.gradient_accumulation_steps = int(plugin.num_steps)
-
     # -- what Accelerate shows --------------------------------------------------------------------------------------------------
 
-    distributed_type = property(attrgetter("state.distributed_type"), doc="The kind of distribution.")
-    mixed_precision = property(attrgetter("state.mixed_precision"), doc="``no``, ``bf16``, ``fp16`` or ``fp8``.")
-    use_distributed = property(lambda self: self.num_processes > 1, doc="Whether there are several processes.")
-    project_dir = property(attrgetter("project_configuration.project_dir"), doc="The folder of this project.")
-    logging_dir = property(attrgetter("project_configuration.logging_dir"), doc="The trackers' folder.")
-    save_iteration = property(attrgetter("project_configuration.iteration"), doc="The number of the next checkpoint.")
+    distributed_type = property(attrgetter("state.distributed_type"))
+    mixed_precision = property(attrgetter("state.mixed_precision"))
+    use_distributed = property(lambda self: self.num_processes > 1)
+    project_dir = property(attrgetter("project_configuration.project_dir"))
+    logging_dir = property(attrgetter("project_configuration.logging_dir"))
+    save_iteration = property(attrgetter("project_configuration.iteration"))
     split_batches = property(attrgetter("dataloader_config.split_batches"))
     dispatch_batches = property(attrgetter("dataloader_config.dispatch_batches"))
     use_seedable_sampler = property(attrgetter("dataloader_config.use_seedable_sampler"))
     non_blocking = property(attrgetter("dataloader_config.non_blocking"))
     use_stateful_dataloader = property(attrgetter("dataloader_config.use_stateful_dataloader"))
 
+    even_batches = property(
+        attrgetter("dataloader_config.even_batches"),
+        lambda self, value: setattr(self.dataloader_config, "even_batches", value),
+    )
+
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches in a full window."""
         return self.accumulate_grad_batches
 
     @gradient_accumulation_steps.setter
@@ -137,15 +128,6 @@ class Accelerator(Engine):
         self.accumulate_grad_batches = self._plugin.num_steps = value
         if self.rules == "accelerate":  # every loss is divided by the full window, whether or not there is one
             self.window.share = Share(-1, float(value), float(value), last=True)
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether the last global batch is filled up (under Accelerate's rule; otherwise nothing is)."""
-        return bool(self.dataloader_config.even_batches)
-
-    @even_batches.setter
-    def even_batches(self, value: bool) -> None:
-        self.dataloader_config.even_batches = value
 
     # -- objects made ready -----------------------------------------------------------------------------------------------------
 
@@ -163,7 +145,6 @@ class Accelerator(Engine):
         return done[0] if len(done) == 1 else tuple(done)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:  # type: ignore[override]
-        """As :meth:`engine.Engine.prepare_model`; with ``evaluation_mode`` as :meth:`engine.Engine.place_model`."""
         place = self.device_placement if device_placement is None else device_placement
         if not place and any(p.device != self.device for p in model.parameters()):
             raise ValueError(
@@ -194,7 +175,6 @@ class Accelerator(Engine):
     def prepare_data_loader(  # type: ignore[override]
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Loader:
-        """As :meth:`engine.Engine.prepare_data_loader`, or under Accelerate's rule."""
         if isinstance(data_loader, Loader):
             return data_loader
         config, place = self.dataloader_config, self.device_placement if device_placement is None else device_placement
@@ -211,20 +191,15 @@ class Accelerator(Engine):
                 "dispatch_batches: every process reads its own samples, unless Accelerator(rules='accelerate') is given"
             )
         if not self._prepared.loaders:  # the seed may have been set after the Accelerator was made
-            self.seed = broadcast_object(
-                self.group, torch.initial_seed() if config.data_seed is None else config.data_seed
-            )
+            own = torch.initial_seed() if config.data_seed is None else config.data_seed
+            self.seed = broadcast_object(self.group, own)
         if config.split_batches:
             data_loader = split_over(data_loader, self.num_processes)
-        state = self.gradient_state
         others = [kind for kind in self.rng_types if str(kind) != "generator"]
-        return Loader(
-            super().prepare_data_loader(data_loader, place=place), self.group, state.dataloader_references, others
-        )
+        prepared = super().prepare_data_loader(data_loader, place=place)
+        return Loader(prepared, self.group, self.gradient_state.dataloader_references, others)
 
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """The rest of an epoch of a prepared loader, from this batch on."""
-        return loaders.skip_first_batches(dataloader, num_batches)
+    skip_first_batches = staticmethod(loaders.skip_first_batches)  # type: ignore[assignment]
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         return super().unwrap_model(model)
@@ -256,17 +231,16 @@ class Accelerator(Engine):
             self.window.exit(models)
 
     def trigger_sync_in_backward(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """The backward pass in this block reduces the gradients, also those of earlier passes under :meth:`no_sync`."""
         return self.strategy.late_sync(model)
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
         """Under Accelerate's rule: ranks may run out of batches at different times. Under exact rules they never do."""
-        if self.use_distributed and not str(self.distributed_type).startswith("MULTI_"):
-            warnings.warn(
-                "join_uneven_inputs is only supported for multi-GPU training with DDP, and has no effect", stacklevel=3
-            )
-        if self.rules == "exact" or not str(self.distributed_type).startswith("MULTI_"):
+        replicated = str(self.distributed_type).startswith("MULTI_")
+        if self.use_distributed and not replicated:
+            said = "join_uneven_inputs is only supported for multi-GPU training with DDP, and has no effect"
+            warnings.warn(said, stacklevel=3)
+        if self.rules == "exact" or not replicated:
             yield
             return
         even = self.even_batches if even_batches is None else even_batches
@@ -275,7 +249,6 @@ class Accelerator(Engine):
             yield
 
     def autocast(self, autocast_handler: Any = None) -> Any:
-        """As :meth:`engine.Engine.autocast`; ``autocast_handler``: an :class:`AutocastKwargs`."""
         handler = autocast_handler or self.handlers.get("AutocastKwargs")
         dtype = self.precision.autocast
         if handler is None or dtype is None:
@@ -293,24 +266,18 @@ class Accelerator(Engine):
 
     @contextlib.contextmanager
     def profile(self, profile_handler: Any = None) -> Iterator[Any]:
-        """``torch.profiler.profile`` with the arguments of :class:`ProfileKwargs`."""
         handler = profile_handler or self.handlers.get("ProfileKwargs") or settings.ProfileKwargs()
-        with handler.build() as profiler:
+        with handler.profiling(self.process_index) as profiler:
             yield profiler
-        if handler.output_trace_dir is not None:
-            os.makedirs(handler.output_trace_dir, exist_ok=True)
-            profiler.export_chrome_trace(f"{handler.output_trace_dir}/profile_{self.process_index}.json")
 
     on_local_process = PartialState.on_local_process
 
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
-        """Call ``hook(models, weights, output_dir)`` before a save; models whose weights it removes from the list are not saved."""
         return self.checkpoints.hook(self.checkpoints.before_save, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
-        """Call ``hook(models, input_dir)`` before a load; models that it removes from the list are not loaded."""
         return self.checkpoints.hook(self.checkpoints.before_load, hook)
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **options: Any) -> Any:
@@ -336,7 +303,6 @@ class Accelerator(Engine):
         return super().get_state_dict(model)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """``torch.save`` on the main process, or on one of each machine under ``save_on_each_node``; or safetensors."""
         each = self.project_configuration.save_on_each_node
         if self.is_local_main_process if each else self.is_main_process:
             (save_file if safe_serialization else torch.save)(obj, f)
@@ -344,28 +310,22 @@ class Accelerator(Engine):
     # -- trackers ---------------------------------------------------------------------------------------------------------------
 
     def init_trackers(self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: Any = None) -> None:
-        """Open the trackers of ``log_with``; ``init_kwargs``: arguments of their loggers by name."""
+        given = init_kwargs or {}
         self.trackers = [
-            each.begun(project_name, self, config or {}, (init_kwargs or {}).get(each.name, {}))
-            for each in self.log_with
+            each.begun(project_name, self, config or {}, given.get(each.name, {})) for each in self.log_with
         ]
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker of this name, or with ``unwrap`` its own object."""
-        for tracker in self.trackers:
-            if tracker.name == name:
-                return tracker.tracker if unwrap else tracker
-        raise ValueError(
-            f"{name!r} is not a tracker of this Accelerator; there are: {[each.name for each in self.trackers]}"
-        )
+        known = {each.name: each for each in self.trackers}
+        if name not in known:
+            raise ValueError(f"{name!r} is not a tracker of this Accelerator; there are: {[*known]}")
+        return known[name].tracker if unwrap else known[name]
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
-        """Log values with every tracker, on the main process."""
         for tracker in self.trackers:
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
     def end_training(self) -> None:
-        """Close the trackers, and wait for a checkpoint on its way."""
         self.wait_for_checkpoint()
         for tracker in self.trackers:
             tracker.finish()

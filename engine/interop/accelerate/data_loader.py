@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from engine.data import padded_loaders
@@ -20,41 +18,26 @@ __all__ = ["DataLoaderDispatcher", "DataLoaderShard", "prepare_data_loader", "sk
 
 
 def prepare_data_loader(
-    dataloader: Any,
-    device: torch.device | None = None,
-    num_processes: int | None = None,
-    process_index: int | None = None,
-    split_batches: bool = False,
-    put_on_device: bool = False,
-    rng_types: list[Any] | None = None,
-    dispatch_batches: bool | None = None,
-    even_batches: bool = True,
-    slice_fn_for_dispatch: Callable[..., Any] | None = None,
-    use_seedable_sampler: bool = False,
-    data_seed: int | None = None,
-    non_blocking: bool = False,
-    use_stateful_dataloader: bool = False,
-    torch_device_mesh: Any = None,
-) -> DataLoaderShard:
-    """A loader under Accelerate's rule, with Accelerate's arguments."""
+    dataloader: Any, device: Any = None, num_processes: int | None = None, process_index: int | None = None,
+    split_batches: bool = False, put_on_device: bool = False, rng_types: list[Any] | None = None,
+    dispatch_batches: bool | None = None, even_batches: bool = True, slice_fn_for_dispatch: Any = None,
+    use_seedable_sampler: bool = False, data_seed: int | None = None, non_blocking: bool = False,
+    use_stateful_dataloader: bool = False, torch_device_mesh: Any = None,
+) -> DataLoaderShard:  # fmt: skip
+    """A loader under Accelerate's rule."""
     state = PartialState()
     if dispatch_batches is None:
         dispatch_batches = put_on_device and isinstance(dataloader.dataset, IterableDataset)
     if dispatch_batches and not put_on_device:
         raise ValueError("dispatch_batches=True requires put_on_device=True")
     n = state.num_processes if num_processes is None else num_processes
-    return padded_loaders.padded(
-        *(dataloader, state.group, GradientState().dataloader_references),
-        processes=(n, state.process_index if process_index is None else process_index),
-        device=device if put_on_device else None,
-        split_batches=split_batches,
-        dispatch=dispatch_batches,
-        even_batches=even_batches,
-        slice_fn=slice_fn_for_dispatch,
-        seedable=use_seedable_sampler,
-        seed=data_seed,
-        rng_types=rng_types or (),
-    )
+    rank = state.process_index if process_index is None else process_index
+    options: dict[str, Any] = {"split_batches": split_batches, "even_batches": even_batches}
+    options["device"] = device if put_on_device else None
+    options |= {"dispatch": dispatch_batches, "slice_fn": slice_fn_for_dispatch, "rng_types": rng_types or ()}
+    options |= {"seedable": use_seedable_sampler, "seed": data_seed}
+    reading = GradientState().dataloader_references
+    return padded_loaders.padded(dataloader, state.group, reading, processes=(n, rank), **options)
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:

@@ -9,6 +9,9 @@ from typing import Any
 
 from engine.launch import functions
 
+_NEUTRAL = (None, 0, 1, "", "static", "127.0.0.1")
+"""Values of other arguments under which nothing is asked for."""
+
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], mixed_precision: str) -> Any:
     os.environ["ACCELERATE_MIXED_PRECISION"] = mixed_precision
@@ -16,27 +19,14 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], mixed_precision: 
 
 
 def notebook_launcher(
-    function: Callable[..., Any],
-    args: tuple[Any, ...] = (),
-    num_processes: int | None = None,
-    mixed_precision: str = "no",
-    use_port: Any = None,
-    **others: Any,
-) -> list[Any]:
-    """:func:`engine.launch.notebook`: a free port is found.
-
-    Raises:
-        ValueError: several machines, restarts, or another argument; the message says what to use.
-    """
-    if wanted := {
-        name: value for name, value in others.items() if value not in (None, 0, 1, "", "static", "127.0.0.1")
-    }:
-        raise ValueError(
-            f"notebook_launcher({wanted}) has no counterpart; use fit launch for several machines and restarts"
-        )
+    function: Any, args: Any = (), num_processes: int | None = None, mixed_precision: str = "no", use_port: Any = None, **others: Any
+) -> list[Any]:  # fmt: skip
+    """:func:`engine.launch.notebook`, which finds a free port; ``ValueError``: several machines, restarts, or another argument."""
+    if wanted := {name: value for name, value in others.items() if value not in _NEUTRAL}:
+        said = "has no counterpart; use fit launch for several machines and restarts"
+        raise ValueError(f"notebook_launcher({wanted}) {said}")
     return functions.notebook(partial(_call, function, tuple(args), mixed_precision), num_processes=num_processes)
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> list[Any]:
-    """:func:`engine.launch.debug`."""
     return functions.debug(function, *args, num_processes=num_processes)

@@ -23,14 +23,12 @@ def _call(function: Callable[..., Any], tree: Any, *args: Any) -> Any:
     if state.debug:
         shapes = collectives.gather_json(state.group, [list(tensor.shape) for tensor in leaves(tree)])
         if any(each != shapes[0] for each in shapes):
-            raise DistributedOperationException(
-                f"{function.__name__}: the ranks' tensors have different shapes: {shapes}"
-            )
+            said = f"{function.__name__}: the ranks' tensors have different shapes: {shapes}"
+            raise DistributedOperationException(said)
     return function(state.group, tree, *args)
 
 
 def gather(tensor: Any) -> Any:
-    """As :meth:`engine.Engine.gather`."""
     return _call(collectives.gather, tensor)
 
 
@@ -41,12 +39,10 @@ def gather_object(object: Any) -> Any:
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """As :meth:`engine.Engine.broadcast`."""
     return _call(collectives.broadcast, tensor, from_process)
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Replace the list's objects by those of one process, in place."""
     object_list[:] = collectives.broadcast_object(PartialState().group, object_list, from_process)
     return object_list
 
@@ -59,7 +55,6 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-    """As :meth:`engine.Engine.pad_across_processes`."""
     try:
         return collectives.pad_across_processes(PartialState().group, tensor, dim, pad_index, pad_first)
     except ValueError as error:
@@ -76,24 +71,18 @@ def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_ke
 
 
 def recursively_apply(func: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
-    """``data`` with ``func`` applied to each tensor."""
     return map_tensors(lambda tensor: func(tensor, *args, **kwargs), data)
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """Half-precision tensors in a tree as fp32."""
     half = (torch.float16, torch.bfloat16)
     return map_tensors(lambda each: each.float() if each.dtype in half else each, tensor)
 
 
-def slice_tensors(
-    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
-) -> Any:
-    """A tree with each tensor's slice."""
+def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num_processes: Any = None) -> Any:
     return map_tensors(lambda tensor: tensor[tensor_slice], data)
 
 
 def copy_tensor_to_devices(tensor: Tensor | None = None) -> Any:
-    """The main process's tensor on every process's device."""
     state = PartialState()
     return move(collectives.broadcast_object(state.group, tensor), state.device)

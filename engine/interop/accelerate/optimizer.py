@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from engine.step.wrappers import PreparedOptimizer
 
 
@@ -20,13 +18,9 @@ class AcceleratedOptimizer(PreparedOptimizer):
             self._stepper.forget([self.optimizer])
 
     def train(self) -> None:
-        """Of optimizers that have it (schedule-free ones)."""
-        getattr(self.optimizer, "train", _nothing)()
+        if hasattr(self.optimizer, "train"):  # schedule-free ones
+            self.optimizer.train()
 
     def eval(self) -> None:
-        """Of optimizers that have it."""
-        getattr(self.optimizer, "eval", _nothing)()
-
-
-def _nothing() -> Any:
-    return None
+        if hasattr(self.optimizer, "eval"):
+            self.optimizer.eval()

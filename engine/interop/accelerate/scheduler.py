@@ -9,13 +9,8 @@ from engine.step.wrappers import PreparedScheduler
 
 
 class AcceleratedScheduler:
-    """A prepared scheduler; all else is that of the scheduler in it.
-
-    Args:
-        engine: the :class:`Accelerator`.
-        times: steps of the scheduler for each step of the optimizer; 0: the script decides when it steps.
-        follows: whether Accelerate's rule holds.
-    """
+    """A prepared scheduler of an ``engine``; all else is that of the scheduler in it. It steps ``times`` for each step of the optimizer (0: the
+    script decides when). ``follows``: whether Accelerate's rule holds."""
 
     def __init__(self, prepared: PreparedScheduler, engine: Any, times: int, follows: bool) -> None:
         self._prepared, self._engine, self._times, self._follows = prepared, engine, times, follows
@@ -27,7 +22,6 @@ class AcceleratedScheduler:
         return getattr(self.scheduler, name)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step, if the optimizer did."""
         if not self._times:
             self.scheduler.step(*args, **kwargs)
             return

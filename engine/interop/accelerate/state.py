@@ -21,7 +21,6 @@ class _Shared:
 
     @property
     def initialized(self) -> bool:
-        """Whether there are any."""
         return bool(self._shared_state)
 
     @classmethod
@@ -44,14 +43,7 @@ class PartialState(_Shared):
     fork_launched = False
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
-        """
-        Args:
-            cpu: use the CPU, whatever else there is.
-            kwargs: ``timeout`` of joining and of collectives; ``backend``, if it is the device's own.
-
-        Raises:
-            ValueError: another argument, or ``cpu`` after a state on another device.
-        """
+        """``kwargs``: ``timeout`` of joining and of collectives; ``backend``, if it is the device's own; others are an error."""
         self.__dict__ = self._shared_state
         cpu = cpu or flag_of("ACCELERATE_USE_CPU")
         if not self.initialized:
@@ -82,17 +74,13 @@ class PartialState(_Shared):
             f"Process index: {self.process_index}\nLocal process index: {self.local_process_index}\nDevice: {self.device}\n"
         )
 
-    use_distributed = property(lambda self: self.group.world_size > 1, doc="Whether there are several processes.")
-    backend = property(
-        lambda self: torch.distributed.get_backend() if self.use_distributed else None, doc="Torch's name of it."
-    )
+    use_distributed = property(lambda self: self.group.world_size > 1)
+    backend = property(lambda self: torch.distributed.get_backend() if self.use_distributed else None)
 
     def on_local_process(self, function: Any = None, local_process_index: int = 0) -> Any:
-        """Decorator: the function runs on this process of each machine only."""
         return only(function, lambda: self.group.local_rank == local_process_index)
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Leave the job now; otherwise processes leave when they end."""
         self.group.close()
 
 
@@ -135,20 +123,11 @@ class GradientState(_Shared):
         if gradient_accumulation_plugin is not None:
             self.plugin = gradient_accumulation_plugin
 
-    num_steps = property(lambda self: int(self.plugin.num_steps), doc="Micro-batches in a window.")
-    in_dataloader = property(lambda self: bool(self.dataloader_references), doc="Whether a loader is being read.")
-    active_dataloader = property(
-        lambda self: self.dataloader_references[-1] if self.in_dataloader else None,
-        doc="The loader that is being read.",
-    )
-    end_of_dataloader = property(
-        lambda self: self.in_dataloader and self.active_dataloader.end_of_dataloader,
-        doc="Whether its newest batch is its last.",
-    )
-    remainder = property(
-        lambda self: self.active_dataloader.remainder if self.in_dataloader else -1,
-        doc="Samples in its last global batch if that is not full, else 0; -1: not known.",
-    )
+    num_steps = property(lambda self: int(self.plugin.num_steps))
+    in_dataloader = property(lambda self: bool(self.dataloader_references))
+    active_dataloader = property(lambda self: self.dataloader_references[-1] if self.in_dataloader else None)
+    end_of_dataloader = property(lambda self: self.in_dataloader and self.active_dataloader.end_of_dataloader)
+    remainder = property(lambda self: self.active_dataloader.remainder if self.in_dataloader else -1)
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients

@@ -11,17 +11,9 @@ from typing import Any
 from callbacks import loggers
 from engine.interop.accelerate.state import PartialState
 
-_LOGGERS = {
-    "aim": "AimLogger",
-    "tensorboard": "TensorBoardLogger",
-    "trackio": "TrackioLogger",
-    "wandb": "WandbLogger",
-    "mlflow": "MLflowLogger",
-}
-
 
 class GeneralTracker:
-    """Subclass it for a tracker of your own, with ``name``, ``requires_logging_directory`` and ``tracker``, and give an object in ``log_with``."""
+    """Subclass it for a tracker of your own, and give an object in ``log_with``."""
 
     name = ""
     requires_logging_directory = False
@@ -30,20 +22,12 @@ class GeneralTracker:
 
     def __init__(self, _blank: bool = False) -> None: ...
 
-    def start(self) -> None:
-        """Called by ``init_trackers``."""
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Called with the configuration given to ``init_trackers``."""
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record values."""
-
-    def finish(self) -> None:
-        """Called by ``end_training``."""
+    def start(self) -> None: ...
+    def store_init_configuration(self, values: dict[str, Any]) -> None: ...
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None: ...
+    def finish(self) -> None: ...
 
     def begun(self, project: str, engine: Any, config: dict[str, Any], options: dict[str, Any]) -> GeneralTracker:
-        """This tracker, opened."""
         self.start()
         if config:
             self.store_init_configuration(config)
@@ -60,24 +44,18 @@ class LoggerTracker(GeneralTracker):
         if self.name == "tensorboard" and engine.logging_dir is None:
             raise ValueError("log_with='tensorboard' needs a folder: give Accelerator(project_dir=...)")
         folder = Path(engine.logging_dir or ".") / project
-        if self.name in ("wandb", "trackio"):
-            options = {"project": project, **options}
-        elif self.name == "mlflow":
-            options = {"experiment_name": project, **options}
-        self.logger = getattr(loggers, _LOGGERS[self.name])(**options)
+        self.logger = loggers.logger_for(self.name, project, **options)
         self._loop = loggers.LoggedLoop([self.logger], folder, config, is_main_process=engine.is_main_process)
         return self
 
     @property
     def tracker(self) -> Any:
-        """The tracker's own object where the logger has one, else the logger."""
         return getattr(self.logger, "experiment", None) or self.logger
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         if kwargs:
-            raise TypeError(
-                f"log_kwargs of {self.name}: {', '.join(kwargs)} has no counterpart; use accelerator.get_tracker({self.name!r}, unwrap=True)"
-            )
+            said = f"has no counterpart; use accelerator.get_tracker({self.name!r}, unwrap=True)"
+            raise TypeError(f"log_kwargs of {self.name}: {', '.join(kwargs)} {said}")
         self._loop(values, step)
 
     def finish(self) -> None:
@@ -85,26 +63,17 @@ class LoggerTracker(GeneralTracker):
 
 
 def trackers_for(log_with: Any, logging_dir: Any) -> list[GeneralTracker]:
-    """The trackers that ``log_with`` names.
-
-    Raises:
-        ValueError: one has no counterpart.
-    """
+    """The trackers that ``log_with`` names; ``ValueError``: one has no counterpart."""
     found: list[GeneralTracker] = []
     for each in log_with if isinstance(log_with, (list, tuple)) else [log_with]:
         name = str(each).lower()
         if each is None:
             continue
-        if isinstance(each, GeneralTracker):
-            found.append(each)
-        elif name == "all":
-            found += [LoggerTracker(known) for known in _LOGGERS if importlib.util.find_spec(known)]
-        elif name in _LOGGERS:
-            found.append(LoggerTracker(name))
-        else:
-            raise ValueError(
-                f"log_with={each!r} has no counterpart; there are {', '.join(_LOGGERS)}, and objects of subclasses of GeneralTracker"
-            )
+        if not isinstance(each, GeneralTracker) and name != "all" and name not in loggers.TRACKERS:
+            there = f"{', '.join(loggers.TRACKERS)}, and objects of subclasses of GeneralTracker"
+            raise ValueError(f"log_with={each!r} has no counterpart; there are {there}")
+        names = [known for known in loggers.TRACKERS if importlib.util.find_spec(known)] if name == "all" else [name]
+        found += [each] if isinstance(each, GeneralTracker) else map(LoggerTracker, names)
     return found
 
 

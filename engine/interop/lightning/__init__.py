@@ -8,11 +8,12 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
+from engine.config.lightning_names import MODULES
 from engine.data.combined_loaders import CombinedLoader as CombinedLoader
 from engine.interop.lightning import callbacks as callbacks
 from engine.interop.lightning import cli as cli
 from engine.interop.lightning import loggers as loggers
-from engine.interop.lightning import module as core
+from engine.interop.lightning import module as core  # noqa: F401
 from engine.interop.lightning import strategies as strategies
 from engine.interop.lightning import trainer as trainer
 from engine.interop.lightning import utilities as utilities
@@ -23,34 +24,14 @@ from engine.interop.lightning.module import LightningModule as LightningModule
 from engine.interop.lightning.trainer import Trainer as Trainer
 from engine.interop.lightning.utilities import seed_everything as seed_everything
 
-_CALLBACKS = """callback checkpoint device_stats_monitor early_stopping finetuning gradient_accumulation_scheduler lambda_function lr_finder
-    lr_monitor model_checkpoint model_summary batch_size_finder prediction_writer progress progress.rich_progress progress.tqdm_progress
-    progress.progress_bar pruning stochastic_weight_avg timer weight_averaging on_exception_checkpoint rich_model_summary"""
-_UTILITIES = "types rank_zero exceptions combined_loader seed enums model_helpers parsing grads distributed model_summary apply_func memory"
-_HELPERS = """trainer.states trainer.connectors.logger_connector.result tuner tuner.tuning accelerators accelerators.accelerator
-    loops loops.evaluation_loop loops.fit_loop loops.prediction_loop plugins plugins.io plugins.io.torch_io
-    fabric fabric.utilities fabric.utilities.cloud_io fabric.utilities.types fabric.utilities.seed fabric.utilities.rank_zero"""
-_PATHS = {
-    callbacks: ["callbacks", "profilers", *(f"callbacks.{name}" for name in _CALLBACKS.split())],
-    core: ["core", *(f"core.{name}" for name in ["module", "datamodule", "mixins", "hooks", "optimizer", "saving"])],
-    loggers: [
-        "loggers",
-        *(f"loggers.{name}" for name in ["logger", "base", "csv_logs", "tensorboard", "wandb", "mlflow"]),
-    ],
-    strategies: [
-        "strategies",
-        *(f"strategies.{name}" for name in ["ddp", "fsdp", "deepspeed", "strategy", "model_parallel"]),
-    ],
-    trainer: ["trainer", "trainer.trainer", "trainer.connectors", "trainer.connectors.accelerator_connector"],
-    utilities: ["utilities", *_HELPERS.split(), *(f"utilities.{name}" for name in _UTILITIES.split())],
-    cli: ["cli"],
-}
-pytorch, profilers = sys.modules[__name__], callbacks
+pytorch = sys.modules[__name__]
+profilers = serve = callbacks
 tuner = accelerators = loops = plugins = utilities
 _ELSEWHERE = {"Fabric": ": use engine.Engine"}
 sys.modules[f"{__name__}.pytorch"] = pytorch
-for _file, _paths in _PATHS.items():
-    for _path in _paths:
+for _part, _paths in MODULES.items():
+    _file = globals()[_part]
+    for _path in _paths.split():
         sys.modules[f"{__name__}.{_path}"] = sys.modules[f"{__name__}.pytorch.{_path}"] = _file
 
 

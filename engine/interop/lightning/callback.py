@@ -17,6 +17,10 @@ EVENTS = tuple(
 """Those that Lightning has too."""
 
 
+_CALLED = (*EVENTS, "write_on_batch_end", "write_on_epoch_end")
+"""Methods that are called with ``(trainer, pl_module, ...)``."""
+
+
 class Callback(OwnCallback):
     """Subclass it as Lightning's: its events get ``(trainer, pl_module, ...)``, here and in a plain :class:`engine.Fit`.
 
@@ -28,7 +32,7 @@ class Callback(OwnCallback):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        for event in EVENTS:
+        for event in (each for each in _CALLED if hasattr(cls, each)):
             owner = next(each for each in cls.__mro__ if event in vars(each))
             method = vars(owner)[event]
             if owner is not OwnCallback and not hasattr(method, "translates"):

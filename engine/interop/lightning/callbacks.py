@@ -12,19 +12,12 @@ import torch
 
 import engine.callbacks as own
 from engine.checkpoint.pickled import write_checkpoint
-from engine.config.lightning_names import CLASSES
+from engine.config.lightning_names import CLASSES, OF_CALLBACKS
+from engine.config.other_trainers import refusing, translated
 from engine.interop.lightning.callback import EVENTS, Callback, listens
-from engine.interop.refused import ANY, refusing, translated
 from engine.utils.log import logger
 
 _FIELD = re.compile(r"\{([^}:!\[]+)")
-_TALK = (ANY, "")
-_WITHOUT = {
-    "device": (None, "averages are on the device of the weights"),
-    "initial_denom_lr": (10.0, "give backbone_initial_ratio_lr"),
-    **dict.fromkeys(("theme", "console_kwargs"), (None, "give callbacks.RichProgressBar(console=...)")),
-    **dict.fromkeys(("verbose", "rounding", "refresh_rate", "leave", "process_position", "log_rank_zero_only"), _TALK),
-}
 
 
 class Checkpoint(Callback):
@@ -39,7 +32,7 @@ def _named(name: str, of: Any, order: str = "", base: type = Callback, without: 
     """``of`` under Lightning's ``name``, with its positional arguments in Lightning's ``order``, and our ``fixed`` ones."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = translated(name, order, args, kwargs, _WITHOUT | (without or {}))
+        given = translated(name, order, args, kwargs, OF_CALLBACKS | (without or {}))
         of.__init__(self, **given, **fixed)
         self.idle = base is ProgressBar and kwargs.get("refresh_rate", [*args, 1][0]) == 0
 
@@ -51,16 +44,22 @@ def _named(name: str, of: Any, order: str = "", base: type = Callback, without: 
 _EMA = "device use_buffers decay update_every_n_steps update_starting_at_step update_starting_at_epoch"
 _SWA = "swa_lrs swa_epoch_start annealing_epochs annealing_strategy avg_fn device"
 _BACKBONE = "unfreeze_backbone_at_epoch lambda_func backbone_initial_ratio_lr backbone_initial_lr should_align initial_denom_lr train_bn verbose"
+_SERVED = "optimization server host port timeout exit_on_failure"
 LearningRateMonitor = _named("LearningRateMonitor", own.LearningRateMonitor, "logging_interval log_momentum log_weight_decay")  # fmt: skip
 DeviceStatsMonitor = _named("DeviceStatsMonitor", own.DeviceStatsMonitor, "cpu_stats")
 WeightAveraging = _named("WeightAveraging", own.WeightAveraging, "device use_buffers")
 EMAWeightAveraging = _named("EMAWeightAveraging", own.EMA, _EMA)
-StochasticWeightAveraging = _named("StochasticWeightAveraging", own.SWA, _SWA, without={"device": _TALK})
+StochasticWeightAveraging = _named(
+    "StochasticWeightAveraging", own.SWA, _SWA, without={"device": OF_CALLBACKS["leave"]}
+)
+BasePredictionWriter = _named("BasePredictionWriter", own.BasePredictionWriter, "write_interval")
 BaseFinetuning = _named("BaseFinetuning", own.BaseFinetuning)
 BackboneFinetuning = _named("BackboneFinetuning", own.BackboneFinetuning, _BACKBONE)
 ModelSummary = RichModelSummary = _named("ModelSummary", own.ModelSummary, "max_depth", measure=False)
 RichProgressBar = _named("RichProgressBar", own.RichProgressBar, "refresh_rate leave theme console_kwargs", ProgressBar)
 TQDMProgressBar = _named("TQDMProgressBar", own.TQDMProgressBar, "refresh_rate process_position leave", ProgressBar)
+ServableModule = own.ServableModule
+ServableModuleValidator = _named("ServableModuleValidator", own.ServableModuleValidator, _SERVED)
 SimpleProfiler = _named("SimpleProfiler", own.SimpleProfiler, "dirpath filename extended")
 PyTorchProfiler = _named("PyTorchProfiler", own.Profiler)
 Profiler = Callback
@@ -93,19 +92,16 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
         name = "{epoch}-{step}" if filename is None else filename
         name = _FIELD.sub(r"\1={\1", name) if auto_insert_metric_name else name
         self.idle = not save_top_k and not save_last
-        self._names_last, self._trains_last, self._run = save_last, save_on_train_epoch_end, None
+        self._names_last, self._trains_last = save_last, save_on_train_epoch_end
         self._files: dict[int, Path] = {}
         kept = (monitor, mode, save_top_k, bool(save_last) or self.idle, None, dirpath, name + self.FILE_EXTENSION)
-        own.ModelCheckpoint.__init__(
-            self, next(iter(every), None), *kept, asynchronous=False
-        )  # a path is there when it is named
+        # Not asynchronous: a path is there when it is named.
+        own.ModelCheckpoint.__init__(self, next(iter(every), None), *kept, asynchronous=False)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._run = trainer.run if stage == "fit" else self._run
         if self.pickles and "://" in str(trainer.run.checkpoint_path("x")):
-            raise ValueError(
-                "ModelCheckpoint.pickles = True: files are written beside checkpoints in a local folder: give one as dirpath"
-            )
+            said = "files are written beside checkpoints in a local folder: give one as dirpath"
+            raise ValueError(f"ModelCheckpoint.pickles = True: {said}")
         own.ModelCheckpoint.setup(self, trainer.run, pl_module, stage)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -125,47 +121,31 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
 
     @property
     def best_k_models(self) -> dict[str, Any]:
-        """The checkpoints that are kept, best first, and their scores; those without a score only if nothing is monitored."""
-        kept = [step for step in self._ranked(self.scores) if self.monitor is None or self.scores[step] is not None]
-        return {self._path(step): None if self.monitor is None else torch.tensor(self.scores[step]) for step in kept}
-
-    @property
-    def best_model_path(self) -> str:
-        """The best checkpoint; without ``monitor`` the newest. Empty if there is none."""
-        return next(iter(self.best_k_models), "")
-
-    @property
-    def best_model_score(self) -> torch.Tensor | None:
-        """The value of ``monitor`` of the best."""
-        return self.best_k_models.get(self.best_model_path)
+        return {path: None if score is None else torch.tensor(score) for path, score in super().best_k_models.items()}
 
     @property
     def last_model_path(self) -> str:
-        """The newest checkpoint, with ``save_last``."""
-        return self._path(max(self.names)) if self.names and self._names_last else ""
+        return super().last_model_path if self._names_last else ""
 
     def _path(self, step: int) -> str:
-        return "" if self._run is None else str(self._files.get(step) or self._run.checkpoint_path(self.names[step]))
+        return str(self._files.get(step) or super()._path(step))
 
 
 class EarlyStopping(Callback, own.EarlyStopping):
     """Lightning's arguments of :class:`callbacks.EarlyStopping`."""
 
-    def __init__(self, *args: Any, strict: bool = True, check_on_train_epoch_end: bool | None = None, **kwargs: Any) -> None:  # fmt: skip
-        given = translated("EarlyStopping", "monitor min_delta patience verbose mode", args, kwargs, _WITHOUT)
+    def __init__(self, *args: Any, check_on_train_epoch_end: bool | None = None, **kwargs: Any) -> None:
+        given = translated(
+            "EarlyStopping", "monitor min_delta patience verbose mode strict", args, kwargs, OF_CALLBACKS
+        )
         own.EarlyStopping.__init__(self, **{**given, "min_delta": abs(given.get("min_delta", 0.0))})
-        self.strict, self._trains_last = strict, check_on_train_epoch_end
+        self._trains_last = check_on_train_epoch_end
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self._trains_last and trainer.run.val_loaders:
-            raise ValueError(
-                "EarlyStopping(check_on_train_epoch_end=True): with validation it checks after it; leave it out"
-            )
+            said = "with validation it checks after it; leave it out"
+            raise ValueError(f"EarlyStopping(check_on_train_epoch_end=True): {said}")
         own.EarlyStopping.on_train_start(self, trainer.run, pl_module)
-
-    def _check(self, run: Any) -> None:
-        if self.strict or self.monitor in run.metrics:
-            super()._check(run)
 
 
 class GradientAccumulationScheduler(Callback):
@@ -188,34 +168,3 @@ class LambdaCallback(Callback):
                 raise TypeError(f"LambdaCallback: {event!r} is not an event; events: {', '.join(EVENTS)}")
             if function is not None:
                 listens(self, event, function)
-
-
-class BasePredictionWriter(Callback):
-    """Define ``write_on_batch_end(trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx)`` or
-    ``write_on_epoch_end(trainer, pl_module, predictions, batch_indices)``. ``batch_indices`` is ``None``: batches are dealt to the ranks in
-    turn, so that batch ``i`` of a rank is number ``i * world_size + rank`` in the data's order."""
-
-    write_on_batch_end: Any
-    write_on_epoch_end: Any
-
-    def __init__(self, write_interval: str = "batch") -> None:
-        if write_interval not in ("batch", "epoch", "batch_and_epoch"):
-            raise ValueError(f"write_interval={write_interval!r}: it must be 'batch', 'epoch' or 'batch_and_epoch'")
-        self.interval = write_interval
-        self._kept: list[list[Any]] = []
-
-    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
-        self._kept = [[] for _ in trainer.run.num_eval_batches]
-
-    def on_predict_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        if "batch" in self.interval:
-            self.write_on_batch_end(trainer, pl_module, outputs, None, batch, batch_idx, dataloader_idx)
-        if "epoch" in self.interval:
-            self._kept[dataloader_idx].append(outputs)
-
-    def on_predict_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if "epoch" in self.interval:
-            found = self._kept[0] if len(self._kept) == 1 else self._kept
-            self.write_on_epoch_end(trainer, pl_module, found, None)

@@ -15,6 +15,7 @@ from engine.interop.lightning.utilities import seed_everything
 ArgsType = Any
 OptimizerCallable = LRSchedulerCallable = Callable[..., Any]
 _COMMANDS = ("fit", "validate", "test", "predict")
+_OPTIONS = ("ckpt_path", "weights_only", "verbose", "return_predictions")
 _DATA = {"model", "datamodule", "dataloaders", "train_dataloaders", "val_dataloaders"}
 
 
@@ -47,9 +48,7 @@ class LightningCLI:
         auto_configure_optimizers: bool = True,
     ) -> None:  # fmt: skip
         if save_config_kwargs is not None:
-            raise ValueError(
-                "LightningCLI(save_config_kwargs=...): a run's settings are in its folder and its checkpoints"
-            )
+            raise ValueError("LightningCLI(save_config_kwargs=...): settings are in a run's folder and its checkpoints")
         self._trainer, self._seed = (trainer_class, dict(trainer_defaults or {})), seed_everything_default
         self._classes = (
             ("model", model_class or LightningModule, subclass_mode_model or model_class is None),
@@ -73,11 +72,7 @@ class LightningCLI:
         self.config_init = self.parser.instantiate(self.config)
         self.instantiate_classes(self.config_init if self.subcommand is None else self.config_init[self.subcommand])
         if run:
-            options = {
-                key: found[key]
-                for key in ("ckpt_path", "weights_only", "verbose", "return_predictions")
-                if key in found
-            }
+            options = {key: found[key] for key in _OPTIONS if key in found}
             getattr(self, f"before_{self.subcommand}", lambda: None)()
             getattr(self.trainer, str(self.subcommand))(self.model, datamodule=self.datamodule, **options)
             getattr(self, f"after_{self.subcommand}", lambda: None)()

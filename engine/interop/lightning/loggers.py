@@ -6,77 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import engine.callbacks as own
-from engine.callback import Callback as OwnCallback
-from engine.config.lightning_names import CLASSES
-from engine.interop.lightning.utilities import rank_zero_only
-from engine.interop.refused import ANY, refusing, translated
-
-_WITHOUT = {
-    "prefix": ("", "put it into the names that you log"),
-    "log_graph": (False, "the graph is not written"),
-    "sub_dir": (None, "put it into save_dir"),
-    "log_model": (False, "log checkpoints in on_checkpoint_saved with self.log_artifact(name, path)"),
-    "experiment": (None, "the logger makes the run: use logger.experiment"),
-    **dict.fromkeys(("id", "run_id"), (None, "a resumed run continues by itself")),
-    **dict.fromkeys(("default_hp_metric", "flush_logs_every_n_steps", "synchronous"), (ANY, "")),
-}
-
-
-class Logger(OwnCallback):
-    """Subclass it as Lightning's: define ``log_metrics(metrics, step)`` and ``log_hyperparams(params)``. Steps are optimizer steps done."""
-
-    is_logger = True
-    root_dir: Any = None
-    save_dir: Any = None
-    name: Any = None
-    version: Any = None
-    log_dir: Any = None
-    experiment: Any = None
-    log_metrics: Any
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
-    def log_graph(self, model: Any, input_array: Any = None) -> None: ...
-    def save(self) -> None: ...
-    def finalize(self, status: str) -> None: ...
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None: ...
-
-    def setup(self, run: Any, module: Any, stage: str) -> None:
-        if run.is_main_process and run.hyperparameters and stage == "fit":
-            self.log_hyperparams(dict(run.hyperparameters))
-
-    def on_log(self, run: Any, module: Any, metrics: dict[str, float], step: int) -> None:
-        if run.is_main_process:
-            self.log_metrics({**metrics, "epoch": run.epoch}, step)
-            self.save()
-
-    def teardown(self, run: Any, module: Any, stage: str) -> None:
-        if run.is_main_process:
-            self.finalize("success" if run.exception is None else "failed")
-
-
-class _Nothing:
-    """All attributes and calls of it are itself."""
-
-    def __getattr__(self, name: str) -> _Nothing:
-        return self
-
-    __call__ = __getitem__ = __setitem__ = lambda self, *args, **kwargs: self
-
-
-def rank_zero_experiment(function: Any) -> Any:
-    """Decorator of a logger's ``experiment``: other ranks than 0 get an object on which every call does nothing."""
-    return rank_zero_only(function, _Nothing())
-
-
-class AdaptedLogger(Logger):
-    """A logger of the installed Lightning as one of :class:`engine.Fit`."""
-
-    def __init__(self, logger: Any) -> None:
-        self.logger = logger
-        for name in ("log_metrics", "log_hyperparams", "save", "finalize"):
-            setattr(self, name, getattr(logger, name))
-
-    experiment = property(lambda self: self.logger.experiment)
+from callbacks.loggers import ForwardingLogger as AdaptedLogger  # noqa: F401
+from callbacks.loggers import PlainLogger as Logger
+from engine.config.lightning_names import CLASSES, OF_LOGGERS
+from engine.config.other_trainers import refusing, translated
+from engine.distributed.rank_zero import rank_zero_experiment as rank_zero_experiment
 
 
 class WrappedLogger(Logger):
@@ -91,7 +25,7 @@ class WrappedLogger(Logger):
     _run: Any = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        given = translated(type(self).__name__, self.order, args, options, _WITHOUT)
+        given = translated(type(self).__name__, self.order, args, options, OF_LOGGERS)
         self.save_dir, self.version = given.pop("save_dir", None), given.pop("version", None)
         self.name = self.settle(given)
         if self.save_dir is not None:
@@ -104,13 +38,11 @@ class WrappedLogger(Logger):
         return given.pop("name", "lightning_logs")
 
     def joins(self, run: Any) -> None:
-        """A run starts."""
         self._run, self.log_dir = run, str(run.home.path)
 
     experiment = property(lambda self: self.ours.experiment)
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        """Record ``metrics`` of a ``step`` of the run, by default the latest."""
         values = {name: float(value) for name, value in metrics.items()}
         self.ours.on_log(self._run, self._run.module, values, self._run.step if step is None else step)
 

@@ -25,11 +25,6 @@ class LightningModule(TrainModule):
 
     @property
     def trainer(self) -> Any:
-        """The trainer of the run under way or of the latest one.
-
-        Raises:
-            RuntimeError: there is none.
-        """
         if self._trainer is not None:
             return self._trainer
         if self._context is None:
@@ -90,13 +85,8 @@ class LightningDataModule(DataModule):
         self.trainer = self.trainer if run is None else run.trainer
 
 
-def _load_from_checkpoint(
-    cls: type[Any], checkpoint_path: Any, map_location: Any = None, hparams_file: None = None, strict: bool | None = None,
-    weights_only: bool | None = None, **kwargs: Any,
-) -> Any:  # fmt: skip
+def _load_from_checkpoint(cls: type[Any], checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
     """``load_from_checkpoint`` as the base class has it, for classes that override it."""
-    if issubclass(cls, LightningModule):
-        whole: Any = LightningModule.load_from_checkpoint
-        return whole.__func__(cls, checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs)
-    data: Any = LightningDataModule.load_from_checkpoint
-    return data.__func__(cls, checkpoint_path, **kwargs)
+    of_module = issubclass(cls, LightningModule)
+    base: Any = LightningModule if of_module else LightningDataModule
+    return base.load_from_checkpoint.__func__(cls, checkpoint_path, *(args if of_module else ()), **kwargs)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.callback import Callback
-from engine.checkpoint.pickled import write as write_pickle
+from engine.checkpoint.pickled import write_checkpoint
 from engine.config.other_trainers import hint
 from engine.distributed.environment import detect
 from engine.fit import Fit
 from engine.interop.lightning import ckpt
-from engine.interop.lightning.arguments import InBatches, translate
+from engine.interop.lightning.arguments import translate
 from engine.interop.lightning.foreign import adapt
 from engine.interop.lightning.loggers import AdaptedLogger, Logger, WrappedLogger
 from engine.interop.lightning.module import LightningModule
@@ -56,8 +56,8 @@ class Trainer(TrainerView):
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         # fmt: on
         found = translate(given)
-        self._given, self._batches, self._callbacks, self._loggers = given, found.batches, found.callbacks, found.loggers
-        active = [*found.profilers, *(each for each in found.callbacks if not getattr(each, "idle", False))]
+        self._given, self._callbacks, self._loggers = given, found.callbacks, found.loggers
+        active = [*found.others, *(each for each in found.callbacks if not getattr(each, "idle", False))]
         self._fit = Fit(**found.settings, callbacks=[*map(_logger, found.loggers), *map(adapt, active)])
         self._module: Any = None
         self._trained: Any = None
@@ -90,7 +90,6 @@ class Trainer(TrainerView):
         self, model: Any = None, dataloaders: Any = None, ckpt_path: Any = None, verbose: bool = True, datamodule: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:  # fmt: skip
-        """As :meth:`validate`, with ``test_step``."""
         return self._evaluate("test", model, dataloaders, ckpt_path, datamodule, verbose)
 
     def predict(
@@ -132,11 +131,7 @@ class Trainer(TrainerView):
         return model, loaders, datamodule
 
     def joins(self, run: Any) -> None:
-        """A ``run`` starts; called by the module.
-
-        Raises:
-            ValueError: ``use_distributed_sampler=False`` on several ranks.
-        """
+        """A ``run`` starts; called by the module."""
         if run.world_size > 1 and not self._given["use_distributed_sampler"]:
             asked = "use_distributed_sampler"
             raise ValueError(f"Trainer({asked}=False) has no counterpart on {run.world_size} ranks{hint(asked, ())}")
@@ -146,31 +141,23 @@ class Trainer(TrainerView):
         for logger in self._loggers:
             if isinstance(logger, WrappedLogger):
                 logger.joins(run)
-        if self._batches is not None:
-            run.val_every = InBatches(run, *self._batches)
 
     def save_checkpoint(  # type: ignore[override]
         self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None, *, pickle: bool = False
     ) -> None:
-        """Save the latest training as one file, in it and after it; all ranks call this together.
-
-        Args:
-            filepath: of the file, by convention ``x.ckpt``: see :mod:`engine.checkpoint.one_file`.
-            weights_only: leave out the optimizers.
-            pickle: Lightning's format instead, which Lightning reads: weights, hyperparameters and counters.
+        """Save the latest training as one file, in it and after it; all ranks call this together. A zip (:mod:`engine.checkpoint.one_file`), or
+        with ``pickle=True`` weights, hyperparameters and counters as Lightning reads them. ``weights_only``: without the optimizers.
         """
         if self._trained is None:
             raise RuntimeError("save_checkpoint() needs a model: this trainer has not trained one")
         run, path = self._trained, Path(filepath).absolute()
         if storage_options is not None or "://" in str(filepath):
             raise ValueError(f"save_checkpoint({filepath!r}): give a local path; ModelCheckpoint(dirpath=...) takes a URL")
-        if not pickle:
-            save_file(run, path, lambda run, _: replace(content(run), optim={}) if weights_only else content(run))
-            return
-        weights = run.engine.get_state_dict(run.module)
-        if run.is_main_process:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_pickle(path, weights, run.state.epoch, run.step, run.module.hparams, run.module.hparams_name)
+        whole = path.with_name(f".{path.name}.whole") if pickle else path
+        save_file(run, whole, lambda run, _: replace(content(run), optim={}) if weights_only or pickle else content(run))
+        if pickle and run.is_main_process:
+            write_checkpoint(path, whole)
+            whole.unlink()
         run.engine.wait_for_everyone()
 
     # -- attributes that differ from the view's -----------------------------------------------------------------------------------
@@ -185,7 +172,6 @@ class Trainer(TrainerView):
 
     @property
     def callback_metrics(self) -> Values:
-        """As the view's; nothing before the first run."""
         return Values() if isinstance(self._run, _Before) else super().callback_metrics
 
     @property
@@ -194,7 +180,6 @@ class Trainer(TrainerView):
 
     @property
     def state(self) -> Any:
-        """As the view's; ``"finished"`` after a run."""
         found = super().state
         return found if self._stage or found.stopped else replace(found, status="finished" if found.fn else "initializing")
 

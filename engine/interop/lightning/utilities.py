@@ -7,25 +7,21 @@ import inspect
 import logging
 import os
 import warnings
-from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
-import torch
-from torch import nn
-
+from engine.config.from_lightning.plugins import CheckpointIO as CheckpointIO
 from engine.config.hyperparameters import HParams as AttributeDict  # noqa: F401
 from engine.config.lightning_names import CLASSES
+from engine.config.other_trainers import refused_class, refusing
 from engine.data.combined_loaders import CombinedLoader as CombinedLoader
 from engine.data.datamodule import DataModule
-from engine.distributed.environment import detect
+from engine.distributed.rank_zero import rank_zero_only as rank_zero_only
 from engine.interop.lightning.callback import Callback
 from engine.interop.lightning.callbacks import ModelSummary as ModelSummary
-from engine.interop.lightning.ckpt import CheckpointIO as CheckpointIO
-from engine.interop.lightning.ckpt import TorchCheckpointIO as TorchCheckpointIO
 from engine.interop.lightning.ckpt import load as _load  # noqa: F401
-from engine.interop.refused import refused_class, refusing
 from engine.module import TrainModule
+from engine.step.gradient_norms import grad_norm as grad_norm
 from engine.step.optimizers import Schedule as LRSchedulerConfig  # noqa: F401
 from engine.utils import accelerator, seed
 from engine.utils.batch_sizes import is_out_of_memory as is_oom_error  # noqa: F401
@@ -43,28 +39,18 @@ CUDAAccelerator = refused_class("CUDAAccelerator", "give Trainer(accelerator='cu
 CUDAAccelerator.is_available = staticmethod(lambda: accelerator.present() == "cuda")
 
 
-class TrainerFn(StrEnum):
-    """What a trainer was called for."""
-
-    FITTING, VALIDATING, TESTING, PREDICTING = "fit", "validate", "test", "predict"
+TrainerFn = StrEnum(
+    "TrainerFn", {"FITTING": "fit", "VALIDATING": "validate", "TESTING": "test", "PREDICTING": "predict"}
+)
+GradClipAlgorithmType = StrEnum("GradClipAlgorithmType", {"VALUE": "value", "NORM": "norm"})
 
 
 class RunningStage(StrEnum):
-    """What is under way."""
-
     TRAINING, SANITY_CHECKING, VALIDATING, TESTING, PREDICTING = "train", "sanity_check", "validate", "test", "predict"
 
 
 class TrainerStatus(StrEnum):
-    """How far a trainer is."""
-
     INITIALIZING, RUNNING, FINISHED, INTERRUPTED = "initializing", "running", "finished", "interrupted"
-
-
-class GradClipAlgorithmType(StrEnum):
-    """``gradient_clip_algorithm``."""
-
-    VALUE, NORM = "value", "norm"
 
 
 def seed_everything(value: int | None = None, workers: bool = False, verbose: bool = True) -> int:
@@ -72,18 +58,9 @@ def seed_everything(value: int | None = None, workers: bool = False, verbose: bo
     return seed.seed_everything(int(os.environ.get("PL_GLOBAL_SEED", 0)) if value is None else value)
 
 
-def rank_zero_only(function: Callable[..., Any], default: Any = None) -> Callable[..., Any]:
-    """Decorator: the ``function`` runs on rank 0; other ranks get ``default``."""
-
-    @functools.wraps(function)
-    def on_rank_zero(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if detect(os.environ).rank == 0 else default
-
-    return on_rank_zero
-
-
-rank_zero_info = rank_zero_only(logging.getLogger("engine.interop.lightning").info)
-rank_zero_debug = rank_zero_only(logging.getLogger("engine.interop.lightning").debug)
+TorchCheckpointIO = CheckpointIO
+_logger = logging.getLogger("engine.interop.lightning")
+rank_zero_info, rank_zero_debug = rank_zero_only(_logger.info), rank_zero_only(_logger.debug)
 rank_zero_warn = rank_zero_deprecation = rank_zero_only(functools.partial(warnings.warn, stacklevel=3))
 
 
@@ -97,11 +74,3 @@ def get_init_args(frame: Any) -> dict[str, Any]:
     """The arguments of the ``__init__`` that runs in ``frame``."""
     names, _, rest, values = inspect.getargvalues(frame)
     return {name: values[name] for name in names[1:]} | (values[rest] if rest else {})
-
-
-def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, torch.Tensor]:
-    """The norm of each parameter's gradient, and of all together."""
-    kind = float(norm_type)
-    each = {n: p.grad.detach().norm(kind) for n, p in module.named_parameters() if p.grad is not None}
-    found = {f"grad_{kind}_norm{group_separator}{name}": norm for name, norm in each.items()}
-    return found | ({f"grad_{kind}_norm_total": torch.stack([*each.values()]).norm(kind)} if each else {})

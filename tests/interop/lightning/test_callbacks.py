@@ -12,6 +12,7 @@ import torch
 from both import OURS, data, module, trainer
 
 from engine import Fit
+from engine.config.from_lightning.strategies import strategy
 from engine.interop.lightning import callbacks, loggers, strategies, utilities
 
 
@@ -106,8 +107,8 @@ def test_loggers(tmp_path: Path) -> None:
 
 
 def test_names_of_strategies() -> None:
-    assert strategies.strategy("ddp_find_unused_parameters_true") == {"name": "ddp", "find_unused_parameters": True}
-    assert strategies.strategy("ddp_spawn") == "ddp"
+    assert strategy("ddp_find_unused_parameters_true") == {"name": "ddp", "find_unused_parameters": True}
+    assert strategy("ddp_spawn") == "ddp"
     assert strategies.DDPStrategy(find_unused_parameters=True, start_method="fork").find_unused_parameters
     wrapped = strategies.FSDPStrategy(auto_wrap_policy={torch.nn.Linear}, sharding_strategy="SHARD_GRAD_OP")
     assert (wrapped.blocks, wrapped.reshard_after_forward) == ((torch.nn.Linear,), False)

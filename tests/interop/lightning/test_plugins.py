@@ -106,6 +106,8 @@ def test_a_strategy_is_known_by_its_class() -> None:
     assert isinstance(made, DDPStrategy)
     assert not isinstance("ddp", DDPStrategy)
     assert not isinstance(FSDPStrategy(), DDPStrategy)
+    with pytest.raises(TypeError, match=r"class Mine\(DDPStrategy\): subclass engine.DDP"):
+        type(DDPStrategy)("Mine", (DDPStrategy,), {})
 
 
 def test_an_experiment_on_rank_0_only(monkeypatch: pytest.MonkeyPatch) -> None:

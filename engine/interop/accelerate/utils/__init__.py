@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,19 +12,23 @@ import torch
 
 from engine.config.from_accelerate import plugins
 from engine.config.from_accelerate.names import ELSEWHERE
-from engine.interop.accelerate import operations, random_numbers
+from engine.config.other_trainers import refusing
+from engine.distributed.random_states import share_states
+from engine.interop.accelerate import operations
 from engine.interop.accelerate.data_loader import skip_first_batches as skip_first_batches
-from engine.interop.refused import refusing
+from engine.interop.accelerate.state import PartialState
 from engine.strategies.deferred_init import parameters_deferred
 from engine.utils import accelerator, batch_sizes
+from engine.utils.seed import seed_everything
 
-_MODULES = {"dataclasses": plugins, "memory": batch_sizes, "operations": operations, "random": random_numbers}
+_MODULES = {"dataclasses": plugins, "memory": batch_sizes, "operations": operations}
 for _name, _module in _MODULES.items():
     sys.modules[f"{__name__}.{_name}"] = _module
     globals().update(
         {name: value for name, value in vars(_module).items() if getattr(value, "__module__", "").startswith("engine.")}
     )
 
+sys.modules[f"{__name__}.random"] = sys.modules[__name__]
 SAFE_WEIGHTS_NAME = "model.safetensors"
 WEIGHTS_NAME = "pytorch_model.bin"
 _refused = refusing(__name__, ELSEWHERE)
@@ -48,3 +53,14 @@ def available(what: str) -> bool:
 def init_empty_weights(include_buffers: bool = False) -> AbstractContextManager[Any]:
     """Modules built in this block have parameters without memory; ``prepare`` initializes them, or a checkpoint does."""
     return torch.device("meta") if include_buffers else parameters_deferred()
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed python, numpy and torch, plus the rank if ``device_specific``; the order of data prepared from now on depends on it too."""
+    seed_everything(seed + PartialState().process_index if device_specific else seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
+    share_states(PartialState().group, rng_types, generator)

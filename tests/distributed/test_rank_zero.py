@@ -1,4 +1,4 @@
-"""``get_logger``: who logs, in which order."""
+"""``get_logger`` and ``rank_zero_only``: who logs, in which order, and where a function runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from models import on_ranks
 
-from engine import Engine, get_logger
+from engine import Engine, get_logger, rank_zero_only
 
 
 def test_one_process(caplog: pytest.LogCaptureFixture) -> None:
@@ -35,6 +35,9 @@ def test_other_ranks_are_silent_before_they_join(
     logger.warning("not here")
     logger.warning("everywhere", main_process_only=False)
     assert [each.getMessage() for each in caplog.records] == ["everywhere"]
+    assert rank_zero_only(lambda: 1, default=2)() == 2
+    monkeypatch.setenv("RANK", "0")
+    assert rank_zero_only(lambda: 1, default=2)() == 1
 
 
 def speak(path: str) -> None:

@@ -1,14 +1,19 @@
-"""Loggers for scripts of several processes: one of them speaks, or all of them in turn."""
+"""Functions and loggers of scripts of several processes: rank 0 runs or speaks, or all of them do so in turn."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
 from engine.distributed.environment import detect
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
@@ -20,8 +25,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         kwargs.setdefault("stacklevel", 2)
         if not self.isEnabledFor(level):
             return
-        joined = dist.is_available() and dist.is_initialized()
-        own = dist.get_rank() if joined else detect(os.environ).rank
+        joined, own = _joined(), own_rank()
         for rank in range(dist.get_world_size()) if in_order and joined else [own]:
             if rank == own and (everywhere or in_order or own == 0):
                 self.logger.log(level, msg, *args, **kwargs)
@@ -34,6 +38,42 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         if (told := (msg, args)) not in said:
             said.add(told)
             self.warning(msg, *args, **{"stacklevel": 3, **kwargs})
+
+
+def rank_zero_only(function: Callable[P, T], default: Any = None) -> Callable[P, T]:
+    """Decorator: ``function`` runs on rank 0; other ranks get ``default``. It needs no ``Engine`` or ``Fit``, and works before processes join."""
+
+    @functools.wraps(function)
+    def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> T:
+        return function(*args, **kwargs) if own_rank() == 0 else default
+
+    return on_rank_zero
+
+
+class _Nothing:
+    """All attributes and calls of it are itself."""
+
+    def __getattr__(self, name: str) -> _Nothing:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
+        return self
+
+    __getitem__ = __setitem__ = __call__
+
+
+def rank_zero_experiment(function: Callable[P, Any]) -> Callable[P, Any]:
+    """Decorator of a logger's ``experiment``: other ranks than 0 get an object on which every call does nothing."""
+    return rank_zero_only(function, _Nothing())
+
+
+def own_rank() -> int:
+    """This process's rank: in the job that it has joined, or as the launcher's variables say."""
+    return dist.get_rank() if _joined() else detect(os.environ).rank
+
+
+def _joined() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def get_logger(name: str, log_level: str | None = None) -> RankLogger:

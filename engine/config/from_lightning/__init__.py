@@ -1,0 +1,1 @@
+"""Lightning's Trainer as settings."""
