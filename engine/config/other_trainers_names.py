@@ -191,7 +191,6 @@ ARGUMENTS: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             ("verbose", "log_rank_zero_only"), "Result.stop_reason says why a run has stopped: leave it out"
         ),
-        "strict": "a missing metric is always an error: leave it out",
         "check_on_train_epoch_end": "it checks after each validation, or without validation after each epoch: leave it out",
     },
     "RichProgressBar.__init__": {

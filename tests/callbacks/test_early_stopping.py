@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from models import Weight, fit, ones
 
 from callbacks import EarlyStopping
 
@@ -84,3 +85,12 @@ def test_fast_dev_run_does_not_stop(make_fit, scripted, batches):
 def test_wrong_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         EarlyStopping("score", **arguments)
+
+
+def test_a_metric_that_is_not_logged_yet_may_be_waited_for(tmp_path):
+    module = Weight()
+    stop = EarlyStopping("never", strict=False)
+    fit(tmp_path, max_epochs=2, callbacks=[stop]).run(module, ones(2), ones(1))
+    assert len(module.losses) == 4
+    with pytest.raises(ValueError, match="this metric was not logged"):
+        fit(tmp_path, max_epochs=2, callbacks=[EarlyStopping("never")]).run(Weight(), ones(2), ones(1))
