@@ -91,7 +91,7 @@ def sequence_numbers() -> dict[tuple[int, ...], int]:
     found: dict[tuple[int, ...], int] = {}
     for group in groups:
         ranks = tuple(dist.get_process_group_ranks(group))
-        found[ranks] = found.get(ranks, 0) + group._get_sequence_number_for_group()
+        found[ranks] = found.get(ranks, 0) + group._get_sequence_number_for_group()  # type: ignore[attr-defined]
     return found
 
 
