@@ -62,10 +62,8 @@ def find_batch_size(
     """
     _check(mode, init_val, max_trials, steps_per_trial)
     data = train_loader if datamodule is None and isinstance(train_loader, DataModule) else datamodule
-    if train_loader is None or data is train_loader:
-        sized = _of_owner(module if data is None else data, batch_arg_name)
-    else:
-        sized = _of_loader(train_loader)
+    by_owner = train_loader is None or data is train_loader
+    sized = _of_owner(module if data is None else data, batch_arg_name) if by_owner else _of_loader(train_loader)
     if init_val is None:
         init_val = planned_start(module, sized, None if data is train_loader else data, fit, memory)
     trials = _Trials(module, sized, None if data is train_loader else data, fit, steps_per_trial)
@@ -89,14 +87,7 @@ def find_batch_size(
             f"find_batch_size: batch size {failed} does not fit, and max_trials={max_trials} is reached: give a smaller init_val"
         )
     if is_main(fit):
-        limit = (
-            "all of the data"
-            if best == trials.most
-            else f"{failed} does not fit"
-            if failed
-            else f"max_trials={max_trials}"
-        )
-        log().info("find_batch_size: %d (%s)", best, limit)
+        log().info("find_batch_size: %d (%s)", best, _limit(best, failed, trials.most, max_trials))
     return best
 
 
@@ -108,6 +99,12 @@ def _check(mode: str, init_val: int | None, max_trials: int, steps_per_trial: in
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"find_batch_size({name}={value!r}): it must be an int of at least 1")
+
+
+def _limit(best: int, failed: int, most: int | None, max_trials: int) -> str:
+    if best == most:
+        return "all of the data"
+    return f"{failed} does not fit" if failed else f"max_trials={max_trials}"
 
 
 def _next(best: int, failed: int, mode: str, most: int | None) -> int:

@@ -23,7 +23,7 @@ from engine.planning.devices import Hardware, hardware, network
 from engine.planning.first_batch import first_batch
 from engine.planning.job import Facts, machines_for
 from engine.planning.plan import Plan
-from engine.planning.search import PlanSearch, Space, Tried, search
+from engine.planning.search import Planner, PlanSearch, Space, Tried, search
 from engine.planning.tracing import Start, set_up
 from engine.utils.log import logger
 from engine.utils.tree import batch_size, map_tensors
@@ -74,11 +74,7 @@ def search_plans(
     sizes = world_size, world_size // nodes
     batch, samples, ways, blocks = _alone(start(alone), module, datamodule, train_loader, sizes, device.caching)
 
-    def plan_of(candidate: Candidate) -> Plan:
-        one = fit.from_resolved(_with(fit, candidate.settings), settings.callbacks)
-        rows = [resized(batch, samples, candidate.micro_batch)]
-        return one.plan(module, rows, datamodule=datamodule, world_size=world_size, nodes=nodes, device=device)
-
+    plan_of = _planner(fit, module, datamodule, batch, samples, world_size, nodes, device)
     space = Space(
         layouts=ways,
         precisions=candidates.precisions(settings.precision, device.name, precisions),
@@ -112,6 +108,26 @@ def _alone(
     with set_up(start, module, train_loader, 0, 1, 1, datamodule, Facts()) as (run, _, _):
         assert run.train_loader is not None
         return *first_batch(run.train_loader), layouts(run.module, *sizes, offload=offload), has_blocks(run.module)
+
+
+def _planner(
+    fit: Any,
+    module: Any,
+    datamodule: DataModule | None,
+    batch: Any,
+    samples: int,
+    world_size: int,
+    nodes: int,
+    device: Hardware,
+) -> Planner:
+    """Plans a candidate of ``fit``; its micro-batch is made of ``batch``."""
+
+    def plan_of(candidate: Candidate) -> Plan:
+        one = fit.from_resolved(_with(fit, candidate.settings), fit.settings.callbacks)
+        rows = [resized(batch, samples, candidate.micro_batch)]
+        return one.plan(module, rows, datamodule=datamodule, world_size=world_size, nodes=nodes, device=device)
+
+    return plan_of
 
 
 def limited(device: Hardware, memory: int | str | None) -> Hardware:
