@@ -25,6 +25,7 @@ from engine.planning.plan import RankTrace
 from engine.planning.simulated_group import SimulatedGroup, simulated
 from engine.planning.step_trace import StepTrace
 from engine.step.share import shares
+from engine.strategies.base import Strategy
 from engine.utils.seed import isolated
 from engine.utils.tree import leaves
 
@@ -112,9 +113,19 @@ def set_up(
             copied = fake_module(module) if isinstance(module, TrainModule) else _made(module, answers)
         facts.built(copied)
         run = start(copied, group)
+        _traceable(run.engine.strategy)
         stack.enter_context(session(run, datamodule, lambda: simulation))
         setup.training_loader(run, train_loader, datamodule)
         yield run, simulation, answers
+
+
+def _traceable(strategy: Strategy) -> None:
+    """Refuse a strategy whose library runs the step by itself, in code that reads values throughout."""
+    if strategy.fused and not strategy.pipelined:
+        raise ValueError(
+            f"{type(strategy).__name__} cannot be planned: its library {strategy.fused}, which cannot be traced without values. strategy='fsdp' "
+            "shards parameters, gradients and optimizer state over the same ranks, as ZeRO-3 does: plan that"
+        )
 
 
 class NeedsValues(ValueError):

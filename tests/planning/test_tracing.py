@@ -253,6 +253,11 @@ def test_what_cannot_be_traced_ends_the_plan() -> None:
     assert trace.flops  # the forward pass is there
 
 
+def test_a_strategy_that_steps_by_itself_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"DeepSpeed cannot be planned: .*plan that"):
+        Fit(strategy="deepspeed_stage_2", accelerator="cpu").plan(Net(), data(), world_size=2, device="cpu")
+
+
 def test_the_users_own_errors_are_errors() -> None:
     with pytest.raises(RuntimeError, match=r"\[4, 5\] X \[6, 8\]"):
         planned(Wrong())
