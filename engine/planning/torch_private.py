@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
@@ -237,12 +238,13 @@ def _finished(result: Any, args: Any) -> Any:
 def simulated_processes(rank: int, world_size: int) -> Iterator[None]:
     """torch's default group is one of ``world_size`` ranks that exist in this process alone, of which it is ``rank``: no socket, no other process."""
     _clear_sharding_prop_cache()
+    hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # its entries hold meshes, which a job's equal ones would be taken for
+        sys.excepthook = hook  # torch's own would mark each line of an error with this rank
         _clear_sharding_prop_cache()  # it takes equal meshes of two jobs for one, and finds the groups of the first
 
 

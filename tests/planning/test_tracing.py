@@ -278,12 +278,14 @@ def process() -> list[Any]:
         torch.get_rng_state().tolist(),
         random.getstate(),
         [part.tolist() if hasattr(part, "tolist") else part for part in numbers],
-        dict(os.environ),
+        # torch sets this one itself when its compiler is first imported.
+        {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"},
         dist.is_initialized(),
         torch.are_deterministic_algorithms_enabled(),
         torch.UntypedStorage.__dict__.get("resize_"),
         torch.utils.swap_tensors,
         torch.is_grad_enabled(),
+        sys.excepthook,
     ]
 
 
