@@ -138,7 +138,9 @@ class Pipeline:
                 raise ValueError(
                     "training_step returned None in a pipeline: return Loss(out.sum() * 0, 0) to leave samples out"
                 )
-            if self.weighted is not None and self.weighted is not isinstance(loss, Loss):
+            if self.weighted is None:  # here it need not be read from what the ranks share
+                self.weighted = isinstance(loss, Loss)
+            elif self.weighted is not isinstance(loss, Loss):
                 raise TypeError(
                     "training_step returned a scalar loss in one micro-batch and Loss(sum, count) in another of one run: return one kind"
                 )

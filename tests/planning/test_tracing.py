@@ -235,6 +235,23 @@ class Stuck(Net):
         return F.cross_entropy(out, batch[1]) + torch.histogram(out.detach().flatten(), 3)[0].sum() + out.data_ptr()
 
 
+def test_the_last_stage_of_a_pipeline_knows_the_kind_of_its_loss() -> None:
+    class Staged(Net):
+        def pipeline_stages(self) -> list[nn.Module]:
+            return list(self.net)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Loss:
+            x, y = batch
+            return Loss(F.cross_entropy(self(x), y, reduction="sum"), len(y))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.net(x)
+
+    plan = Fit(strategy="pp", max_steps=2).plan(Staged(), data(), world_size=2, device="cpu")
+    assert [trace.missing for trace in plan.traces] == [(), ()]
+    assert sum(trace.flops for trace in plan.traces) > 0
+
+
 def test_values_that_are_read_are_named() -> None:
     trace = planned(Reads(), world_size=2, strategy="ddp")
     assert bytes_sent(trace, "all_reduce") == 101 * 4
