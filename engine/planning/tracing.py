@@ -30,7 +30,7 @@ from engine.utils.seed import isolated
 from engine.utils.tree import leaves
 
 MOST_WINDOWS = 4
-"""The first window makes the optimizer's state. DDP arranges its buckets anew in the second: a window counts once it communicates as the last."""
+"""The first window makes the optimizer's state. DDP rebuilds its buckets in the second: a window counts once it communicates as the last."""
 
 Start = Callable[[TrainModule, SimulatedGroup], Run]
 """Makes a run of this module on this group."""

@@ -96,7 +96,7 @@ def sequence_numbers() -> dict[tuple[int, ...], int]:
 
 
 def measure(case: Any, root: Path) -> dict[str, Any]:
-    """The third step of ``case`` on this rank (DDP's second one makes its buckets anew): JSON.
+    """The third step of ``case`` on this rank (in the second DDP rebuilds its buckets): JSON.
 
     Threads of gloo hold what they have sent a moment longer than the call that waits for them, and now and then it is they who release it,
     unseen: then all ranks measure again.
