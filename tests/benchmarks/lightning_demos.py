@@ -265,16 +265,30 @@ def example_imagenet() -> nn.Module:
 @example(
     "domain_templates/computer_vision_fine_tuning.py",
     "torchvision",
-    note="its backbone starts without downloaded weights",
+    note="its frozen batch norms use the batch's statistics there, their own here",
 )
 def example_transfer_learning() -> nn.Module:
+    return transfer_learning(train_bn=False)
+
+
+@example(
+    "domain_templates/computer_vision_fine_tuning.py",
+    "torchvision",
+    note="the same, with its batch norms trained",
+)
+def example_transfer_learning_with_batch_norms_trained() -> nn.Module:
+    return transfer_learning(train_bn=True)
+
+
+def transfer_learning(train_bn: bool) -> nn.Module:
+    """Its backbone starts without downloaded weights."""
     import torchvision
 
     names = definitions(f"{EXAMPLES}/domain_templates/computer_vision_fine_tuning.py")
     names["get_torchvision_model"] = lambda name, weights: getattr(torchvision.models, name)(weights=None)
-    module = names["TransferLearningModel"](milestones=(1, 2))
+    module = names["TransferLearningModel"](milestones=(1, 2), train_bn=train_bn)
     loader = DataLoader(images(4, 32, 2), batch_size=2)
-    return fit(module, loader, loader, callbacks=[names["MilestonesFinetuning"]((1, 2))], max_epochs=3)
+    return fit(module, loader, loader, callbacks=[names["MilestonesFinetuning"]((1, 2), train_bn)], max_epochs=3)
 
 
 @example("servable_module/production.py", "torchvision", note="its backbone starts without downloaded weights")
