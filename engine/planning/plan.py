@@ -325,7 +325,7 @@ class Plan:
         }
 
     def write_page(self, path: str | Path) -> Path:
-        """Write one HTML page with a timeline of the memory; it opens without network."""
+        """Write one HTML page with a timeline of the memory to ``path``, and return it; the page opens without network."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page(self.as_json()), encoding="utf-8")

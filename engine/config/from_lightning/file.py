@@ -12,7 +12,7 @@ from engine.config.from_lightning import arguments, strategies
 _USUAL: dict[str, Any] = {
     **dict.fromkeys(arguments.SAME),
     **{name: neutral[0] for name, neutral in arguments.NEUTRAL.items()},
-    **dict.fromkeys(("max_epochs", "max_time", "val_check_interval", "default_root_dir", "barebones")),
+    **dict.fromkeys(("max_epochs", "max_time", "val_check_interval", "default_root_dir", "barebones", "plugins")),
     "max_steps": -1,
     "devices": "auto",
     "strategy": "auto",
@@ -52,7 +52,7 @@ def read(path: Path) -> File:
     given["check_val_every_n_epoch"] = inner.get("check_val_every_n_epoch", 1)  # null says something
     if isinstance(given["strategy"], dict):
         given["strategy"] = _strategy(file, given["strategy"])
-    for name, neutral in arguments.NEUTRAL.items():
+    for name, neutral in {**arguments.NEUTRAL, "plugins": (None, [])}.items():
         if given[name] not in neutral:
             file.refuse(name, "has no counterpart that a file of settings can name")
             given[name] = neutral[0]
