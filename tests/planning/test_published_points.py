@@ -20,7 +20,7 @@ PLANNED = [point for point in POINTS if "pp" not in point.axes]
 
 
 @cache
-def planned(model: str, ranks: int, rows: int, recompute: str, tp: int, compiled: bool) -> Plan:
+def planned(model: str, ranks: int, rows: int, recompute: str, tp: int) -> Plan:
     """A plan on torchtitan's hardware; points that differ in what a plan does not see share it."""
     strategy: Any = (
         MeshParallel(tp=tp, dp_shard=ranks // tp, sequence_parallel=True, loss_parallel=True) if tp > 1 else FSDP()
@@ -33,12 +33,12 @@ def planned(model: str, ranks: int, rows: int, recompute: str, tp: int, compiled
     )
     module = Llama(SHAPES[model], every_second=recompute == "every second")
     device = replace(hardware("h100"), memory=MEMORY, bandwidth=BANDWIDTH)
-    plan = fit.plan(module, tokens(rows, SEQUENCE), world_size=ranks, nodes=ranks // 8, device=device)
-    return replace(plan, job=replace(plan.job, compiled=compiled))
+    return fit.plan(module, tokens(rows, SEQUENCE), world_size=ranks, nodes=ranks // 8, device=device)
 
 
 def of(point: Point) -> Plan:
-    return planned(point.model, point.ranks, point.rows, point.recompute, point.axes.get("tp", 1), point.compiled)
+    plan = planned(point.model, point.ranks, point.rows, point.recompute, point.axes.get("tp", 1))
+    return replace(plan, job=replace(plan.job, compiled=point.compiled))
 
 
 @pytest.mark.parametrize("name", SHAPES)
