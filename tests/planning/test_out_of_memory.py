@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from engine import Fit
+from engine.planning import out_of_memory
 from engine.planning.out_of_memory import device_memory
 
 CUDA = (
@@ -54,7 +55,8 @@ def test_the_error_names_a_smaller_micro_batch_that_keeps_the_global_batch(tmp_p
     assert "fit plan TARGET --search --world-size 1" in note
 
 
-def test_nothing_fits_and_the_error_says_so(tmp_path: Any) -> None:
+def test_nothing_fits_and_the_error_says_so(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(out_of_memory, "SECONDS", 2.0)
     (note,) = failure(TooLarge("0.501 GiB"), tmp_path, tokens(2, 128)).__notes__
     assert note.startswith("Nothing fits by a plan"), note
 
