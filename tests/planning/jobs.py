@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from engine import DDP, FSDP, MeshParallel, TrainModule
+from engine import DDP, FSDP, DeepSpeed, MeshParallel, TrainModule
 
 WIDTH, HIDDEN, CLASSES, BATCH = 24, 50, 10, 16
 
@@ -129,6 +129,7 @@ TP, TOGETHER, APART = partial(MeshParallel, tp=2), partial(adamw, foreach=True),
 PIPELINE = partial(MeshParallel, pp=2)
 TWO_STAGES = ("interleaved", "zero_bubble", *parity().IN_A_V)
 CLIPPED = {"gradient_clip_val": 0.1}
+ZERO_1, ZERO_2, ZERO_3 = (partial(DeepSpeed, stage=stage) for stage in (1, 2, 3))
 
 JOBS: dict[str, Job] = {
     "ddp": Job(2, DDP),
@@ -163,6 +164,9 @@ JOBS: dict[str, Job] = {
     "four pp x fsdp": Job(4, PIPELINE),
     "four pp x ddp": Job(4, partial(PIPELINE, dp_replicate=2, dp_shard=1)),
     "four pp x tp": Job(4, partial(PIPELINE, tp=2)),
+    "zero 1": Job(2, ZERO_1),
+    "zero 2": Job(2, ZERO_2),
+    "zero 3": Job(2, ZERO_3),
     "four stages": Job(4, partial(MeshParallel, pp=4)),
 }
 """By name; the rows of ``tests/parity/test_strategies.py`` have their names there."""

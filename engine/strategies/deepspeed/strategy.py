@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,8 +20,8 @@ from engine.step.optimizer_step import Stepper
 from engine.step.owned_step import OwnedStepper
 from engine.step.precision import Precision
 from engine.strategies.base import Strategy, class_name, named_state, numbered_state, spread, sum_over_ranks
-from engine.strategies.deepspeed import checks, configuration, sharded_state
-from engine.strategies.deepspeed.configuration import Asked
+from engine.strategies.deepspeed import checks, configuration, memory, sharded_state
+from engine.strategies.deepspeed.configuration import OFFLOAD, Asked
 from engine.strategies.deepspeed.model import (
     ELEMENTWISE,
     Driven,
@@ -305,6 +305,12 @@ class DeepSpeed(Strategy):
         for model in self._models:
             model.end()
         self._models.clear()
+
+    def kept(self) -> Iterable[tuple[str, list[Tensor], bool]]:
+        offloaded = (configuration.get(self._config, f"zero_optimization.{name}.device", "none") != "none" for name in OFFLOAD.values())
+        optimizer, parameters = offloaded
+        trained = [model for model in self._models if model.engine and model.optimizer]
+        return [e for m in trained for e in memory.kept(m.engine.optimizer, m.optimizer, list(m.parameters()), optimizer, parameters)]
 
     # -- gradients --------------------------------------------------------------------------------------------------------------
 
