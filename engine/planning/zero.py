@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
-from unittest.mock import patch
+from contextlib import contextmanager
 
 
 @contextmanager

@@ -208,7 +208,11 @@ def evaluated(recording: Recording, marks: Marks) -> dict[str, Any]:
         count[sent.kind] += 1
         size[sent.kind] += sent.bytes
     before, after = marks.sequences
-    lost = [b for b in recording.blocks if start < b.start < end and (b.lost or (b.end == FOREVER and b.pointer not in kept))]
+    lost = [
+        b
+        for b in recording.blocks
+        if start < b.start < end and (b.lost or (b.end == FOREVER and b.pointer not in kept))
+    ]
     return {
         "start": levels[0],
         "peak": max(levels, key=lambda level: sum(level.values())),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from engine.strategies.deepspeed.configuration import OFFLOAD, get
+from engine.strategies.deepspeed.model import Driven
+
 PARAMETERS, GRADIENTS, STATE, COMMUNICATION = "parameters", "gradients", "optimizer_state", "communication"
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
-"""Attributes of DeepSpeed's optimizers with this rank's part of the fp32 master copies, at stages 1 and 2, 1 in bf16, and 3."""
+"""Attributes of DeepSpeed's optimizers with this rank's part of the fp32 master copies: at stages 1 and 2, at stage 1 in bf16, and at stage 3."""
 _GRADIENTS = (
     "averaged_gradients",
     "all_grad_tensors",
@@ -20,46 +23,51 @@ _GRADIENTS = (
 """Attributes with gradients from the backward pass until the step."""
 _SHARDS = ("fp16_partitioned_groups_flat", "lp_param_buffer", "param_groups_fp16_flat_cpu_memory")
 """Attributes with this rank's part of the parameters, at stage 3."""
-_ON_HOST_FOR_OPTIMIZER = ("param_buffer_of_bit16_for_cpu_offload_groups", "temp_grad_buffer_for_cpu_offload")
-"""Buffers through which an offloaded step goes, in the host's memory."""
-_NESTED = 3
-"""Lists in lists and buckets in dicts: deeper, there are no tensors of its own."""
+_STEP_BUFFERS = ("param_buffer_of_bit16_for_cpu_offload_groups", "temp_grad_buffer_for_cpu_offload")
+"""Attributes through which an offloaded step goes."""
+_DEPTH = 3
+"""Tensors lie in lists of lists at most, or in buckets in a dict."""
 
 Kept = tuple[str, list[Tensor], bool]
-"""What it is for (a field of :class:`engine.planning.plan.Memory`), the tensors, and whether they are in the host's memory."""
+"""A field of :class:`engine.planning.plan.Memory`, tensors, and whether they are in the host's memory."""
 
 
-def kept(wrapper: Any, optimizer: Any, parameters: list[Any], offload_optimizer: bool, offload_parameters: bool) -> Iterator[Kept]:
-    """What one of DeepSpeed's optimizers keeps now; of a tensor that comes twice, the last entry counts.
+def kept(models: Sequence[Driven], config: Mapping[str, Any]) -> Iterator[Kept]:
+    """What DeepSpeed's optimizers keep now; of a tensor that comes twice, the last entry counts."""
+    offloaded = {
+        name: get(config, f"zero_optimization.{section}.device", "none") != "none" for name, section in OFFLOAD.items()
+    }
+    for model in models:
+        if model.engine is not None and model.optimizer is not None and model.spread is not None:
+            wrapper, parameters = model.engine.optimizer, list(model.parameters())
+            yield from _of_step(vars(wrapper), model.optimizer, offloaded["offload_optimizer"])
+            yield GRADIENTS, _tensors([[p.grad, getattr(p, "grad_accum", None)] for p in parameters]), False
+            yield from _of_model(vars(wrapper), parameters, offloaded["offload_parameters"])
 
-    Args:
-        wrapper: DeepSpeed's optimizer.
-        optimizer: the one that it wraps.
-        parameters: of the model.
-        offload_optimizer: whether the optimizer's state, the master copies and the gradients for them are in the host's memory.
-        offload_parameters: whether the sharded parameters are.
-    """
-    every = vars(wrapper)
-    for name, value in every.items():
+
+def _of_step(held: Mapping[str, Any], optimizer: Any, on_host: bool) -> Iterator[Kept]:
+    """Gradients that are reduced, master copies, state, and the buffers between them. ``on_host``: they are offloaded."""
+    for name, value in held.items():
         if name not in (*_MASTERS, *_GRADIENTS, *_SHARDS):
-            yield COMMUNICATION, _tensors(value), offload_optimizer and name in _ON_HOST_FOR_OPTIMIZER
-    masters = _tensors([every.get(name) for name in _MASTERS])
-    waiting = [master.grad for master in masters if master.grad is not None]
-    yield GRADIENTS, [*_tensors([every.get(name) for name in _GRADIENTS]), *waiting], offload_optimizer
-    yield GRADIENTS, _tensors([[p.grad, getattr(p, "grad_accum", None)] for p in parameters]), False
-    yield STATE, [*masters, *_tensors(list(optimizer.state.values()))], offload_optimizer
-    yield PARAMETERS, _tensors([every.get(name) for name in _SHARDS]), offload_parameters
+            yield COMMUNICATION, _tensors(value), on_host and name in _STEP_BUFFERS
+    masters = _tensors([held.get(name) for name in _MASTERS])
+    yield GRADIENTS, _tensors([held.get(name) for name in _GRADIENTS]), on_host
+    yield GRADIENTS, _tensors([master.grad for master in masters]), on_host
+    yield STATE, [*masters, *_tensors(list(optimizer.state.values()))], on_host
+
+
+def _of_model(held: Mapping[str, Any], parameters: list[Any], on_host: bool) -> Iterator[Kept]:
+    """Parameters, or this rank's part of them. ``on_host``: they are offloaded."""
+    yield PARAMETERS, _tensors([held.get(name) for name in _SHARDS]), on_host
     yield PARAMETERS, [p.data for p in parameters], False
     shards = [[getattr(p, name, None) for name in ("ds_tensor", "ds_secondary_tensor")] for p in parameters]
-    yield PARAMETERS, _tensors(shards), offload_parameters
+    yield PARAMETERS, _tensors(shards), on_host
 
 
-def _tensors(value: Any, depth: int = _NESTED) -> list[Tensor]:
+def _tensors(value: Any, depth: int = _DEPTH) -> list[Tensor]:
     """In lists, dicts and DeepSpeed's buckets."""
     if isinstance(value, Tensor):
         return [value]
-    if depth == 0:
-        return []
     if isinstance(value, Mapping):
         inner: Any = value.values()
     elif isinstance(value, (list, tuple, set)):
@@ -68,4 +76,4 @@ def _tensors(value: Any, depth: int = _NESTED) -> list[Tensor]:
         inner = vars(value).values()
     else:
         return []
-    return [tensor for each in inner for tensor in _tensors(each, depth - 1)]
+    return [tensor for each in inner for tensor in _tensors(each, depth - 1)] if depth else []

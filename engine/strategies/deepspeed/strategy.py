@@ -21,7 +21,8 @@ from engine.step.owned_step import OwnedStepper
 from engine.step.precision import Precision
 from engine.strategies.base import Strategy, class_name, named_state, numbered_state, spread, sum_over_ranks
 from engine.strategies.deepspeed import checks, configuration, memory, sharded_state
-from engine.strategies.deepspeed.configuration import OFFLOAD, Asked
+from engine.strategies.deepspeed.configuration import Asked
+from engine.strategies.deepspeed.memory import Kept
 from engine.strategies.deepspeed.model import (
     ELEMENTWISE,
     Driven,
@@ -216,17 +217,10 @@ class DeepSpeed(Strategy):
         owners = [model for model in self._models if any(id(p) in parameters for p in model.parameters())]
         if not owners:
             return  # its model comes later
-        owner, name = owners[0], type(optimizer).__name__
+        owner = owners[0]
         checks.check_only_optimizer(optimizer, owners)
         checks.check_one_set_of_weights(optimizer)
-        if configuration.says(self._config, "optimizer"):
-            raise ValueError(
-                f'{name} was given, and "optimizer" in {self._where} is {self._config["optimizer"].get("type")!r}: keep one of them'
-            )
-        if configuration.says(self._config, "scheduler"):
-            raise ValueError(
-                f'"scheduler" in {self._where} needs "optimizer" there: return yours from configure_optimizers'
-            )
+        checks.check_no_other(self._config, self._where, type(optimizer).__name__)
         if self.zero_stage:
             check_optimizer(optimizer, self.zero_stage, bool(self._config.get("zero_allow_untested_optimizer")))
         warm = named_state(optimizer, owner) if optimizer.state else None
@@ -306,11 +300,8 @@ class DeepSpeed(Strategy):
             model.end()
         self._models.clear()
 
-    def kept(self) -> Iterable[tuple[str, list[Tensor], bool]]:
-        offloaded = (configuration.get(self._config, f"zero_optimization.{name}.device", "none") != "none" for name in OFFLOAD.values())
-        optimizer, parameters = offloaded
-        trained = [model for model in self._models if model.engine and model.optimizer]
-        return [e for m in trained for e in memory.kept(m.engine.optimizer, m.optimizer, list(m.parameters()), optimizer, parameters)]
+    def kept(self) -> Iterable[Kept]:
+        return memory.kept(self._models, self._config)
 
     # -- gradients --------------------------------------------------------------------------------------------------------------
 
