@@ -70,29 +70,6 @@ class Job:
         return asdict(self)
 
 
-def machines_for(world_size: int, nodes: int | None, per_node: int) -> int:
-    """The nodes of a job.
-
-    Args:
-        world_size: its ranks.
-        nodes: that were asked for; ``None``: as few as have room for the ranks, where a node has room for ``per_node``.
-
-    Raises:
-        ValueError: the ranks do not divide evenly over the nodes.
-    """
-    if world_size < 1:
-        raise ValueError(f"world_size={world_size} must be at least 1")
-    wanted = -(-world_size // per_node) if nodes is None else nodes
-    if wanted < 1 or world_size % wanted:
-        given = (
-            f"nodes={nodes}"
-            if nodes is not None
-            else f"{wanted} nodes of up to {per_node} devices: give the number of nodes"
-        )
-        raise ValueError(f"world_size={world_size} ranks do not divide evenly over {given}")
-    return wanted
-
-
 class Facts:
     """Collects the facts of a job while one of its ranks is traced."""
 
