@@ -189,14 +189,12 @@ class Plan:
 
     @cached_property
     def _optimizer_bytes(self) -> int:
-        optimizer = self.job.optimizer_bytes
-        if optimizer is None:
-            states = [trace.timeline[-1].memory if trace.timeline else trace.peak.memory for trace in self.traces]
-            kept = sum(each.parameters for each in states)
-            optimizer = (
-                round(sum(each.optimizer_state for each in states) / kept * self.job.parameter_bytes) if kept else 0
-            )
-        return optimizer
+        if self.job.optimizer_bytes is not None:
+            return self.job.optimizer_bytes
+        states = [trace.timeline[-1].memory if trace.timeline else trace.peak.memory for trace in self.traces]
+        kept = sum(each.parameters for each in states)
+        whole = self.job.parameter_bytes - self.job.buffer_bytes
+        return round(sum(each.optimizer_state for each in states) / kept * whole) if kept else 0
 
     @property
     def missing(self) -> tuple[str, ...]:
