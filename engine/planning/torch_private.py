@@ -102,6 +102,16 @@ def unsharded_gradients(model: Any) -> list[Tensor]:
     return [gradient for gradient in found if gradient is not None]
 
 
+def persistent_buffers(model: Any) -> list[Tensor]:
+    """The buffers that the state of a module, and so a checkpoint, has."""
+    return [
+        buffer
+        for part in model.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+        if name not in part._non_persistent_buffers_set
+    ]
+
+
 def group_of(name: Any) -> dist.ProcessGroup:
     """The process group of this name, or behind this script object."""
     found = _resolve_process_group(name) if isinstance(name, str) else name
