@@ -12,7 +12,8 @@ from typing import Any
 from engine.planning.candidates import RECOMPUTE, Candidate, Layout, micro_batches
 from engine.planning.plan import Plan
 from engine.planning.plan_text import size as written_size
-from engine.planning.search_table import printed
+from engine.planning.search_table import show
+from engine.planning.tables import printed
 
 Planner = Callable[[Candidate], Plan]
 """Plans a candidate; its errors are the strategy's own."""
@@ -103,7 +104,7 @@ class PlanSearch:
         }
 
     def __str__(self) -> str:
-        return printed(self.as_json())
+        return printed(self.as_json(), show)
 
 
 @dataclass(frozen=True, kw_only=True)

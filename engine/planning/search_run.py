@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.config.file_size import size_in_bytes
 from engine.config.resolve import Resolved
 from engine.data.datamodule import DataModule
 from engine.module import TrainModule
 from engine.planning import candidates
 from engine.planning.candidates import RECOMPUTE, Candidate, has_blocks, layouts
-from engine.planning.devices import Hardware, hardware, network
+from engine.planning.cluster import Cluster
 from engine.planning.first_batch import first_batch
-from engine.planning.job import Facts, machines_for
+from engine.planning.job import Facts
 from engine.planning.plan import Plan
 from engine.planning.search import Planner, PlanSearch, Space, Tried, search
 from engine.planning.tracing import Start, set_up
@@ -37,12 +36,8 @@ def search_plans(
     module: TrainModule | Callable[[], TrainModule],
     datamodule: DataModule | None,
     train_loader: Any,
+    where: Cluster,
     *,
-    world_size: int,
-    nodes: int | None,
-    device: str | Hardware,
-    links: str | None = None,
-    memory_limit: int | str | None = None,
     precisions: Sequence[Any] = (),
     largest: int | None = None,
     seconds: float | None = None,
@@ -55,9 +50,7 @@ def search_plans(
         fit: an :class:`engine.Fit`, whose settings hold but for those that the search changes.
         start: of a ``Fit``, as for :func:`engine.planning.tracing.trace`.
         module, train_loader, datamodule: of the run.
-        world_size, nodes: of the job.
-        device, links: as of :meth:`engine.Fit.plan`.
-        memory_limit: bytes, or text such as ``"2GiB"``, that a rank may use; ``None``: what the device has.
+        where: the ranks and their hardware.
         precisions: to try; by default the given one, and ``bf16-mixed`` beside ``32-true`` on a GPU.
         largest: no micro-batch is larger.
         seconds: begin no further plan after so many.
@@ -68,18 +61,15 @@ def search_plans(
         RuntimeError, ValueError, TypeError: as :meth:`engine.Fit.plan`.
     """
     settings = fit.settings
-    device = limited(hardware(device) if links is None else network(links, hardware(device)), memory_limit)
-    nodes = machines_for(world_size, nodes, device.per_node)
     alone = fit.from_resolved(_with(fit, {"strategy": "single", "accumulate_grad_batches": 1}), ())
-    sizes = world_size, world_size // nodes
-    batch, samples, ways, blocks = _alone(start(alone), module, datamodule, train_loader, sizes, device.caching)
+    batch, samples, ways, blocks = _alone(start(alone), module, datamodule, train_loader, where)
 
-    plan_of = _planner(fit, module, datamodule, batch, samples, world_size, nodes, device)
+    plan_of = _planner(fit, module, datamodule, batch, samples, where)
     space = Space(
         layouts=ways,
-        precisions=candidates.precisions(settings.precision, device.name, precisions),
+        precisions=candidates.precisions(settings.precision, where.device.name, precisions),
         recompute=RECOMPUTE if blocks else (None,),
-        global_batch=settings.global_batch_size or samples * settings.accumulate_at(0) * world_size,
+        global_batch=settings.global_batch_size or samples * settings.accumulate_at(0) * where.world_size,
         micro_batch=samples,
         largest=largest,
         first=first,
@@ -88,9 +78,9 @@ def search_plans(
         return search(
             space,
             plan_of,
-            world_size=world_size,
-            device=device.name,
-            memory_bytes=device.memory,
+            world_size=where.world_size,
+            device=where.device.name,
+            memory_bytes=where.device.memory,
             seconds=seconds,
             report=report,
         )
@@ -101,13 +91,13 @@ def _alone(
     module: TrainModule | Callable[[], TrainModule],
     datamodule: DataModule | None,
     train_loader: Any,
-    sizes: tuple[int, int],
-    offload: bool,
+    where: Cluster,
 ) -> tuple[Any, int, Any, bool]:
-    """What one rank shows: a micro-batch, its samples, the layouts for ``sizes`` (ranks, and those of a node), whether the model has blocks."""
+    """What one rank shows: a micro-batch, its samples, the layouts on these ranks, whether the model has blocks."""
     with set_up(start, module, train_loader, 0, 1, 1, datamodule, Facts()) as (run, _, _):
         assert run.train_loader is not None
-        return *first_batch(run.train_loader), layouts(run.module, *sizes, offload=offload), has_blocks(run.module)
+        ways = layouts(run.module, where.world_size, where.ranks_per_node, offload=where.device.caching)
+        return *first_batch(run.train_loader), ways, has_blocks(run.module)
 
 
 def _planner(
@@ -116,34 +106,23 @@ def _planner(
     datamodule: DataModule | None,
     batch: Any,
     samples: int,
-    world_size: int,
-    nodes: int,
-    device: Hardware,
+    where: Cluster,
 ) -> Planner:
     """Plans a candidate of ``fit``; its micro-batch is made of ``batch``."""
 
     def plan_of(candidate: Candidate) -> Plan:
         one = fit.from_resolved(_with(fit, candidate.settings), fit.settings.callbacks)
         rows = [resized(batch, samples, candidate.micro_batch)]
-        return one.plan(module, rows, datamodule=datamodule, world_size=world_size, nodes=nodes, device=device)
+        return one.plan(
+            module,
+            rows,
+            datamodule=datamodule,
+            world_size=where.world_size,
+            nodes=where.nodes,
+            device=where.device,
+        )
 
     return plan_of
-
-
-def limited(device: Hardware, memory: int | str | None) -> Hardware:
-    """``device`` with this much memory, in bytes or as text.
-
-    Raises:
-        ValueError: it is not a size.
-    """
-    if memory is None:
-        return device
-    try:
-        return replace(device, memory=size_in_bytes(memory))
-    except ValueError:
-        raise ValueError(
-            f"memory limit {memory!r} is not a size: give bytes, or text such as '2GiB' or '80GB'"
-        ) from None
 
 
 def resized(batch: Any, given: int, wanted: int) -> Any:
