@@ -8,6 +8,7 @@ from dataclasses import replace
 from engine.config.file_size import size_in_bytes
 from engine.planning.device_table import ALIASES, DEVICES, DTYPES, SHORT, Link, Reached
 from engine.planning.device_table import Hardware as Hardware
+from engine.planning.rank_trace import KINDS
 from engine.utils.errors import nearest
 
 _MEASURED = Reached(1.0, 1.0, 1.0)
@@ -20,7 +21,8 @@ def hardware(wanted: str | Hardware) -> Hardware:
 
     Args:
         wanted: ``"h100"``; ``"80GiB,1e15,3e12"``: memory, floating point operations a second (in every dtype) and bytes a second of its memory;
-            ``"80GiB,bf16=1e15,fp32=6e13,host=2e-6,3e12"``: the operations by dtype, and the seconds that the host needs to start one;
+            ``"80GiB,bf16=1e15,fp32=6e13,host=2e-6,dtensor=5e-5,3e12"``: the operations by dtype, and the seconds that the host needs to start one,
+            and besides for one on a ``DTensor``;
             ``"h100,96GB"``, ``"cpu,16GiB,fp32=6e10,2e10"``: what else differs from a known device; ``"measured:..."``: the numbers are what is
             reached, not what a vendor states.
 
@@ -57,17 +59,17 @@ def _described(given: str, base: Hardware, parts: list[str], others: str) -> Har
             f"--device {given!r}: give memory, operations a second and bytes a second, as in 80GiB,1e15,3e12"
         )
     peaks: dict[str, float] = {}
-    dispatch = base.dispatch
-    numbers = [each for each in speeds if not each.startswith("host=")]
+    hosts = {"host": base.dispatch, "dtensor": base.dtensor}
+    numbers = [each for each in speeds if not each.startswith(("host=", "dtensor="))]
     for each in speeds:
         dtype, equals, number = each.partition("=")
-        if dtype == "host" and equals:
-            dispatch = _number(number, given, "seconds")
+        if dtype in hosts and equals:
+            hosts[dtype] = _number(number, given, "seconds")
             continue
         if not equals and len(numbers) > 1:
             raise ValueError(f"--device {given!r}: with several numbers name their dtypes, as in bf16={each},fp32=6e13")
         if equals and dtype not in SHORT:
-            raise ValueError(f"--device {given!r}: unknown dtype {dtype!r}{nearest(dtype, [*SHORT, 'host'])}")
+            raise ValueError(f"--device {given!r}: unknown dtype {dtype!r}{nearest(dtype, [*SHORT, *hosts])}")
         value = _number(number if equals else each, given, "operations a second")
         peaks |= {SHORT[dtype]: value} if equals else dict.fromkeys(DTYPES, value)
     if not peaks:
@@ -79,7 +81,8 @@ def _described(given: str, base: Hardware, parts: list[str], others: str) -> Har
         memory=_memory(memory, given),
         peaks=peaks,
         bandwidth=_number(bandwidth, given, "bytes a second"),
-        dispatch=dispatch,
+        dispatch=hosts["host"],
+        dtensor=hosts["dtensor"],
         reached=_MEASURED if given.startswith(_PREFIX) else Reached(),
         source=f"given; links between devices, unless --network gives others, {others}",
         notes=(),
@@ -91,14 +94,20 @@ def network(text: str, device: Hardware) -> Hardware:
 
     Args:
         text: ``"450GB/s,50GB/s"``: of one device, in one direction, within and between nodes; ``"450e9:2e-6,400Gbit/s:5e-6"``: with the seconds of a
-            step of a ring. One link alone holds for both. With ``measured:`` before it, what collectives reach rather than what the vendor states.
+            step of a ring. One link alone holds for both. ``"450GB/s,reduce_scatter=300GB/s:3e-6,50GB/s"``: a kind of collective that differs follows
+            its link. With ``measured:`` before it, what collectives reach rather than what the vendor states.
         device: whose latencies hold where none is given.
 
     Raises:
         ValueError: it is not such a text.
     """
-    parts = [part.strip() for part in text.removeprefix(_PREFIX).split(",")]
-    if len(parts) > 2 or not all(parts):
+    parts: list[list[str]] = []
+    for part in text.removeprefix(_PREFIX).split(","):
+        if "=" in part and parts:
+            parts[-1].append(part.strip())
+        else:
+            parts.append([part.strip()])
+    if len(parts) > 2 or not all(part[0] for part in parts):
         raise ValueError(f"--network {text!r}: give one or two links, within and between nodes: 450GB/s,50GB/s")
     links = [
         _link(part, old, text)
@@ -108,9 +117,20 @@ def network(text: str, device: Hardware) -> Hardware:
     return replace(device, within=links[0], between=links[1], reached=reached)
 
 
-def _link(part: str, old: Link, text: str) -> Link:
-    rate, colon, latency = part.partition(":")
-    return Link(_rate(rate, text), _number(latency, text, "seconds") if colon else old.latency)
+def _link(parts: list[str], old: Link, text: str) -> Link:
+    def numbers(part: str) -> tuple[float, float]:
+        rate, colon, latency = part.partition(":")
+        return _rate(rate, text), _number(latency, text, "seconds") if colon else old.latency
+
+    kinds = {}
+    for part in parts[1:]:
+        kind, _, given = part.partition("=")
+        if kind not in KINDS:
+            raise ValueError(
+                f"--network {text!r}: {kind!r} is no kind of collective{nearest(kind, KINDS)}; possible: {', '.join(KINDS)}"
+            )
+        kinds[kind] = numbers(given)
+    return Link(*numbers(parts[0]), kinds)
 
 
 def _rate(text: str, whole: str) -> float:

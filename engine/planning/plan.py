@@ -223,7 +223,7 @@ class Plan:
             *roofline.assumptions(device, tf32=job.tf32, compiled=job.compiled),
         ]
         if job.world_size > 1:
-            found += [*network.ASSUMPTIONS, *step_time.ASSUMPTIONS]
+            found += [*network.ASSUMPTIONS, *step_time.assumptions(device)]
         if job.schedule is not None:
             found.append(
                 f"pipeline: the bubble of {job.schedule} by {SOURCES[job.schedule]}; all stages as slow as the slowest"

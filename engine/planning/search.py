@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from engine.planning.candidates import RECOMPUTE, Candidate, Layout, micro_batches
+from engine.config.masked import plain
+from engine.planning.candidates import RECOMPUTE, Candidate, Layout, micro_batches, written
 from engine.planning.plan import Plan
 from engine.planning.plan_text import size as written_size
 from engine.planning.search_table import printed
@@ -39,18 +40,22 @@ class Tried:
         """Whether every rank has the memory it needs."""
         return self.verdict == "fits"
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain dicts and values."""
+    def as_json(self, derived: bool = False) -> dict[str, Any]:
+        """Plain dicts and values; ``derived``: as of :class:`PlanSearch`."""
         plan = self.plan
         return {
             **self.candidate.settings,
+            "strategy": plain(_told(self.candidate.layout.strategy)),
             "precision": str(self.candidate.precision),
             "micro_batch": self.candidate.micro_batch,
+            "fit": self.candidate.code(derived),
+            "set": self.candidate.command(derived),
             "verdict": self.verdict,
             "reason": self.reason,
             "need_bytes": None if plan is None else plan.peak_bytes,
             "step_s": None if plan is None else plan.step_seconds,
             "samples_per_second": None if plan is None else plan.samples_per_second,
+            "tokens_per_second": None if plan is None else plan.tokens_per_second,
             "computed": [] if plan is None else list(plan.computed),
             "missing": [] if plan is None else list(plan.missing),
         }
@@ -72,6 +77,8 @@ class PlanSearch:
     """That the search took."""
     notes: tuple[str, ...] = ()
     """What the search assumed, and what it left out."""
+    derived: bool = False
+    """Whether ``global_batch_size`` was given: then a run finds the window by itself."""
 
     @cached_property
     def fitting(self) -> tuple[Tried, ...]:
@@ -98,7 +105,7 @@ class PlanSearch:
             "global_batch": self.global_batch,
             "seconds": self.seconds,
             "planned": self.planned,
-            "candidates": [each.as_json() for each in self.tried],
+            "candidates": [each.as_json(self.derived) for each in self.tried],
             "notes": list(self.notes),
         }
 
@@ -122,6 +129,10 @@ class Space:
     """No micro-batch is larger."""
     first: bool = False
     """End with the first that fits."""
+    derived: bool = False
+    """As of :class:`PlanSearch`."""
+    notes: Sequence[str] = ()
+    """What was given, and so is not varied."""
 
 
 def search(
@@ -162,6 +173,7 @@ def search(
         return order[each.verdict], each.plan.step_seconds if each.fits else each.plan.peak_bytes
 
     notes = [
+        *space.notes,
         f"every candidate trains {space.global_batch} samples in a step, over all ranks",
         "a micro-batch that fits rules smaller ones out, and the same with more recomputation: they take longer",
     ]
@@ -175,7 +187,12 @@ def search(
         space.global_batch,
         time.monotonic() - begun,
         tuple(notes),
+        space.derived,
     )
+
+
+def _told(strategy: Any) -> Any:
+    return strategy if isinstance(strategy, (str, Mapping)) else written(strategy)
 
 
 class _Walk:
@@ -209,7 +226,7 @@ class _Walk:
         if not sizes:
             text = f"a step of {self._space.global_batch} samples does not divide over the {layout.data_ranks} ranks that see different data"
             self._add(Tried(first, "refused", text))
-        elif (known := self._known_refusal(layout)) is not None:
+        elif not layout.given and (known := self._known_refusal(layout)) is not None:
             self._add(Tried(first, *known))
         elif (reason := self._too_large_without_trace(layout, precision)) is not None:
             self._add(Tried(first, "too large", reason))
@@ -324,7 +341,12 @@ class _Walk:
         self._model = plan.job.parameters, plan.job.trainable
         end = [trace.timeline[-1].memory for trace in plan.traces if trace.timeline]
         ratios = [each.optimizer_state / each.parameters for each in end if each.parameters]
-        if ratios and not candidate.layout.offloaded and candidate.layout.sharded_parameters:
+        if (
+            ratios
+            and candidate.layout.bounded
+            and not candidate.layout.offloaded
+            and candidate.layout.sharded_parameters
+        ):
             self._optimizer.setdefault(str(candidate.precision), min(ratios))
         self._needs.setdefault(_alike(candidate), {})[candidate.micro_batch] = plan.peak_bytes
 
@@ -340,7 +362,7 @@ class _Walk:
 
     def _too_large_without_trace(self, layout: Layout, precision: Any) -> str | None:
         """Parameters, gradients and optimizer state alone, which every step holds at its end."""
-        if self._model is None or layout.offloaded:
+        if self._model is None or layout.offloaded or not layout.bounded:
             return None
         parameters, trainable = self._model
         each = _ELEMENT.get(str(precision), 4)

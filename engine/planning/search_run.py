@@ -16,11 +16,13 @@ from torch import Tensor
 from engine.config.file_size import size_in_bytes
 from engine.config.resolve import Resolved
 from engine.data.datamodule import DataModule
+from engine.engine import Engine
 from engine.module import TrainModule
 from engine.planning import candidates
 from engine.planning.candidates import RECOMPUTE, Candidate, has_blocks, layouts
 from engine.planning.devices import Hardware, hardware, network
 from engine.planning.first_batch import first_batch
+from engine.planning.given_strategy import given, layouts_with
 from engine.planning.job import Facts, machines_for
 from engine.planning.plan import Plan
 from engine.planning.search import Planner, PlanSearch, Space, Tried, search
@@ -29,6 +31,7 @@ from engine.utils.log import logger
 from engine.utils.tree import batch_size, map_tensors
 
 _ORIGIN = "the search"
+_NOT_VARIED = "not varied: compilation, clipping, optimizers, sequence and loss parallel, a pipeline's schedule and number of parts"
 
 
 def search_plans(
@@ -70,19 +73,45 @@ def search_plans(
     settings = fit.settings
     device = limited(hardware(device) if links is None else network(links, hardware(device)), memory_limit)
     nodes = machines_for(world_size, nodes, device.per_node)
+    own = given(settings.strategy, fit.origins.get("strategy", "default"), world_size)
     alone = fit.from_resolved(_with(fit, {"strategy": "single", "accumulate_grad_batches": 1}), ())
-    sizes = world_size, world_size // nodes
-    batch, samples, ways, blocks = _alone(start(alone), module, datamodule, train_loader, sizes, device.caching)
+    with set_up(start(alone), module, train_loader, 0, 1, 1, datamodule, Facts()) as (run, _, _):
+        assert run.train_loader is not None
+        batch, samples = first_batch(run.train_loader)
+        planned = own is not None and own.plan
+        ways = layouts(run.module, world_size, world_size // nodes, not device.is_host, planned)
+        blocks = has_blocks(run.module)
+    data_ranks = world_size
+    if own is not None:
+        one = own.layout(
+            _engine(start(fit.from_resolved(_with(fit, {}), ())), module, train_loader, world_size, nodes, datamodule),
+            world_size,
+        )
+        ways, data_ranks = layouts_with(one, own, ways), one.data_ranks
 
+    fixed = {name: fit.origins.get(name, "default") != "default" for name in ("precision", "activation_checkpointing")}
+    if fixed["precision"] and not precisions:
+        precisions = [settings.precision]
+    recompute = (settings.activation_checkpointing,) if fixed["activation_checkpointing"] or not blocks else RECOMPUTE
     plan_of = _planner(fit, module, datamodule, batch, samples, world_size, nodes, device)
     space = Space(
         layouts=ways,
-        precisions=candidates.precisions(settings.precision, device.name, precisions),
-        recompute=RECOMPUTE if blocks else (None,),
-        global_batch=settings.global_batch_size or samples * settings.accumulate_at(0) * world_size,
+        precisions=candidates.precisions(settings.precision, device, precisions),
+        recompute=recompute,
+        global_batch=settings.global_batch_size or samples * settings.accumulate_at(0) * data_ranks,
         micro_batch=samples,
         largest=largest,
         first=first,
+        derived=settings.global_batch_size is not None,
+        notes=[
+            *(own.notes() if own else []),
+            *(
+                f"{name}={getattr(settings, name)} was given: no other is tried"
+                for name, asked in fixed.items()
+                if asked
+            ),
+            _NOT_VARIED,
+        ],
     )
     with _quiet():
         return search(
@@ -96,18 +125,14 @@ def search_plans(
         )
 
 
-def _alone(
-    start: Start,
-    module: TrainModule | Callable[[], TrainModule],
-    datamodule: DataModule | None,
-    train_loader: Any,
-    sizes: tuple[int, int],
-    offload: bool,
-) -> tuple[Any, int, Any, bool]:
-    """What one rank shows: a micro-batch, its samples, the layouts for ``sizes`` (ranks, and those of a node), whether the model has blocks."""
-    with set_up(start, module, train_loader, 0, 1, 1, datamodule, Facts()) as (run, _, _):
-        assert run.train_loader is not None
-        return *first_batch(run.train_loader), layouts(run.module, *sizes, offload=offload), has_blocks(run.module)
+def _engine(start: Start, *job: Any) -> Engine | None:
+    """The engine of the run as it was asked for; ``None``: it is refused, and its plan will say why."""
+    module, train_loader, world_size, nodes, datamodule = job
+    try:
+        with set_up(start, module, train_loader, 0, world_size, nodes, datamodule, Facts()) as (run, _, _):
+            return run.engine
+    except ValueError:
+        return None
 
 
 def _planner(
