@@ -85,9 +85,7 @@ def run_ranks(
             rank_variables(rank, world_size, store.port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
             for rank in range(world_size)
         ]
-        return _run(
-            script, args, variables, Path(directory), timeout, check, env or {}, _fork if env is None else _start
-        )
+        return _run(script, args, variables, Path(directory), timeout, check, env or {}, _fork)
 
 
 def run_script(

@@ -8,9 +8,13 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_NAMES = {"planned": "engine.planning.planned_run", "search_plans": "engine.planning.search_run"}
+_NAMES = {
+    "cluster_of": "engine.planning.cluster",
+    "planned": "engine.planning.planned_run",
+    "search_plans": "engine.planning.search_run",
+}
 
-__all__ = ["planned", "search_plans"]
+__all__ = ["cluster_of", "planned", "search_plans"]
 
 
 def __getattr__(name: str) -> Any:

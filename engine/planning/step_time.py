@@ -18,7 +18,10 @@ _ASSUMPTIONS = (
     "no overlap: collectives of tensor and context parallel, transfers between stages, broadcasts, and what the optimizer's step sends (norms)",
     "collectives that overlap take no compute units and no memory bandwidth from the pass",
 )
-_ON_HOST = ("no overlap: the processor that computes also sends",)
+_ON_HOST = (
+    "no overlap: the processor that computes also sends",
+    "ranks are equally fast; that those which share a core wait for the slowest of them at each collective is not counted",
+)
 
 
 def assumptions(device: Hardware) -> tuple[str, ...]:

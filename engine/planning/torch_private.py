@@ -102,6 +102,16 @@ def unsharded_gradients(model: Any) -> list[Tensor]:
     return [gradient for gradient in found if gradient is not None]
 
 
+def persistent_buffers(model: Any) -> list[Tensor]:
+    """The buffers that the state of a module, and so a checkpoint, has."""
+    return [
+        buffer
+        for part in model.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+        if name not in part._non_persistent_buffers_set
+    ]
+
+
 def group_of(name: Any) -> dist.ProcessGroup:
     """The process group of this name, or behind this script object."""
     found = _resolve_process_group(name) if isinstance(name, str) else name
@@ -286,6 +296,8 @@ def usable(simulation: Simulation, answered: Callable[[str, Any], bool]) -> Iter
     swap = torch.utils.swap_tensors
 
     def forgetting(one: Tensor, other: Tensor) -> None:
+        if one.untyped_storage()._cdata == other.untyped_storage()._cdata:
+            return  # converted to what it is: somebody may hold a weak reference to it
         simulation.fake.fake_tensor_converter.tensor_memo.clear()
         swap(one, other)
 
@@ -307,6 +319,7 @@ def usable(simulation: Simulation, answered: Callable[[str, Any], bool]) -> Iter
         patch.object(FakeTensor, "numpy", numbers, create=True),
         patch.object(FakeTensor, "__array__", numbers, create=True),
         patch.object(FakeTensor, "tolist", listed, create=True),
+        patch.object(FakeTensor, "data_ptr", lambda self: 0, create=True),  # aligned to everything
     ):
         yield
 

@@ -42,7 +42,7 @@ from engine import Callback, Fit, MeshParallel, Run
 from engine.config.settings import Settings
 from engine.launch.local_ranks import crew
 from engine.planning.device_table import Link
-from engine.planning.devices import hardware, network
+from engine.planning.devices import hardware, linked
 from engine.planning.measurement import Measured, measured
 from engine.planning.plan import Plan
 
@@ -162,14 +162,14 @@ def middle(rows: list[Any]) -> Any:
 def machine(row: dict[str, Any]) -> Measured:
     """What :func:`asdict` was given."""
     links = {name: Link(**row[name]) for name in ("within", "between") if row[name] is not None}
-    return Measured(**{**row, **links})
+    return Measured(**{**row, **links, "memory": int(row["memory"])})
 
 
 def predicted(plans: dict[str, Plan], row: dict[str, Any]) -> dict[str, float]:
     """Seconds of a step of each plan on a machine that has these numbers, as ``--device`` and ``--network`` take them."""
     found = machine(row)
     assert found.as_network is not None
-    device = network(found.as_network, hardware(found.as_device))
+    device = linked(hardware(found.as_device), found.as_network)
     return {name: replace(plan, device=device).step_seconds for name, plan in plans.items()}
 
 

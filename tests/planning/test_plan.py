@@ -11,7 +11,6 @@ import chromium
 import pytest
 from hand_made import DEVICE, GIB, OPERATIONS, collective, job, rank_trace
 
-from engine.planning.job import machines_for
 from engine.planning.network import START_S
 from engine.planning.paper_formulas import Shape
 from engine.planning.plan import Plan
@@ -104,20 +103,6 @@ def test_formulas_are_named_where_they_differ() -> None:
     assert "Published formulas agree within 20 % on: parameters." in text
     assert "Korthikanti" in text
     assert "No cross-check" in str(Plan((rank_trace(),), job(), DEVICE))
-
-
-def test_machines() -> None:
-    assert machines_for(16, None, 8) == 2
-    assert machines_for(4, None, 8) == 1
-    assert machines_for(16, 4, 8) == 4
-    for wrong in ((12, None, 8), (8, 3, 8), (8, 0, 8), (0, None, 8)):
-        if wrong == (12, None, 8):
-            assert machines_for(*wrong) == 2  # six ranks on each of two nodes
-            continue
-        with pytest.raises(ValueError, match="world_size"):
-            machines_for(*wrong)
-    with pytest.raises(ValueError, match="give the number of nodes"):
-        machines_for(17, None, 8)
 
 
 def whole_plan() -> Plan:
