@@ -1,6 +1,7 @@
 """A process that has imported torch and the library, and forks itself into the ranks that tests ask for: one starts in milliseconds.
 
 Beside that a rank is what ``python script.py`` is: its own environment, arguments, output and ``__main__``, and the interpreter's usual end.
+Variables that are read as Python starts or as torch is imported (``OMP_NUM_THREADS``, ``PYTHONWARNINGS``) are those of the tests.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ IMPORTED = (
         "engine.engine",
         "engine.strategies.fsdp",
     ),
-    *("engine.strategies.ddp", "engine.strategies.mesh_parallel", "callbacks"),
+    *("engine.strategies.ddp", "engine.strategies.mesh_parallel", "callbacks", "pytest"),
 )
 
 
@@ -155,7 +156,8 @@ def _become(request: dict[str, Any]) -> types.ModuleType:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
     sys.argv, sys.orig_argv = request["command"], [sys.executable, *request["command"]]
-    sys.path[0] = str(Path(sys.argv[0]).parent)
+    places = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place and place not in sys.path]
+    sys.path[:1] = [str(Path(sys.argv[0]).parent), *places]
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

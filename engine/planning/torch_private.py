@@ -322,6 +322,8 @@ def usable(simulation: Simulation, answered: Callable[[str, Any], bool]) -> Iter
     swap = torch.utils.swap_tensors
 
     def forgetting(one: Tensor, other: Tensor) -> None:
+        if one.untyped_storage()._cdata == other.untyped_storage()._cdata:
+            return  # converted to what it is: somebody may hold a weak reference to it
         simulation.fake.fake_tensor_converter.tensor_memo.clear()
         swap(one, other)
 
@@ -343,6 +345,7 @@ def usable(simulation: Simulation, answered: Callable[[str, Any], bool]) -> Iter
         patch.object(FakeTensor, "numpy", numbers, create=True),
         patch.object(FakeTensor, "__array__", numbers, create=True),
         patch.object(FakeTensor, "tolist", listed, create=True),
+        patch.object(FakeTensor, "data_ptr", lambda self: 0, create=True),  # aligned to everything
     ):
         yield
 

@@ -16,7 +16,7 @@ from engine.loop.lifecycle import session
 from engine.loop.run import Run
 from engine.loop.train import of_the_epoch
 from engine.module import TrainModule
-from engine.planning import memory_trace, torch_private
+from engine.planning import memory_trace, torch_private, zero
 from engine.planning.answers import Answers
 from engine.planning.fake_module import fake_batch, fake_module, make_fake
 from engine.planning.first_batch import first_batch
@@ -25,7 +25,6 @@ from engine.planning.plan import RankTrace
 from engine.planning.simulated_group import SimulatedGroup, simulated
 from engine.planning.step_trace import StepTrace
 from engine.step.share import shares
-from engine.strategies.base import Strategy
 from engine.utils.seed import isolated
 from engine.utils.tree import leaves
 
@@ -104,6 +103,7 @@ def set_up(
     """A simulated run with its module, without values, and its training loader; arguments as of :func:`trace`."""
     with ExitStack() as stack:
         stack.enter_context(isolated())
+        stack.enter_context(zero.apart())
         group = stack.enter_context(simulated(rank, world_size, nodes))
         answers = Answers()
         simulation = torch_private.Simulation(answers)
@@ -113,19 +113,9 @@ def set_up(
             copied = fake_module(module) if isinstance(module, TrainModule) else _made(module, answers)
         facts.built(copied)
         run = start(copied, group)
-        _traceable(run.engine.strategy)
         stack.enter_context(session(run, datamodule, lambda: simulation))
         setup.training_loader(run, train_loader, datamodule)
         yield run, simulation, answers
-
-
-def _traceable(strategy: Strategy) -> None:
-    """Refuse a strategy whose library runs the step by itself, in code that reads values throughout."""
-    if strategy.fused and not strategy.pipelined:
-        raise ValueError(
-            f"{type(strategy).__name__} cannot be planned: its library {strategy.fused}, which cannot be traced without values. strategy='fsdp' "
-            "shards parameters, gradients and optimizer state over the same ranks, as ZeRO-3 does: plan that"
-        )
 
 
 class NeedsValues(ValueError):
@@ -221,7 +211,7 @@ def _windows(
     for _ in range(MOST_WINDOWS):
         gc.collect()
         ready = [fresh()]
-        observer.begin(run.module, _optimizers(run), leaves(ready))
+        observer.begin(run.module, _optimizers(run), leaves(ready), run.engine.strategy.kept())
         try:
             window(run, ready, fresh, weights, observer)
         except Exception as error:
@@ -250,11 +240,13 @@ def window(run: Run, ready: list[Any], fresh: Callable[[], Any], weights: Sequen
                 hook(run, run.module, batch, index)
             outputs = optimization.micro(batch, index, share)
         observer.mark_gradients(_optimizers(run))
+        observer.mark_kept(run.engine.strategy.kept())
         if share.last:
             run.stepping = True
             with observer.phase("optimizer step"):
                 optimization.step()
             run.stepping = False
+            observer.mark_kept(run.engine.strategy.kept())
         else:
             observer.mark_kept_gradients(run.module)
         with observer.phase("end"):

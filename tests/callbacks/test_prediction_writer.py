@@ -176,7 +176,7 @@ Fit(accelerator="cpu", devices=1, root_dir=sys.argv[3], callbacks=[writer]).pred
 
 @pytest.mark.parametrize("format", [FORMATS[0], pytest.param(FORMATS[1], marks=pytest.mark.slow)])
 def test_a_killed_run_leaves_what_was_written(tmp_path, format):
-    run_script(KILLED, tmp_path / "out", format, tmp_path, check=False)
+    run_script(KILLED, tmp_path / "out", format, tmp_path, check=False, forked=True)
     with pytest.raises(ValueError, match="no complete predictions"):
         read_predictions(tmp_path / "out")
     if format == "jsonl":

@@ -212,7 +212,7 @@ engine.save_state(Path(sys.argv[1]) / "a", wait=False)
 
 
 def test_the_end_of_the_process_waits(tmp_path: Path) -> None:
-    run_script(EXIT, tmp_path)
+    run_script(EXIT, tmp_path, forked=True)
     assert read(tmp_path / "a").model["weight"].shape == (1000, 1000)
 
 

@@ -167,6 +167,6 @@ def test_the_limit_of_descriptors_is_raised_or_named() -> None:
     if most < 6000:
         pytest.skip(f"this machine allows {most} open files")
     assert run_ranks(LIMITED, 1, most)[0].value == [min(most, process_groups.ROOM), most]
-    refused = run_script(LIMITED, 2000).value
+    refused = run_script(LIMITED, 2000, forked=True).value
     assert "a rank of a job with 1024 processes needs about 56" in refused
     assert "this process may have only 2000: raise the hard limit where it starts (ulimit -Hn" in refused

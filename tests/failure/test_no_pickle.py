@@ -68,7 +68,7 @@ assert scheduler.last_epoch > 0
 def test_no_pickle_is_read(tmp_path: Path, strategy: str, ranks: int) -> None:
     args = (Path(__file__).parent, tmp_path, strategy)
     if ranks == 1:
-        run_script(SCRIPT, *args, timeout=300)
+        run_script(SCRIPT, *args, timeout=300, forked=True)
     else:
         run_ranks(SCRIPT, ranks, *args, timeout=300)
     suffixes = {path.suffix for path in (tmp_path / "fit").rglob("*") if path.is_file()}

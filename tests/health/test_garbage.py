@@ -30,9 +30,11 @@ def circle() -> weakref.ref[Node]:
 
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
+    gc.unfreeze()  # what the tests' conftest has frozen: these look at whether anything is
     enabled, frozen = gc.isenabled(), gc.get_freeze_count() > 0
     yield
     assert (gc.isenabled(), gc.get_freeze_count() > 0) == (enabled, frozen)
+    gc.freeze()
 
 
 def test_only_when_told() -> None:

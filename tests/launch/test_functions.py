@@ -86,7 +86,7 @@ report(found)
 
 
 def test_forks_run_fit_and_engine_and_tell_the_first_failure() -> None:
-    found = run_script(FORKS).value
+    found = run_script(FORKS, forked=True).value
     (step, weight, threads), second = found["fit"]
     assert second == [step, weight, threads]
     assert (step, threads) == (8, 1)

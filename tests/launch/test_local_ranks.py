@@ -38,7 +38,7 @@ else:
 
 
 def test_the_calling_process_goes_on_with_the_trained_module(tmp_path: Path) -> None:
-    ran = run_script(SCRIPT, tmp_path, "ends")
+    ran = run_script(SCRIPT, tmp_path, "ends", forked=True)
     # Two epochs of 4 steps, with the mean gradients 1.5, 3.5, 5.5 and 7.5.
     assert ran.value == [None, -36.0, 8, "completed", [{"test": 4.5}]]
 
@@ -51,7 +51,7 @@ def test_the_calling_process_goes_on_with_the_trained_module(tmp_path: Path) -> 
     ],
 )
 def test_a_dying_rank_ends_all_and_is_named(tmp_path: Path, how: str, told: str) -> None:
-    ran = run_script(SCRIPT, tmp_path, how, check=False)
+    ran = run_script(SCRIPT, tmp_path, how, check=False, forked=True)
     assert ran.returncode == 1
     assert ran.value is None
     assert told in ran.stderr

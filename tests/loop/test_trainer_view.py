@@ -194,7 +194,7 @@ def growing() -> list[Tensor]:
 
 def test_values_are_lightnings_in_every_event(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
-    theirs = run_script(Path(__file__).with_name("lightning_logs_peer.py"), tmp_path, timeout=300)
+    theirs = run_script(Path(__file__).with_name("lightning_logs_peer.py"), tmp_path, timeout=300, forked=True)
     module = Logs()
     fit(tmp_path, max_epochs=2, log_every_n_steps=2).run(module, growing(), ones(2))
     assert module.found == theirs.value

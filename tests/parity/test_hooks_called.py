@@ -17,7 +17,8 @@ from engine import TrainModule
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("lightning")
-    found: dict[str, Any] = run_script(Path(called.__file__), tmp_path_factory.mktemp("lightning"), timeout=300).value
+    place = tmp_path_factory.mktemp("lightning")
+    found: dict[str, Any] = run_script(Path(called.__file__), place, timeout=300, forked=True).value
     return found
 
 

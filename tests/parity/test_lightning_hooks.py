@@ -16,7 +16,7 @@ from engine import TrainModule
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     pytest.importorskip("lightning")
     found: dict[str, list[float]] = run_script(
-        Path(hooked.__file__), tmp_path_factory.mktemp("lightning"), timeout=300
+        Path(hooked.__file__), tmp_path_factory.mktemp("lightning"), timeout=300, forked=True
     ).value
     return found
 

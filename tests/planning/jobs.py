@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from engine import DDP, FSDP, MeshParallel, TrainModule
+from engine import DDP, FSDP, DeepSpeed, MeshParallel, TrainModule
 
 WIDTH, HIDDEN, CLASSES, BATCH = 24, 50, 10, 16
 
@@ -129,6 +129,32 @@ TP, TOGETHER, APART = partial(MeshParallel, tp=2), partial(adamw, foreach=True),
 PIPELINE = partial(MeshParallel, pp=2)
 TWO_STAGES = ("interleaved", "zero_bubble", *parity().IN_A_V)
 CLIPPED = {"gradient_clip_val": 0.1}
+BF16 = {"precision": "bf16-mixed"}
+
+
+
+def of_deepspeed() -> dict[str, Job]:
+    """Under each stage of ZeRO; on 4 ranks the partitions are padded."""
+    zero, one, two, three = (partial(DeepSpeed, stage=stage) for stage in range(4))
+    small = partial(two, reduce_bucket_size=1000, allgather_bucket_size=1000)
+    sharded = partial(three, param_persistence_threshold=100, reduce_bucket_size=2000)
+    window = {"accumulate_grad_batches": 2, **CLIPPED}
+    return {
+        **{f"deepspeed {each.keywords['stage']}": Job(2, each) for each in (zero, one, two, three)},
+        "deepspeed 1, bf16, clipped": Job(2, one, {**BF16, **CLIPPED}),
+        "deepspeed 1, sgd, window": Job(2, one, window, APART),
+        "deepspeed 2, bf16, window": Job(2, two, {**BF16, **window}),
+        "deepspeed 2, small buckets": Job(2, small),
+        "deepspeed 2, offload": Job(2, partial(two, offload_optimizer=True), BF16),
+        "deepspeed 3, bf16, clipped": Job(2, sharded, {**BF16, **CLIPPED}),
+        "deepspeed 3, sgd, window": Job(2, sharded, window, APART),
+        "deepspeed 3, full checkpointing": Job(2, sharded, {"activation_checkpointing": "full"}),
+        "deepspeed 3, offload": Job(2, partial(sharded, offload_optimizer=True, offload_parameters=True), BF16),
+        "four deepspeed 1": Job(4, one, net=transformer, data=sentences),
+        "four deepspeed 2, bf16": Job(4, two, BF16, net=transformer, data=sentences),
+        "four deepspeed 3, bf16": Job(4, sharded, BF16, net=transformer, data=sentences),
+    }
+
 
 JOBS: dict[str, Job] = {
     "ddp": Job(2, DDP),
@@ -164,5 +190,6 @@ JOBS: dict[str, Job] = {
     "four pp x ddp": Job(4, partial(PIPELINE, dp_replicate=2, dp_shard=1)),
     "four pp x tp": Job(4, partial(PIPELINE, tp=2)),
     "four stages": Job(4, partial(MeshParallel, pp=4)),
+    **(of_deepspeed() if parity().STAGES else {}),
 }
 """By name; the rows of ``tests/parity/test_strategies.py`` have their names there."""

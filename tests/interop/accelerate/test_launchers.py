@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from launched import free_port
 from processes import run_script
 
 from engine.interop.accelerate import notebook_launcher
 
 SCRIPT = """
+import sys
 import torch
 from engine.interop.accelerate import Accelerator, debug_launcher, notebook_launcher
 from engine.interop.accelerate.utils import set_seed
@@ -36,7 +38,7 @@ def train(epochs, rate=0.5):
 
 if __name__ == "__main__":
     report({
-        "notebook": notebook_launcher(train, (2,), num_processes=2, use_port="29501"),
+        "notebook": notebook_launcher(train, (2,), num_processes=2, use_port=sys.argv[1]),
         "bf16": notebook_launcher(train, (2,), num_processes=2, mixed_precision="bf16"),
         "debug": debug_launcher(train, (2, 0.5), num_processes=2),
     })
@@ -45,7 +47,8 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def launched() -> Any:
-    return run_script(SCRIPT, env={"ACCELERATE_USE_CPU": "1", "FIT_ACCELERATOR": "cpu"}).value
+    env = {"ACCELERATE_USE_CPU": "1", "FIT_ACCELERATOR": "cpu"}
+    return run_script(SCRIPT, free_port(), env=env, forked=True).value
 
 
 def bare() -> list[Any]:
