@@ -224,9 +224,8 @@ class Fit:
             Exception: whatever the module or a callback raised, unchanged.
         """
         datamodule, train_loader = _datamodule(datamodule, train_loader)
-        search = partial(self.search_plans, module, train_loader, datamodule=datamodule)
         with (
-            naming_what_fits(search if self.names_what_fits else None),
+            naming_what_fits(self, module, train_loader, datamodule),
             self._start(
                 module, "fit", partial(setup.training_loader, given=train_loader, datamodule=datamodule)
             ) as run,

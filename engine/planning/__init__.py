@@ -10,11 +10,12 @@ from typing import Any
 
 _NAMES = {
     "cluster_of": "engine.planning.cluster",
+    "job_set_aside": "engine.planning.torch_private",
     "planned": "engine.planning.planned_run",
     "search_plans": "engine.planning.search_run",
 }
 
-__all__ = ["cluster_of", "planned", "search_plans"]
+__all__ = ["cluster_of", "job_set_aside", "planned", "search_plans"]
 
 
 def __getattr__(name: str) -> Any:

@@ -370,10 +370,17 @@ def _checks(plan: Plan) -> tuple[Check, ...]:
     if job.schedule is None and job.checkpointing in (None, "full"):
         each = plan.worst
         samples = each.samples // max(1, each.micro_batches)
-        half = 4 if job.precision in ("32-true", "64-true") else 2
+        # Without it activations between the parallel parts are reduced, not scattered.
+        sequence_parallel = any(one.axis == "tp" and one.kind == "reduce_scatter" for one in each.collectives)
         kept = paper_formulas.activations(
-            shape, samples, bytes_each=half, tp=job.axes.get("tp", 1), full=job.checkpointing == "full"
+            shape,
+            samples,
+            bytes_each={"64-true": 8, "32-true": 4}.get(job.precision, 2),
+            tp=job.axes.get("tp", 1),
+            sequence_parallel=sequence_parallel,
+            full=job.checkpointing == "full",
         )
+        formula = "2 s b h l" if job.checkpointing else f"s b h l {'34/t' if sequence_parallel else '(10 + 24/t)'}"
         traced = max((moment.memory.activations for moment in each.timeline), default=each.peak.memory.activations)
-        found.append(Check("activations", traced, kept, "s b h l (10 + 24/t), Korthikanti et al. 2022"))
+        found.append(Check("activations", traced, kept, f"{formula}, Korthikanti et al. 2022"))
     return tuple(found)

@@ -206,8 +206,9 @@ def _lists(tree: Any, given: int, rows: Sequence[int]) -> Any:
 
 
 def _with(fit: Any, changes: Mapping[str, Any]) -> Resolved:
-    """The settings of ``fit`` with these in their place. The window keeps the global batch, so that does not derive one."""
-    changed = {**changes, "global_batch_size": None}
+    """The settings of ``fit`` with these in their place. The window keeps the global batch, so that does not derive one; the ranks are
+    those of the search."""
+    changed = {**changes, "global_batch_size": None, "devices": "auto", "num_nodes": 1}
     return Resolved(replace(fit.settings, **changed), {**fit.origins, **dict.fromkeys(changed, _ORIGIN)}, fit.sections)
 
 

@@ -105,6 +105,26 @@ def test_formulas_are_named_where_they_differ() -> None:
     assert "No cross-check" in str(Plan((rank_trace(),), job(), DEVICE))
 
 
+def test_the_formula_of_activations_is_that_of_the_run() -> None:
+    shape = Shape(layers=2, hidden=1000, heads=10, vocabulary=1000, sequence=100)
+    each = 100 * 4 * 1000 * 2  # tokens, samples of a micro-batch, width, layers
+
+    def formula(kind: str = "all_reduce", **facts: object) -> tuple[float, str]:
+        trace = rank_trace(collectives=(collective(kind, axis="tp"),))
+        (found,) = (
+            check
+            for check in Plan((trace,), job(shape=shape, axes={"tp": 2}, **facts), DEVICE).checks
+            if check.what == "activations"
+        )
+        return found.formula, found.source.partition(",")[0]
+
+    assert formula() == (each * 22 * 2, "s b h l (10 + 24/t)")
+    assert formula("reduce_scatter") == (each * 17 * 2, "s b h l 34/t")
+    assert formula(precision="bf16-mixed")[0] == each * 22
+    assert formula(precision="64-true")[0] == each * 22 * 4
+    assert formula(checkpointing="full", precision="bf16-mixed") == (each * 2, "2 s b h l")
+
+
 def whole_plan() -> Plan:
     gathers = collective("all_gather", axis="dp_shard", phase="forward", count=4)
     trace = rank_trace(
