@@ -350,12 +350,13 @@ def _thinned(timeline: Sequence[Moment]) -> list[Moment]:
 
 
 def _checks(plan: Plan) -> tuple[Check, ...]:
+    found = _of_zero(plan)
     job, shape = plan.job, plan.job.shape
     if shape is None or not shape.sequence:
-        return ()
+        return found
     tokens = plan.samples_per_step * shape.sequence
     model = sum(model_flops(trace.operations) for trace in plan.traces) * job.world_size / len(plan.traces)
-    found = [
+    found += (
         Check("parameters", job.parameters, paper_formulas.parameters(shape), "12 l h^2 + V h, Narayanan et al. 2021"),
         Check(
             "FLOPs of a step",
@@ -363,7 +364,7 @@ def _checks(plan: Plan) -> tuple[Check, ...]:
             paper_formulas.flops(shape, job.parameters, tokens),
             "6 N D + 12 l h s D, Kaplan et al. 2020, Chowdhery et al. 2022",
         ),
-    ]
+    )
     if job.schedule is None and job.checkpointing in (None, "full"):
         each = plan.worst
         samples = each.samples // max(1, each.micro_batches)
@@ -372,5 +373,23 @@ def _checks(plan: Plan) -> tuple[Check, ...]:
             shape, samples, bytes_each=half, tp=job.axes.get("tp", 1), full=job.checkpointing == "full"
         )
         traced = max((moment.memory.activations for moment in each.timeline), default=each.peak.memory.activations)
-        found.append(Check("activations", traced, kept, "s b h l (10 + 24/t), Korthikanti et al. 2022"))
-    return tuple(found)
+        found += (Check("activations", traced, kept, "s b h l (10 + 24/t), Korthikanti et al. 2022"),)
+    return found
+
+
+def _of_zero(plan: Plan) -> tuple[Check, ...]:
+    """What a rank keeps between steps under ZeRO. What is offloaded, the trace leaves out."""
+    if plan.job.zero is None or not plan.job.trainable:
+        return ()
+    (stage, size), start = plan.job.zero, plan.worst.timeline[0].memory
+    if not start.optimizer_state or not start.parameters:
+        return ()
+    # Gradients are there in the backward pass and the step only; the paper counts them at all times.
+    kept = paper_formulas.model_state(
+        plan.job.trainable, plan.job.data_ranks, stage, parameter_bytes=size, gradient_bytes=0
+    )
+    frozen = (plan.job.parameters - plan.job.trainable) * size / (plan.job.data_ranks if stage == 3 else 1)
+    traced = start.parameters + start.optimizer_state
+    return (
+        Check("parameters, master copies and optimizer state", traced, kept + frozen, "ZeRO, Rajbhandari et al. 2020"),
+    )

@@ -203,8 +203,8 @@ def _offloaded(memory: memory_trace.MemoryTrace) -> list[str]:
     if not size:
         return []
     return [
-        f"{size / 2**30:.2f} GiB of each rank are in the host's memory, and the optimizer steps there: its seconds, and those of moving gradients and "
-        "parameters, are left out"
+        f"{size / 2**30:.2f} GiB of each rank are in the host's memory, and the optimizer steps there: its seconds, and those of moving "
+        "gradients and parameters, are left out"
     ]
 
 
