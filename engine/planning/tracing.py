@@ -104,7 +104,9 @@ def _trace(
     roles: Roles,
 ) -> RankTrace | None:
     """The trace of a rank; ``None`` if the rank with the loss has to be traced before it."""
-    with set_up(start, module, train_loader, rank, world_size, nodes, datamodule, facts) as (run, simulation, answers):
+    kind = "cuda" if accelerated else "cpu"
+    with set_up(start, module, train_loader, rank, world_size, nodes, datamodule, facts, kind) as made:
+        run, simulation, answers = made
         assert run.train_loader is not None
         roles.alike = _axes(run).get("pp", (rank,))
         strategy: Any = run.engine.strategy
@@ -129,12 +131,13 @@ def set_up(
     nodes: int,
     datamodule: DataModule | None,
     facts: Facts,
+    kind: str = "cpu",
 ) -> Iterator[tuple[Run, torch_private.Simulation, Answers]]:
-    """A simulated run with its module, without values, and its training loader; arguments as of :func:`trace`."""
+    """A simulated run with its module, without values, and its training loader; arguments as of :func:`trace`. ``kind``: of the job's devices."""
     with ExitStack() as stack:
         stack.enter_context(isolated())
         stack.enter_context(zero.apart())
-        group = stack.enter_context(simulated(rank, world_size, nodes))
+        group = stack.enter_context(simulated(rank, world_size, nodes, kind))
         answers = Answers()
         simulation = torch_private.Simulation(answers)
         stack.enter_context(torch_private.usable(simulation, answers))
@@ -143,6 +146,7 @@ def set_up(
             copied = fake_module(module) if isinstance(module, TrainModule) else _made(module, answers)
         facts.built(copied)
         run = start(copied, group)
+        stack.enter_context(zero.usable(group))
         stack.enter_context(session(run, datamodule, lambda: simulation))
         setup.training_loader(run, train_loader, datamodule)
         yield run, simulation, answers
@@ -183,7 +187,7 @@ def _steps(
     engine.accumulate_grad_batches = size
     data = engine.data_group
     weights = shares(((samples,) * data.world_size,) * size, data.rank)
-    observer = StepTrace(_axes(run))
+    observer = StepTrace(_axes(run), accelerated)
     with simulation, observer:
         make_fake(run.module)
         observer.name(run.module)
@@ -198,8 +202,9 @@ def _steps(
         engine.window.agree = list  # all ranks are like this one
         _begin(run, answers)
         error = _windows(run, partial(fake_batch, batch), weights, observer, answers)
-    memory = observer.memory
+    memory, offloaded = observer.memory, []
     if accelerated:
+        offloaded = _offloaded(memory)
         memory.leave_out(engine.strategy.on_host)
     timeline = memory.timeline()
     return RankTrace(
@@ -213,7 +218,7 @@ def _steps(
         timeline=timeline,
         collectives=observer.collectives.collectives(),
         operations=observer.operations.operations(),
-        missing=(*answers.sentences(), *([] if error is None else [error]), *_compiled(run)),
+        missing=(*answers.sentences(), *([] if error is None else [error]), *_compiled(run), *offloaded),
     )
 
 
@@ -223,6 +228,17 @@ def _compiled(run: Run) -> list[str]:
         return []
     return [
         "torch.compile is left out: the plan is of the eager step; compiled, it keeps fewer activations and moves fewer bytes"
+    ]
+
+
+def _offloaded(memory: memory_trace.MemoryTrace) -> list[str]:
+    """What is not known of a step that a strategy's library moves to the host."""
+    size = memory.on_host()
+    if not size:
+        return []
+    return [
+        f"{size / 2**30:.2f} GiB of each rank are in the host's memory, and the optimizer steps there: its seconds, and those of moving "
+        "gradients and parameters, are left out"
     ]
 
 
