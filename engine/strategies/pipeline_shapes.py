@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from engine.utils.seed import isolated
 
@@ -114,8 +115,14 @@ class Shapes:
 
     def change(self, function: Callable[[nn.Module], None]) -> None:
         """Do to the copy what was done to the model, such as tensor parallelism, which changes shapes."""
-        with isolated(), self._fake:
+        with self._apart():
             function(self._model)
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Inside the block tensors have no values; who counts operations or watches memory does not see it, and it draws no random numbers."""
+        with isolated(), _disable_current_modes(), self._fake:
+            yield
 
     def of(self, inputs: tuple[Tensor, ...]) -> list[Spec]:
         """The inputs of each stage for inputs of the first like these, and the output of the last.
@@ -126,7 +133,7 @@ class Shapes:
         """
         key = tuple((tuple(t.shape), t.dtype) for t in inputs)
         if key not in self._found:
-            with isolated(), self._fake, self._autocast(), torch.enable_grad():
+            with self._apart(), self._autocast(), torch.enable_grad():
                 passed: Any = tuple(torch.empty(t.shape, dtype=t.dtype, device=self._device) for t in inputs)
                 found = [_spec(passed)]
                 for index, stage in enumerate(self._stages):

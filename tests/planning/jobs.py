@@ -159,7 +159,6 @@ CLIPPED = {"gradient_clip_val": 0.1}
 BF16 = {"precision": "bf16-mixed"}
 
 
-
 def of_deepspeed() -> dict[str, Job]:
     """Under each stage of ZeRO; on 4 ranks the partitions are padded."""
     zero, one, two, three = (partial(DeepSpeed, stage=stage) for stage in range(4))
