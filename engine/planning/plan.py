@@ -299,6 +299,7 @@ class Plan:
         return {
             "rank": trace.rank,
             "role": trace.role,
+            "stands_for": trace.stands_for,
             "samples": trace.samples,
             "micro_batches": trace.micro_batches,
             "need": {**asdict(wanted), "total": wanted.total},
@@ -357,7 +358,8 @@ def _checks(plan: Plan) -> tuple[Check, ...]:
     if shape is None or not shape.sequence:
         return ()
     tokens = plan.samples_per_step * shape.sequence
-    model = sum(model_flops(trace.operations) for trace in plan.traces) * job.world_size / len(plan.traces)
+    standing = sum(trace.stands_for for trace in plan.traces)
+    model = sum(model_flops(trace.operations) * trace.stands_for for trace in plan.traces) * job.world_size / standing
     found = [
         Check("parameters", job.parameters, paper_formulas.parameters(shape), "12 l h^2 + V h, Narayanan et al. 2021"),
         Check(

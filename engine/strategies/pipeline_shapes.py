@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -123,6 +124,26 @@ class Shapes:
         """Inside the block tensors have no values; who counts operations or watches memory does not see it, and it draws no random numbers."""
         with isolated(), _disable_current_modes(), self._fake:
             yield
+
+    def kinds(self) -> list[Any]:
+        """What each stage is made of; equal ones compute alike."""
+        parameters = [{id(p) for part in stage for p in part.parameters()} for stage in self._stages]
+        uses = Counter(key for own in parameters for key in own)
+        return [
+            tuple(
+                (
+                    type(m),
+                    *(
+                        (name, tuple(p.shape), p.dtype, p.requires_grad, uses[id(p)])
+                        for name, p in m._parameters.items()
+                        if p is not None
+                    ),
+                )
+                for part in stage
+                for m in part.modules()
+            )
+            for stage in self._stages
+        ]
 
     def of(self, inputs: tuple[Tensor, ...]) -> list[Spec]:
         """The inputs of each stage for inputs of the first like these, and the output of the last.
