@@ -25,7 +25,8 @@ def checks(job: Job, traces: Sequence[RankTrace], worst: RankTrace, samples_per_
     if shape is None or not shape.sequence:
         return tuple(found)
     tokens = samples_per_step * shape.sequence
-    model = sum(model_flops(trace.operations) for trace in traces) * job.world_size / len(traces)
+    standing = sum(trace.stands_for for trace in traces)
+    model = sum(model_flops(trace.operations) * trace.stands_for for trace in traces) * job.world_size / standing
     found += (
         Check("parameters", job.parameters, paper_formulas.parameters(shape), "12 l h^2 + V h, Narayanan et al. 2021"),
         Check(

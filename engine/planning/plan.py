@@ -299,6 +299,7 @@ class Plan:
         return {
             "rank": trace.rank,
             "role": trace.role,
+            "stands_for": trace.stands_for,
             "samples": trace.samples,
             "micro_batches": trace.micro_batches,
             "need": {**asdict(wanted), "total": wanted.total},
