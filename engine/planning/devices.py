@@ -8,6 +8,7 @@ from dataclasses import replace
 from engine.config.file_size import size_in_bytes
 from engine.planning.device_table import ALIASES, DEVICES, DTYPES, SHORT, Link, Reached
 from engine.planning.device_table import Hardware as Hardware
+from engine.planning.rank_trace import KINDS
 from engine.utils.errors import nearest
 
 _MEASURED = Reached(1.0, 1.0, 1.0)
@@ -21,7 +22,8 @@ def hardware(wanted: str | Hardware) -> Hardware:
 
     Args:
         wanted: ``"h100"``; ``"80GiB,1e15,3e12"``: memory, floating point operations a second (in every dtype) and bytes a second of its memory;
-            ``"80GiB,bf16=1e15,fp32=6e13,host=2e-6,3e12"``: the operations by dtype, and the seconds that the host needs to start one;
+            ``"80GiB,bf16=1e15,fp32=6e13,host=2e-6,dtensor=5e-5,3e12"``: the operations by dtype, and the seconds that the host needs to start one,
+            and besides for one on a ``DTensor``;
             ``"h100,96GB"``, ``"cpu,16GiB,fp32=6e10,2e10"``: what else differs from a known device; ``"measured:..."``: the numbers are what is
             reached, not what a vendor states.
 
@@ -54,17 +56,17 @@ def _described(given: str, whole: str, base: Hardware, parts: list[str], others:
         raise ValueError(f"{whole}: give {_DESCRIBED}")
     memory, *speeds, bandwidth = parts
     peaks: dict[str, float] = {}
-    dispatch = base.dispatch
-    numbers = [each for each in speeds if not each.startswith("host=")]
+    hosts = {"host": base.dispatch, "dtensor": base.dtensor}
+    numbers = [each for each in speeds if not each.startswith(("host=", "dtensor="))]
     for each in speeds:
         dtype, equals, number = each.partition("=")
-        if dtype == "host" and equals:
-            dispatch = _number(number, whole, "seconds")
+        if dtype in hosts and equals:
+            hosts[dtype] = _number(number, whole, "seconds")
             continue
         if not equals and len(numbers) > 1:
             raise ValueError(f"{whole}: with several numbers name their dtypes, as in bf16={each},fp32=6e13")
         if equals and dtype not in SHORT:
-            raise ValueError(f"{whole}: unknown dtype {dtype!r}{nearest(dtype, [*SHORT, 'host'])}")
+            raise ValueError(f"{whole}: unknown dtype {dtype!r}{nearest(dtype, [*SHORT, *hosts])}")
         value = _number(number if equals else each, whole, "operations a second")
         peaks |= {SHORT[dtype]: value} if equals else dict.fromkeys(DTYPES, value)
     if not peaks:
@@ -76,7 +78,8 @@ def _described(given: str, whole: str, base: Hardware, parts: list[str], others:
         memory=_memory(memory, whole),
         peaks=peaks,
         bandwidth=_number(bandwidth, whole, "bytes a second"),
-        dispatch=dispatch,
+        dispatch=hosts["host"],
+        dtensor=hosts["dtensor"],
         reached=_MEASURED if given.startswith(_PREFIX) else Reached(),
         source=f"given; links between devices, unless a network is given, {others}",
         notes=(),
@@ -89,14 +92,20 @@ def linked(device: Hardware, network: str) -> Hardware:
     Args:
         device: whose latencies hold where none is given.
         network: ``"450GB/s,50GB/s"``: of one device, in one direction, within and between nodes; ``"450e9:2e-6,400Gbit/s:5e-6"``: with the seconds of
-            a step of a ring. One link alone holds for both. With ``measured:`` before it, what collectives reach rather than what the vendor states.
+            a step of a ring. One link alone holds for both. ``"450GB/s,reduce_scatter=300GB/s:3e-6,50GB/s"``: a kind of collective that differs
+            follows its link. With ``measured:`` before it, what collectives reach rather than what the vendor states.
 
     Raises:
         ValueError: it is not such a text.
     """
     whole = f"network {network!r}"
-    parts = [part.strip() for part in network.removeprefix(_PREFIX).split(",")]
-    if len(parts) > 2 or not all(parts):
+    parts: list[list[str]] = []
+    for part in network.removeprefix(_PREFIX).split(","):
+        if "=" in part and parts:
+            parts[-1].append(part.strip())
+        else:
+            parts.append([part.strip()])
+    if len(parts) > 2 or not all(part[0] for part in parts):
         raise ValueError(f"{whole}: give one or two links, within and between nodes, as in 450GB/s,50GB/s")
     links = [
         _link(part, old, whole)
@@ -119,9 +128,20 @@ def rate(wanted: float | str, what: str) -> float:
     return _rate(str(wanted), f"{what} {wanted!r}")
 
 
-def _link(part: str, old: Link, whole: str) -> Link:
-    bandwidth, colon, latency = part.partition(":")
-    return Link(_rate(bandwidth, whole), _number(latency, whole, "seconds") if colon else old.latency)
+def _link(parts: list[str], old: Link, whole: str) -> Link:
+    def numbers(part: str) -> tuple[float, float]:
+        bandwidth, colon, latency = part.partition(":")
+        return _rate(bandwidth, whole), _number(latency, whole, "seconds") if colon else old.latency
+
+    kinds = {}
+    for part in parts[1:]:
+        kind, _, given = part.partition("=")
+        if kind not in KINDS:
+            raise ValueError(
+                f"{whole}: unknown kind of collective {kind!r}{nearest(kind, KINDS)}; possible: {', '.join(KINDS)}"
+            )
+        kinds[kind] = numbers(given)
+    return Link(*numbers(parts[0]), kinds)
 
 
 def _rate(text: str, whole: str) -> float:

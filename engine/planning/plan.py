@@ -226,7 +226,7 @@ class Plan:
                 f"neighbouring ranks share a node: {plural(job.ranks_per_node, 'rank')} on each of {job.nodes}"
             )
         if job.world_size > 1:
-            found += [*network.ASSUMPTIONS, *step_time.ASSUMPTIONS]
+            found += [*network.ASSUMPTIONS, *step_time.assumptions(device)]
         if job.schedule is not None:
             found.append(
                 f"pipeline: the bubble of {job.schedule} by {SOURCES[job.schedule]}; all stages as slow as the slowest"

@@ -17,9 +17,10 @@ from engine.config.resolve import Resolved
 from engine.data.datamodule import DataModule
 from engine.module import TrainModule
 from engine.planning import candidates
-from engine.planning.candidates import RECOMPUTE, Candidate, has_blocks, layouts
+from engine.planning.candidates import RECOMPUTE, Candidate, Layout, has_blocks, layouts
 from engine.planning.cluster import Cluster
 from engine.planning.first_batch import first_batch
+from engine.planning.given_strategy import Given, given, layouts_with
 from engine.planning.job import Facts
 from engine.planning.plan import Plan
 from engine.planning.search import Planner, PlanSearch, Space, Tried, search
@@ -28,6 +29,9 @@ from engine.utils.log import logger
 from engine.utils.tree import batch_size, map_tensors
 
 _ORIGIN = "the search"
+_FIXED = ("precision", "activation_checkpointing")
+"""Settings that a search varies only if nobody has given them."""
+_NOT_VARIED = "not varied: compilation, clipping, optimizers, sequence and loss parallel, a pipeline's schedule and number of parts"
 
 
 def search_plans(
@@ -51,7 +55,7 @@ def search_plans(
         start: of a ``Fit``, as for :func:`engine.planning.tracing.trace`.
         module, train_loader, datamodule: of the run.
         where: the ranks and their hardware.
-        precisions: to try; by default the given one, and ``bf16-mixed`` beside ``32-true`` on a GPU.
+        precisions: to try; by default the given one; if nobody has given one, ``bf16-mixed`` (on GPUs without it ``16-mixed``) beside ``32-true``.
         largest: no micro-batch is larger.
         seconds: begin no further plan after so many.
         first: end with the first that fits; the simplest strategies and the least recomputation come first.
@@ -60,24 +64,20 @@ def search_plans(
     Raises:
         RuntimeError, ValueError, TypeError: as :meth:`engine.Fit.plan`.
     """
+    data = module, datamodule, train_loader
     settings = fit.settings
+    own = given(settings.strategy, fit.origins.get("strategy", "default"), where.world_size)
     alone = fit.from_resolved(_with(fit, {"strategy": "single", "accumulate_grad_batches": 1}), ())
-    batch, samples, ways, blocks = _alone(start(alone), module, datamodule, train_loader, where)
-
-    plan_of = _planner(fit, module, datamodule, batch, samples, where)
-    space = Space(
-        layouts=ways,
-        precisions=candidates.precisions(settings.precision, where.device.name, precisions),
-        recompute=RECOMPUTE if blocks else (None,),
-        global_batch=settings.global_batch_size or samples * settings.accumulate_at(0) * where.world_size,
-        micro_batch=samples,
-        largest=largest,
-        first=first,
-    )
+    batch, samples, ways, blocks = _alone(start(alone), *data, where, own is not None and own.plan)
+    data_ranks = where.world_size
     with _quiet():
+        if own is not None:
+            one = _own_layout(own, start(fit.from_resolved(_with(fit, {}), ())), *data, where)
+            ways, data_ranks = layouts_with(one, own, ways), one.data_ranks
+        space = _space(fit, own, ways, blocks, where, samples, data_ranks, precisions, largest, first)
         return search(
             space,
-            plan_of,
+            _planner(fit, module, datamodule, batch, samples, where),
             world_size=where.world_size,
             device=where.device.name,
             memory_bytes=where.device.memory,
@@ -86,18 +86,70 @@ def search_plans(
         )
 
 
+def _space(
+    fit: Any,
+    own: Given | None,
+    ways: Sequence[Layout],
+    blocks: bool,
+    where: Cluster,
+    samples: int,
+    data_ranks: int,
+    precisions: Sequence[Any],
+    largest: int | None,
+    first: bool,
+) -> Space:
+    """What the search goes through: what somebody has given is not varied."""
+    settings = fit.settings
+    fixed = [name for name in _FIXED if fit.origins.get(name, "default") != "default"]
+    if "precision" in fixed and not precisions:
+        precisions = [settings.precision]
+    as_given = "activation_checkpointing" in fixed or not blocks
+    return Space(
+        layouts=ways,
+        precisions=candidates.precisions(settings.precision, where.device, precisions),
+        recompute=(settings.activation_checkpointing,) if as_given else RECOMPUTE,
+        global_batch=settings.global_batch_size or samples * settings.accumulate_at(0) * data_ranks,
+        micro_batch=samples,
+        largest=largest,
+        first=first,
+        derived=settings.global_batch_size is not None,
+        notes=[
+            *(own.notes() if own else []),
+            *(f"{name}={getattr(settings, name)} was given: no other is tried" for name in fixed),
+            _NOT_VARIED,
+        ],
+    )
+
+
 def _alone(
     start: Start,
     module: TrainModule | Callable[[], TrainModule],
     datamodule: DataModule | None,
     train_loader: Any,
     where: Cluster,
-) -> tuple[Any, int, Any, bool]:
+    planned: bool,
+) -> tuple[Any, int, list[Layout], bool]:
     """What one rank shows: a micro-batch, its samples, the layouts on these ranks, whether the model has blocks."""
     with set_up(start, module, train_loader, 0, 1, 1, datamodule, Facts()) as (run, _, _):
         assert run.train_loader is not None
-        ways = layouts(run.module, where.world_size, where.ranks_per_node, offload=where.device.caching)
+        ways = layouts(run.module, where.world_size, where.ranks_per_node, not where.device.is_host, planned)
         return *first_batch(run.train_loader), ways, has_blocks(run.module)
+
+
+def _own_layout(
+    own: Given,
+    start: Start,
+    module: TrainModule | Callable[[], TrainModule],
+    datamodule: DataModule | None,
+    train_loader: Any,
+    where: Cluster,
+) -> Layout:
+    """The given strategy with its degrees on these ranks."""
+    try:
+        with set_up(start, module, train_loader, 0, where.world_size, where.nodes, datamodule, Facts()) as (run, _, _):
+            return own.layout(run.engine, where.world_size)
+    except ValueError:  # it is refused, and its plan will say why
+        return own.layout(None, where.world_size)
 
 
 def _planner(

@@ -33,30 +33,35 @@ def show(found: Mapping[str, Any], console: Any) -> None:
     )
     if fits:
         console.print(_fitting(fits))
-        console.print(Text(f"The fastest that fits: {call(fits[0])}", style="bold green"))
+        for line in _run(fits[0]):
+            console.print(Text(line, style="bold green"), soft_wrap=True)
     else:
-        console.print(Text("Nothing fits.", style="bold red"))
+        console.print(Text(_nothing(candidates, found["memory_bytes"]), style="bold red"), soft_wrap=True)
     if rest := [each for each in candidates if each["verdict"] != "fits"]:
         console.print(_rest(rest))
     console.print(bullets(found["notes"]))
 
 
-def call(candidate: Mapping[str, Any]) -> str:
+def _run(candidate: Mapping[str, Any]) -> list[str]:
     """The settings of a candidate, as one types them."""
-    recompute = candidate["activation_checkpointing"]
-    parts = [f"--set strategy={_quoted(written(candidate['strategy']))}", f"--set precision={candidate['precision']}"]
-    parts += [] if recompute is None else [f"--set activation_checkpointing={recompute}"]
-    return " ".join(
-        [
-            *parts,
-            f"--set accumulate_grad_batches={candidate['accumulate_grad_batches']}",
-            f"with micro-batches of {candidate['micro_batch']}",
-        ]
+    commands = [] if candidate["set"] is None else [f"  fit run ... {candidate['set']}"]
+    return [
+        f"The fastest that fits, with a loader that gives batches of {candidate['micro_batch']} to each rank:",
+        *commands,
+        f"  {candidate['fit']}",
+    ]
+
+
+def _nothing(candidates: Iterable[Mapping[str, Any]], memory: int) -> str:
+    """What comes closest, if nothing fits."""
+    planned = [each for each in candidates if each["need_bytes"] is not None]
+    if not planned:
+        return "Nothing fits."
+    least = min(planned, key=lambda each: each["need_bytes"])
+    return (
+        f"Nothing fits. The closest needs {size(least['need_bytes'])} of {size(memory)}: {least['fit']}, "
+        f"micro-batches of {least['micro_batch']}"
     )
-
-
-def _quoted(text: str) -> str:
-    return f"'{text}'" if " " in text else text
 
 
 def _fitting(rows: list[Mapping[str, Any]]) -> Any:

@@ -65,10 +65,12 @@ class StepTrace(torch_private.Mode):
         kwargs = kwargs or {}
         if self._propagating or torch_private.asks_device(operator):
             return operator(*args, **kwargs)
-        if torch_private.wraps(types):
-            return NotImplemented
         self._set_phase()
         memory = self.memory
+        if torch_private.wraps(types):
+            if self._recording:
+                self.operations.wrapped(operator, memory.phase)
+            return NotImplemented
         memory.settle()
         result = operator(*args, **kwargs)
         namespace = operator.namespace
@@ -78,7 +80,7 @@ class StepTrace(torch_private.Mode):
                 memory.used_to_communicate(tensors)
         elif namespace == "fsdp":
             memory.used_to_communicate(_tensors((args, kwargs, result)))
-        elif self._recording:
+        if self._recording and namespace not in collective_trace.NAMESPACES:
             self.operations.note(operator, args, kwargs, result, memory.phase)
         if isinstance(result, Tensor):
             if operator is not torch.ops.aten.detach.default:  # of a generator's state, which no operation has made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -61,13 +62,33 @@ def trace(
     if isinstance(module, TrainModule) and module.attached:
         raise RuntimeError(f"{type(module).__name__} is in a run: plan before it, or plan a new module")
 
-    def traced(rank: int, facts: Facts) -> tuple[RankTrace, tuple[int, ...]]:
-        return _trace(start, module, train_loader, rank, world_size, nodes, datamodule, facts, accelerated)
+    roles = Roles()
+
+    def traced(rank: int, facts: Facts) -> RankTrace | None:
+        return _trace(start, module, train_loader, rank, world_size, nodes, datamodule, facts, accelerated, roles)
 
     with torch_private.as_on_accelerators() if accelerated else nullcontext():
-        first, alike = traced(0 if ranks is None else ranks[0], facts or Facts())
-        others = [rank for rank in (alike if ranks is None else ranks) if rank != first.rank]
-        return [first, *(traced(rank, Facts())[0] for rank in others)]
+        first = 0 if ranks is None else ranks[0]
+        facts = facts or Facts()
+        found = {first: traced(first, facts)}
+        if found[first] is None:
+            found[roles.with_loss] = traced(roles.with_loss, Facts())
+        wanted = roles.alike if ranks is None else ranks
+        for rank in wanted:
+            found[rank] = found.get(rank) or traced(rank, facts if rank == first else Facts())
+    return [trace for rank in wanted if (trace := found[rank]) is not None]
+
+
+@dataclass
+class Roles:
+    """What the traces of the ranks of one pipeline know of each other. Of any other strategy, one rank stands for all."""
+
+    alike: tuple[int, ...] = ()
+    """The ranks that stand for all roles."""
+    with_loss: int = 0
+    """The one of them that computes the loss."""
+    weighted: bool | None = None
+    """Whether the loss is a ``Loss``, which real ranks tell each other; ``None``: not known yet."""
 
 
 def _trace(
@@ -80,13 +101,22 @@ def _trace(
     datamodule: DataModule | None,
     facts: Facts,
     accelerated: bool,
-) -> tuple[RankTrace, tuple[int, ...]]:
-    """The trace of a rank, and the ranks that stand for all roles."""
+    roles: Roles,
+) -> RankTrace | None:
+    """The trace of a rank; ``None`` if the rank with the loss has to be traced before it."""
     with set_up(start, module, train_loader, rank, world_size, nodes, datamodule, facts) as (run, simulation, answers):
         assert run.train_loader is not None
+        roles.alike = _axes(run).get("pp", (rank,))
+        strategy: Any = run.engine.strategy
+        if strategy.pipelined:
+            roles.with_loss = roles.alike[strategy.loss_stage]
+            if rank != roles.with_loss and roles.weighted is None:
+                return None
         batch, samples = first_batch(run.train_loader)
-        found = _steps(run, simulation, answers, train_loader, datamodule, batch, samples, facts, accelerated)
-        return found, _axes(run).get("pp", (rank,))
+        found = _steps(run, simulation, answers, train_loader, datamodule, batch, samples, facts, accelerated, roles)
+        if strategy.pipelined:
+            roles.weighted = strategy.weighted
+        return found
 
 
 @contextmanager
@@ -145,6 +175,7 @@ def _steps(
     samples: int,
     facts: Facts,
     accelerated: bool,
+    roles: Roles,
 ) -> RankTrace:
     """Set up the training and run two windows; the second is recorded."""
     engine = run.engine
@@ -160,6 +191,9 @@ def _steps(
         # A plan takes a few steps more than a short training has, and a schedule may end with it.
         run.set_optimizers(run.optimizers, run.schedulers, automatic=False)
         observer.name(run.module)
+        pipeline: Any = engine.strategy
+        if pipeline.pipelined:
+            pipeline.weighted = roles.weighted
         facts.ready(run, batch)
         engine.window.agree = list  # all ranks are like this one
         _begin(run, answers)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from llama import SHAPES, Llama
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -84,6 +85,30 @@ def transformer(optimizer: Callable[..., Any]) -> TrainModule:
     return made
 
 
+def counted(optimizer: Callable[..., Any]) -> TrainModule:
+    """The same with a loss over the tokens that count: ``Loss(sum, count)``."""
+    made: TrainModule = parity().Transformer(weighted=True)
+    return made
+
+
+class TinyLlama(Llama):
+    """In its tiny size, for batches of a ``TensorDataset``; with ``sequence_parallel`` its logits stay cut over the vocabulary."""
+
+    def __init__(self, optimizer: Callable[..., Any]) -> None:
+        super().__init__(SHAPES["tiny"])
+        self.optimizer = optimizer
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch[0], batch_idx)
+
+
+def tokens(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(count * 9).view(count, 9) % SHAPES["tiny"].vocabulary)
+
+
 def sentences(count: int) -> TensorDataset:
     table = parity()
     ids = torch.arange(count * (table.TOKENS + 1)).view(count, -1) % table.VOCAB
@@ -127,6 +152,8 @@ class Job:
 
 TP, TOGETHER, APART = partial(MeshParallel, tp=2), partial(adamw, foreach=True), partial(sgd, momentum=0.9)
 PIPELINE = partial(MeshParallel, pp=2)
+CUT = partial(PIPELINE, tp=2, sequence_parallel=True, loss_parallel=True)
+LLAMA: dict[str, Any] = {"net": TinyLlama, "data": tokens}
 TWO_STAGES = ("interleaved", "zero_bubble", *parity().IN_A_V)
 CLIPPED = {"gradient_clip_val": 0.1}
 BF16 = {"precision": "bf16-mixed"}
@@ -176,6 +203,7 @@ JOBS: dict[str, Job] = {
     "tp, sequence": Job(2, partial(TP, sequence_parallel=True), net=transformer, data=sentences),
     "pp": Job(2, PIPELINE),
     "pp of 4 parts, clipped": Job(2, partial(PIPELINE, num_microbatches=4), CLIPPED),
+    "pp, loss of sums": Job(2, PIPELINE, CLIPPED, net=counted, data=sentences),
     "gpipe": Job(2, partial(PIPELINE, schedule="gpipe", num_microbatches=4), {}, sgd),
     **{name: Job(2, partial(PIPELINE, schedule=name, num_microbatches=4)) for name in TWO_STAGES},
     "four hybrid": Job(4, partial(FSDP, dp_replicate=2, dp_shard=2)),
@@ -188,6 +216,14 @@ JOBS: dict[str, Job] = {
     "four pp x fsdp": Job(4, PIPELINE),
     "four pp x ddp": Job(4, partial(PIPELINE, dp_replicate=2, dp_shard=1)),
     "four pp x tp": Job(4, partial(PIPELINE, tp=2)),
+    "four pp x tp, sequence": Job(4, partial(PIPELINE, tp=2, sequence_parallel=True), net=transformer, data=sentences),
+    "four pp x tp, llama": Job(4, CUT, CLIPPED, **LLAMA),
+    "four pp x tp, llama, bf16": Job(4, CUT, {"precision": "bf16-mixed"}, **LLAMA),
+    "four pp x tp, llama, full checkpointing": Job(
+        4, partial(CUT, num_microbatches=4), {"activation_checkpointing": "full"}, **LLAMA
+    ),
+    "four pp x tp, llama, interleaved": Job(4, partial(CUT, schedule="interleaved", num_microbatches=4), **LLAMA),
+    "four pp x tp, llama, a norm ends a stage": Job(4, partial(CUT, split=["head"]), **LLAMA),
     "four stages": Job(4, partial(MeshParallel, pp=4)),
     **(of_deepspeed() if parity().STAGES else {}),
 }

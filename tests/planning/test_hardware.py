@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from callbacks import peak_flops
-from engine.planning.device_table import ALIASES, DEVICES, DTYPES, Reached
+from engine.planning.device_table import ALIASES, DEVICES, DTYPES, Link, Reached
 from engine.planning.devices import hardware, linked, rate
 
 # What torch's device names are, for the table of the throughput monitor.
@@ -73,6 +73,8 @@ def test_a_device_by_its_numbers() -> None:
     host = hardware("measured:cpu,16GiB,fp32=6e10,host=2e-6,2e10")
     assert (host.caching, host.reserved, host.per_node) == (False, 0, 1)  # as of the CPU
     assert (host.memory, host.peak("float32"), host.dispatch, host.bandwidth) == (16 * 2**30, 6e10, 2e-6, 2e10)
+    assert host.is_host
+    assert hardware("measured:cpu,16GiB,fp32=6e10,host=2e-6,dtensor=3e-5,2e10").dtensor == 3e-5
     small = hardware("h100,96GB")
     assert (small.memory, small.bandwidth) == (96 * 10**9, 3.35e12)
 
@@ -115,6 +117,12 @@ def test_links() -> None:
     assert found.reached.compute == 0.7
     assert rate("2 GiB/s", "storage") == 2 * 2**30
     assert rate(5e9, "storage") == 5e9
+    found = linked(h100, "measured:1e9:5e-5,reduce_scatter=5e8:1e-4,1e8:1e-3")
+    assert found.within.of("reduce_scatter") == Link(5e8, 1e-4)
+    assert found.within.of("all_gather") is found.within
+    assert found.between == Link(1e8, 1e-3)
+    with pytest.raises(ValueError, match="unknown kind of collective 'reduce_scater'; did you mean 'reduce_scatter'"):
+        linked(h100, "1e9,reduce_scater=1e8")
     for wrong in ("1,2,3", "", "fast", "5GB/s:soon", "0"):
         with pytest.raises(ValueError, match=f"^network '{wrong}': .*(give|positive|bandwidth)"):
             linked(h100, wrong)
