@@ -84,5 +84,5 @@ def test_the_command_line_and_python_take_the_same_texts() -> None:
 def test_a_search_is_over_its_own_ranks() -> None:
     fit = Fit(accelerator="cpu", devices=2, strategy="ddp")  # two processes, were it to run here
     found = fit.search_plans(Net(), rows(8, 4), world_size=1, device="cpu", largest=4, first=True)
+    assert found.world_size == 1
     assert found.best is not None
-    assert str(found.best.candidate.layout) == "single"
