@@ -224,9 +224,8 @@ class Fit:
             Exception: whatever the module or a callback raised, unchanged.
         """
         datamodule, train_loader = _datamodule(datamodule, train_loader)
-        search = partial(self.search_plans, module, train_loader, datamodule=datamodule)
         with (
-            naming_what_fits(search if self.names_what_fits else None),
+            naming_what_fits(self, module, train_loader, datamodule),
             self._start(
                 module, "fit", partial(setup.training_loader, given=train_loader, datamodule=datamodule)
             ) as run,
@@ -370,9 +369,10 @@ class Fit:
         world_size: int,
         nodes: int | None = None,
         device: str | Hardware = "h100",
-        links: str | None = None,
+        network: str | None = None,
+        memory_limit: int | str | None = None,
         price: float | None = None,
-        storage: float | None = None,
+        storage: float | str | None = None,
         datamodule: DataModule | None = None,
     ) -> Plan:
         """Forecast this training on ``world_size`` ranks: memory, communication, time and cost; traced in this process, without data.
@@ -387,9 +387,10 @@ class Fit:
             nodes: machines; ``None``: as many as the device's usual nodes need.
             device: ``"h100"``, ``"a100-80gb"``, ... (:data:`engine.planning.device_table.DEVICES`), or memory, operations and bytes a second:
                 ``"80GiB,1e15,3e12"``.
-            links: bandwidths of one device within and between nodes, ``"450GB/s,50GB/s"``; ``None``: the device's usual ones.
+            network: bandwidths of one device within and between nodes, ``"450GB/s,50GB/s"``; ``None``: the device's usual ones.
+            memory_limit: bytes, or text such as ``"2GiB"``, that a rank may use; ``None``: what the device has.
             price: of one device for one hour.
-            storage: bytes a second that checkpoints are written with.
+            storage: bytes a second that checkpoints are written with, or text such as ``"5GB/s"``.
 
         Raises:
             RuntimeError: this process is in a job (``torch.distributed`` is initialized), or the module is in a run.
@@ -399,10 +400,7 @@ class Fit:
             self._simulated,
             _own_or_function(module),
             *_datamodule(datamodule, train_loader),
-            world_size=world_size,
-            nodes=nodes,
-            device=device,
-            links=links,
+            planning.cluster_of(world_size, nodes, device, network, memory_limit),
             price=price,
             storage=storage,
         )
@@ -416,7 +414,7 @@ class Fit:
         world_size: int,
         nodes: int | None = None,
         device: str | Hardware = "h100",
-        links: str | None = None,
+        network: str | None = None,
         memory_limit: int | str | None = None,
         datamodule: DataModule | None = None,
         **options: Any,
@@ -426,19 +424,12 @@ class Fit:
         Each trains as many samples in a step as this ``Fit`` would if all ranks saw different data, or ``global_batch_size``.
 
         Args:
-            module, train_loader, world_size, nodes, device, links, datamodule: as in :meth:`plan`.
-            memory_limit: bytes, or text such as ``"2GiB"``, that a rank may use; ``None``: what the device has.
+            module, train_loader, world_size, nodes, device, network, memory_limit, datamodule: as in :meth:`plan`.
             options: ``precisions``, ``largest``, ``seconds``, ``first``, ``report``, as of :func:`engine.planning.search_run.search_plans`.
         """
-        where = {
-            "world_size": world_size,
-            "nodes": nodes,
-            "device": device,
-            "links": links,
-            "memory_limit": memory_limit,
-        }
+        where = planning.cluster_of(world_size, nodes, device, network, memory_limit)
         data = _own_or_function(module), *_datamodule(datamodule, train_loader)
-        found: PlanSearch = planning.search_plans(self, lambda fit: fit._simulated, *data, **where, **options)
+        found: PlanSearch = planning.search_plans(self, lambda fit: fit._simulated, *data, where, **options)
         return found
 
     def _simulated(self, module: TrainModule, group: Group) -> Run:

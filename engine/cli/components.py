@@ -65,9 +65,7 @@ def components_of(
             if resolved.file
             else "there is no ./fit.yaml with a section model:"
         )
-        raise UsageError(
-            f"nothing to run: name a TrainModule, as in 'fit run my.module:Net' or 'fit run net.py' ({where})"
-        )
+        raise UsageError(f"no TrainModule is named: give it as the target, as in my.module:Net or net.py ({where})")
     if not (isinstance(model.target, type) and issubclass(model.target, TrainModule)):
         raise UsageError(
             f"{model.origin('')}: {model.path!r} is {_kind(model.target)}, not a TrainModule: subclass engine.TrainModule"

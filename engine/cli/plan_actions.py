@@ -19,12 +19,13 @@ from engine.cli.run_actions import log_to_terminal, to_build
 from engine.cli.targets import importable_here
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
-from engine.planning.devices import hardware, network, rate
+from engine.planning.cluster import cluster_of
 from engine.planning.plan import Plan
 from engine.planning.plan_table import show
+from engine.planning.planned_run import costs
 from engine.planning.search import PlanSearch, Tried
-from engine.planning.search_run import limited
 from engine.planning.search_table import show as show_search
+from engine.planning.tables import console
 from engine.planning.tracing import NeedsValues
 from engine.utils.log import logger
 
@@ -45,28 +46,28 @@ def _plan(arguments: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):
         found = planned(wanted, arguments)
     if isinstance(found, PlanSearch):
-        return _show_search(found, arguments.json)
+        _print(found.as_json(), show_search, arguments.json)
+        return OK if found.best else DOES_NOT_FIT
+    _print(found.as_json(), show, arguments.json)
     if arguments.page is not None:
-        found.write_page(arguments.page)
-    if arguments.json:
-        print(json.dumps(found.as_json(), indent=1))
-    else:
-        from rich.console import Console
-
-        show(found.as_json(), Console())
-        if arguments.page is not None:
-            print(f"The page is {arguments.page}.")
+        _write_page(found, arguments.page, quiet=arguments.json)
     return OK if found.fits else DOES_NOT_FIT
 
 
-def _show_search(found: PlanSearch, as_json: bool) -> int:
+def _print(found: dict[str, Any], show: Callable[[Any, Any], None], as_json: bool) -> None:
     if as_json:
-        print(json.dumps(found.as_json(), indent=1))
+        print(json.dumps(found, indent=1))
     else:
-        from rich.console import Console
+        show(found, console())
 
-        show_search(found.as_json(), Console())
-    return OK if found.best else DOES_NOT_FIT
+
+def _write_page(found: Plan, name: str, quiet: bool) -> None:
+    try:
+        found.write_page(name)
+    except OSError as error:
+        raise UsageError(f"--page {name}: cannot be written: {error.strerror or error}") from None
+    if not quiet:
+        print(f"The page is {name}.")
 
 
 def _report(tried: Tried) -> None:
@@ -77,27 +78,23 @@ def _report(tried: Tried) -> None:
 
 def planned(wanted: Components, arguments: argparse.Namespace) -> Plan | PlanSearch:
     """The plan of what ``wanted`` describes, on what the options ask for."""
-    device = hardware(arguments.device)
-    if arguments.network is not None:
-        device = network(arguments.network, device)
-    device = limited(device, arguments.memory_limit)
-    storage = None if arguments.storage is None else rate(arguments.storage, "--storage")
-    if arguments.price is not None and arguments.price < 0:
-        raise UsageError(f"--price {arguments.price}: a price is not negative")
     world_size = arguments.world_size if arguments.world_size is not None else _ranks(wanted.resolved.settings)
+    # Wrong options are refused before the data is made, which may take long.
+    where = cluster_of(world_size, arguments.nodes, arguments.device, arguments.network, arguments.memory_limit)
+    price, storage = costs(arguments.price, arguments.storage)
     fit, make, data = to_build(wanted, [Parsed(component) for component in wanted.objects])
     datamodule, loader = (data, None) if isinstance(data, DataModule) else (None, data)
     job = {
         "train_loader": loader,
         "datamodule": datamodule,
-        "world_size": world_size,
-        "nodes": arguments.nodes,
-        "device": device,
+        "world_size": where.world_size,
+        "nodes": where.nodes,
+        "device": where.device,
     }
     forecast: Callable[[Any], Plan | PlanSearch] = (
         partial(fit.search_plans, **job, seconds=arguments.seconds, report=_report)
         if arguments.search
-        else partial(fit.plan, **job, price=arguments.price, storage=storage)
+        else partial(fit.plan, **job, price=price, storage=storage)
     )
 
     try:

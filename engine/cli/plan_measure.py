@@ -59,10 +59,12 @@ def _text(found: Measured) -> str:
         *((f"products in {name}", f"{count(value)} operations/s") for name, value in found.peaks.items()),
         ("memory traffic", f"{size(found.bandwidth)}/s"),
         ("start of an operation", duration(found.dispatch)),
+        *([("a DTensor's besides", duration(found.dtensor))] if found.dtensor is not None else []),
         *(
-            _link(name, link)
+            row
             for name, link in (("within a node", found.within), ("between nodes", found.between))
             if link
+            for row in _link(name, link)
         ),
     ]
     lines = [*table(rows), "", "for a plan:", f"  --device {found.as_device}"]
@@ -71,5 +73,9 @@ def _text(found: Measured) -> str:
     return "\n".join(lines)
 
 
-def _link(name: str, link: Link) -> tuple[str, str]:
-    return f"link {name}", f"{size(link.bandwidth)}/s, {duration(link.latency)} a step of a ring"
+def _link(name: str, link: Link) -> list[tuple[str, str]]:
+    rows = {"all_reduce": (link.bandwidth, link.latency), **link.kinds}
+    return [
+        (f"{kind} {name}", f"{size(rate)}/s, {duration(latency)} a step of a ring")
+        for kind, (rate, latency) in rows.items()
+    ]

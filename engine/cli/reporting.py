@@ -28,6 +28,8 @@ _NEUTRAL = (
     f"{os.sep}jsonargparse{os.sep}",
 )
 """Frames of libraries between our code and the user's."""
+_TORCH = tuple(f"{place}torch{os.sep}" for place in _INSTALLED)
+_NN, _FAKE = (f"{os.sep}torch{os.sep}{part}{os.sep}" for part in ("nn", "_subclasses"))
 _MENDABLE = (ValueError, TypeError, ImportError, FileNotFoundError)
 """Exceptions of our own checks about values they were given."""
 _TOLD = (RuntimeError, OSError, FloatingPointError)
@@ -102,6 +104,7 @@ def _trim(error: BaseException) -> None:
         kept = [frame for frame in _frames(each.__traceback__) if not _is_ours(frame) and not _is_neutral(frame)]
         first = next((index for index, frame in enumerate(kept) if not _is_installed(frame)), 0)
         kept = kept[first:]  # torch's frames from our call to the first line of the user's code
+        kept = _until_shapes(kept) or kept
         if kept or isinstance(each, SyntaxError):  # which shows its own position
             each.__traceback__ = _joined(kept)
         pending += [each.__cause__, each.__context__]
@@ -132,6 +135,14 @@ def _is_installed(trace: TracebackType) -> bool:
 
 def _is_neutral(trace: TracebackType) -> bool:
     return any(part in _file(trace) for part in _NEUTRAL)
+
+
+def _until_shapes(frames: list[TracebackType]) -> list[TracebackType]:
+    """Without those in which torch computes the shape of a result that has no values: they only say how a plan works."""
+    end = next((index for index, frame in enumerate(frames) if _FAKE in _file(frame)), len(frames))
+    while 0 < end < len(frames) and _file(frames[end - 1]).startswith(_TORCH) and _NN not in _file(frames[end - 1]):
+        end -= 1  # the dispatcher's, before them
+    return frames[:end]
 
 
 def _file(trace: TracebackType) -> str:

@@ -148,7 +148,7 @@ def training_loader(run: Run, given: Any, datamodule: DataModule | None) -> None
     found = loaders_for(run, "train", given, datamodule)
     if not found:
         raise ValueError(
-            "no training data: give run(module, train_loader), a datamodule (fit run: --data my.module:Data) or a module with train_dataloader"
+            "no training data: give a train_loader, a datamodule (fit run, fit plan: --data my.module:Data) or a module with train_dataloader"
         )
     run.engine.strategy.train_with(found[0].loader)
     limit(found[0], "limit_train_batches", settings.limit_train_batches)

@@ -8,9 +8,14 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_NAMES = {"planned": "engine.planning.planned_run", "search_plans": "engine.planning.search_run"}
+_NAMES = {
+    "cluster_of": "engine.planning.cluster",
+    "job_set_aside": "engine.planning.torch_private",
+    "planned": "engine.planning.planned_run",
+    "search_plans": "engine.planning.search_run",
+}
 
-__all__ = ["planned", "search_plans"]
+__all__ = ["cluster_of", "job_set_aside", "planned", "search_plans"]
 
 
 def __getattr__(name: str) -> Any:

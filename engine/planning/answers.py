@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from engine.utils import overrides
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(overrides.__file__).parent.parent)
 _PLANNING = str(Path(__file__).parent)
+_DEEPSPEED = str(Path("site-packages", "deepspeed", "")) + os.sep
+"""Its questions in a step are those of the library: whether a gradient's norm is finite."""
 _PACKAGES = "site-packages"
 _SIGNS = ("faketensor", "fake tensor", "data is not allocated", "data pointer", "tensor subclasses", "meta tensor")
 """What torch's errors about tensors without values say."""
@@ -66,6 +69,9 @@ def _asking(frame: FrameType | None) -> str | None:
     others = None
     while frame is not None:
         name = frame.f_code.co_filename
+        if _DEEPSPEED in name:
+            frame = frame.f_back
+            continue
         own = name.startswith(_OWN)
         if own and not name.startswith(_PLANNING) and others is None:
             return None

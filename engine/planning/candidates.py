@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
 from torch import nn
 
+from engine.planning.device_table import Hardware
 from engine.strategies.pipeline_stages import has_parts
 from engine.transforms.blocks import repeated, user_module
 
@@ -24,8 +26,8 @@ _DOUBLINGS = 2
 class Layout:
     """A strategy with its degrees, on all ranks."""
 
-    strategy: str | dict[str, Any]
-    """As ``Fit(strategy=...)`` takes it."""
+    strategy: Any
+    """As ``Fit(strategy=...)`` takes it: a name, a mapping with a name, or an object."""
     data_ranks: int
     """Ranks that see different samples."""
     shards: int
@@ -34,19 +36,17 @@ class Layout:
     """Parameters or optimizer state are in host memory."""
     sharded_parameters: bool = True
     """Whether parameters and gradients are shared too, not only the optimizer state."""
-
-    @property
-    def family(self) -> tuple[Any, ...]:
-        """What it has in common with layouts that differ in degrees only."""
-        if isinstance(self.strategy, str):
-            return (self.strategy,)
-        return tuple(
-            sorted((key, value if key == "name" else value is not None) for key, value in self.strategy.items())
-        )
+    given: bool = False
+    """Somebody has asked for it."""
+    bounded: bool = True
+    """Whether ``shards`` says how much of the model state a rank has; not of strategies that others wrote."""
+    sizes: tuple[tuple[str, int], ...] = ()
+    """Its degrees, if ``strategy`` does not state them."""
 
     def degree(self, axis: str) -> int:
         """Ranks along ``"tp"`` or ``"pp"``."""
-        return int(self.strategy.get(axis, 1)) if isinstance(self.strategy, dict) else 1
+        stated = self.strategy if isinstance(self.strategy, Mapping) else {}
+        return int({**stated, **dict(self.sizes)}.get(axis, 1))
 
     def __str__(self) -> str:
         return written(self.strategy)
@@ -74,6 +74,27 @@ class Candidate:
             "accumulate_grad_batches": self.window,
         }
 
+    def code(self, derived: bool) -> str:
+        """The arguments in Python; ``derived``: ``global_batch_size`` gives the window."""
+        parts = {"strategy": in_python(self.layout.strategy), "precision": _value(self.precision)}
+        if self.activation_checkpointing is not None:
+            parts["activation_checkpointing"] = _value(self.activation_checkpointing)
+        if not derived:
+            parts["accumulate_grad_batches"] = str(self.window)
+        return f"Fit({', '.join(f'{key}={text}' for key, text in parts.items())})"
+
+    def command(self, derived: bool) -> str | None:
+        """The same as options of ``fit run``; ``None``: an object cannot be written there."""
+        named = (str, Mapping)
+        if not isinstance(self.layout.strategy, named) or not isinstance(self.precision, str):
+            return None
+        parts = [f"strategy={written(self.layout.strategy)}", f"precision={self.precision}"]
+        if self.activation_checkpointing is not None:
+            parts.append(f"activation_checkpointing={self.activation_checkpointing}")
+        if not derived:
+            parts.append(f"accumulate_grad_batches={self.window}")
+        return "--set " + " ".join(shlex.quote(part) for part in parts)
+
     def __str__(self) -> str:
         recompute = self.activation_checkpointing
         recomputed = "" if recompute is None else f", activation_checkpointing={recompute!r}"
@@ -83,10 +104,36 @@ class Candidate:
         )
 
 
-def written(strategy: str | Mapping[str, Any]) -> str:
-    """A strategy as one types it after ``strategy=``: ``fsdp``, or ``{name: mesh, tp: 2}``."""
+def in_python(strategy: Any) -> str:
+    """A strategy as one types it in a script: ``"fsdp"``, ``{"name": "mesh", "tp": 2}``, or ``MeshParallel(tp=2)``."""
+    if isinstance(strategy, str):
+        return f'"{strategy}"'
+    if isinstance(strategy, Mapping):
+        return "{" + ", ".join(f'"{key}": {_value(value)}' for key, value in strategy.items()) + "}"
+    if not is_dataclass(strategy):
+        return f"{type(strategy).__name__}(...)"
+    told = [
+        f"{each.name}={_value(getattr(strategy, each.name))}"
+        for each in fields(strategy)
+        if each.init and each.repr and getattr(strategy, each.name) != _default(each)
+    ]
+    return f"{type(strategy).__name__}({', '.join(told)})"
+
+
+def _value(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) and '"' not in value else repr(value)
+
+
+def _default(of: Any) -> Any:
+    return of.default if of.default_factory is MISSING else of.default_factory()
+
+
+def written(strategy: Any) -> str:
+    """A strategy as one types it after ``strategy=``: ``fsdp``, or ``{name: mesh, tp: 2}``; an object as in a script."""
     if isinstance(strategy, str):
         return strategy
+    if not isinstance(strategy, Mapping):
+        return in_python(strategy)
     return (
         "{"
         + ", ".join(
@@ -102,7 +149,9 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // each for each in small)})
 
 
-def layouts(model: nn.Module, world_size: int, per_node: int, offload: bool = True) -> list[Layout]:
+def layouts(
+    model: nn.Module, world_size: int, per_node: int, offload: bool = True, planned: bool = False
+) -> list[Layout]:
     """Every strategy that could train ``model`` on these ranks, the simplest first.
 
     Tensor parallel stays within a node and hybrid sharding shards within one. A model without a plan for tensor parallel, or without pipeline
@@ -113,7 +162,9 @@ def layouts(model: nn.Module, world_size: int, per_node: int, offload: bool = Tr
         world_size: ranks.
         per_node: ranks of a node.
         offload: whether devices have memory apart from the host's.
+        planned: a plan for tensor parallel is given, so that the model needs none.
     """
+    planned = planned or has_plan(model)
     if world_size == 1:
         return [Layout("single", 1, 1), *_zero(1)]
     node = divisors(per_node)[1:]
@@ -123,13 +174,13 @@ def layouts(model: nn.Module, world_size: int, per_node: int, offload: bool = Tr
     found += _zero(world_size)
     tensor = [each for each in node if world_size % each == 0 and each <= _MOST_TP]
     depth = divisors(world_size)[1:]
-    if not has_plan(model):
+    if not planned:
         tensor = tensor[:1]
     if not has_parts(user_module(model)):
         depth = depth[:1]
     found += [_mesh(world_size, tp=tp) for tp in tensor]
     found += [each for pp in depth for each in _pipelines(world_size, pp)]
-    if has_plan(model) and has_parts(user_module(model)):
+    if planned and has_parts(user_module(model)):
         found += [_mesh(world_size, pp=pp, tp=tp) for tp in tensor for pp in depth if world_size % (tp * pp) == 0]
     found.append(Layout({"name": "fsdp", "cpu_offload": True}, world_size, world_size, offloaded=True))
     return list({str(each): each for each in found if offload or not each.offloaded}.values())
@@ -191,8 +242,12 @@ def micro_batches(given: int, share: int) -> list[int]:
     return sorted(size for size in wanted if share % size == 0)
 
 
-def precisions(given: Any, device: str, asked: Sequence[Any]) -> list[Any]:
-    """The precisions to try: those asked for, else the given one, and bf16 beside full precision on a GPU."""
+def precisions(given: Any, device: Hardware, asked: Sequence[Any]) -> list[Any]:
+    """The precisions to try: those asked for, else full precision and beside it the half one for which a GPU has units."""
     if asked:
         return list(asked)
-    return [given, "bf16-mixed"] if str(given) == "32-true" and device != "cpu" else [given]
+    if str(given) != "32-true" or device.is_host:
+        return [given]
+    if "bfloat16" in device.peaks:
+        return [given, "bf16-mixed"]
+    return [given, "16-mixed"] if "float16" in device.peaks else [given]

@@ -28,6 +28,12 @@ class Link:
     """Bytes a second of one device in one direction, as the vendor states it."""
     latency: float
     """Seconds of one step of a ring."""
+    kinds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Bandwidth and latency of kinds of collectives (``"reduce_scatter"``) that differ from these, as they were measured."""
+
+    def of(self, kind: str) -> Link:
+        """What a collective of this kind finds."""
+        return Link(*self.kinds[kind]) if kind in self.kinds else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,10 @@ class Hardware:
     """Bytes that the driver's context and the kernels take besides torch's allocator."""
     dispatch: float = 5e-6
     """Seconds that the host needs to start one operation: a lower bound of each operation's time in eager mode."""
+    dtensor: float = 50e-6
+    """Seconds that the host needs besides for an operation on a ``DTensor``, to find out what it means for the local one: 30 to 70 us on a server."""
+    is_host: bool = False
+    """Whether the device is the host's own processor: what starts operations also computes, and sends, one after another."""
     reached: Reached = Reached()
     source: str = ""
     notes: tuple[str, ...] = field(default=())
@@ -245,6 +255,7 @@ _TABLE = (
         per_node=1,
         caching=False,
         reserved=0,
+        is_host=True,
         source="assumed: 16 cores with AVX2, two channels of DDR4-3200, gloo over the loopback; fit plan --measure measures this machine",
     ),
 )

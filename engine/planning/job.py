@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from engine.data.prepared_loader import PreparedLoader
 from engine.loop.run import Run
+from engine.planning import torch_private
 from engine.planning.bubble import STAGES
 from engine.planning.paper_formulas import Shape, sequence_of, shape_of
 from engine.utils.tree import batch_size
@@ -45,10 +47,12 @@ class Job:
     """Those of them that are trained."""
     parameter_bytes: int = 0
     """Of the whole model, parameters and buffers, as a checkpoint has them."""
+    buffer_bytes: int = 0
+    """Those of them that are buffers."""
     optimizer_bytes: int | None = None
     """Of the whole optimizer state in a checkpoint; ``None``: as much for each byte of parameters as on the traced ranks."""
     samples_per_epoch: int | None = None
-    """Over all ranks; ``None``: the loader has no length."""
+    """That all ranks together train on; ``None``: the loader has no length."""
     steps_per_epoch: int | None = None
     total_steps: int | None = None
     """``None``: only a time or a callback ends the run."""
@@ -68,29 +72,6 @@ class Job:
     def as_json(self) -> dict[str, Any]:
         """Plain dicts and values."""
         return asdict(self)
-
-
-def machines_for(world_size: int, nodes: int | None, per_node: int) -> int:
-    """The nodes of a job.
-
-    Args:
-        world_size: its ranks.
-        nodes: that were asked for; ``None``: as few as have room for the ranks, where a node has room for ``per_node``.
-
-    Raises:
-        ValueError: the ranks do not divide evenly over the nodes.
-    """
-    if world_size < 1:
-        raise ValueError(f"world_size={world_size} must be at least 1")
-    wanted = -(-world_size // per_node) if nodes is None else nodes
-    if wanted < 1 or world_size % wanted:
-        given = (
-            f"nodes={nodes}"
-            if nodes is not None
-            else f"{wanted} nodes of up to {per_node} devices: give the number of nodes"
-        )
-        raise ValueError(f"world_size={world_size} ranks do not divide evenly over {given}")
-    return wanted
 
 
 class Facts:
@@ -124,7 +105,7 @@ class Facts:
             "tf32": settings.matmul_precision in ("high", "medium"),
             "compiled": bool(settings.compile),
             "checkpointing": settings.activation_checkpointing,
-            "samples_per_epoch": _samples(run.train_loader, (batch_size(batch) or 0) * window * data_ranks),
+            "samples_per_epoch": _samples(run.train_loader, (batch_size(batch) or 0) * data_ranks, window, batches),
             "steps_per_epoch": None if batches is None else -(-batches // window),
             "total_steps": run.total_steps,
             "shape": None if shape is None else replace(shape, sequence=sequence_of(batch)),
@@ -135,10 +116,12 @@ class Facts:
         parameters = list(module.parameters())
         count = sum(prod(each.shape) for each in parameters)
         if count > self._found.get("parameters", -1):
+            buffers = _bytes(torch_private.persistent_buffers(module))
             self._found |= {
                 "parameters": count,
                 "trainable": sum(prod(each.shape) for each in parameters if each.requires_grad),
-                "parameter_bytes": sum(prod(t.shape) * t.element_size() for t in (*parameters, *module.buffers())),
+                "parameter_bytes": _bytes(parameters) + buffers,
+                "buffer_bytes": buffers,
             }
 
     def job(self, world_size: int, nodes: int) -> Job:
@@ -146,8 +129,13 @@ class Facts:
         return Job(world_size=world_size, nodes=nodes, **self._found)
 
 
-def _samples(loader: PreparedLoader | None, each_step: int) -> int | None:
-    """Of an epoch, over all ranks; the loader counts in samples, or in ready batches."""
-    if loader is None or loader.samples is None or not each_step:
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(prod(each.shape) * each.element_size() for each in tensors)
+
+
+def _samples(loader: PreparedLoader | None, each_batch: int, window: int, batches: int | None) -> int | None:
+    """Of an epoch, over all ranks: all of the loader's, which counts in samples or in ready batches, or those of as many ``batches`` as are read."""
+    if loader is None or loader.samples is None or not each_batch:
         return None
-    return round(loader.samples / loader.stride * each_step)
+    found = round(loader.samples / loader.stride * each_batch * window)
+    return found if batches is None else min(found, batches * each_batch)

@@ -1,30 +1,42 @@
-"""What this machine reaches: arithmetic, memory traffic, and links between the ranks of a job."""
+"""What this machine reaches: arithmetic, memory traffic, the host's work, and links between the ranks of a job."""
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
+from engine.planning import torch_private
 from engine.planning.device_table import Link
 from engine.planning.network import START_S
 from engine.utils import accelerator
 
 _SECONDS = 0.2
-"""Of each repetition at least; the fastest of three counts."""
-_SMALL, _LARGE = 8, 32 * 2**20
-"""Bytes of the collectives that latency and bandwidth are measured with."""
+"""Of each repetition at least; the median of three counts: other work on the machine slows some of them down."""
+_REPETITIONS = 3
+_SMALL = 8
+"""Bytes of the collectives that latency is measured with."""
+_LARGE, _LARGE_ON_CPU = 32 * 2**20, 8 * 2**20
+"""Of those that bandwidth is measured with."""
+_ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+"""How often each kind goes around the ring, as in :mod:`engine.planning.network`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The slowest rank's numbers, with all ranks at work at once."""
+    """What a rank reaches with all ranks at work at once: the slowest of ranks that have a device each, the mean of those that share a processor."""
 
     device: str
     ranks: int
@@ -33,6 +45,9 @@ class Measured:
     """Operations a second by the short name of the dtype, ``"bf16"``."""
     bandwidth: float = 0.0
     dispatch: float = 0.0
+    """Seconds to start an operation of a training, with what Python and autograd do for it."""
+    dtensor: float | None = None
+    """Seconds that an operation on a ``DTensor`` takes besides; ``None``: one rank alone."""
     within: Link | None = None
     """Between ranks of one node; ``None``: no node has two."""
     between: Link | None = None
@@ -43,7 +58,8 @@ class Measured:
         """For ``--device``."""
         base = "cpu," if self.device == "cpu" else ""
         speeds = ",".join(f"{name}={value:.3g}" for name, value in self.peaks.items())
-        return f"measured:{base}{self.memory},{speeds},host={self.dispatch:.2g},{self.bandwidth:.3g}"
+        wrapped = "" if self.dtensor is None else f",dtensor={self.dtensor:.2g}"
+        return f"measured:{base}{self.memory},{speeds},host={self.dispatch:.2g}{wrapped},{self.bandwidth:.3g}"
 
     @property
     def as_network(self) -> str | None:
@@ -51,33 +67,48 @@ class Measured:
         links = [each for each in (self.within, self.between) if each is not None]
         if not links:
             return None
-        return "measured:" + ",".join(f"{each.bandwidth:.3g}:{each.latency:.2g}" for each in links)
+        return "measured:" + ",".join(
+            ",".join(
+                [
+                    f"{each.bandwidth:.3g}:{each.latency:.2g}",
+                    *(f"{kind}={rate:.3g}:{latency:.2g}" for kind, (rate, latency) in each.kinds.items()),
+                ]
+            )
+            for each in links
+        )
 
 
 def measured(group: Group) -> Measured:
-    """Measure on all ranks of a job at once, about ten seconds. A collective."""
-    device = group.device
-    with torch.inference_mode():
-        own = {f"peak {name}": _product(device, dtype, tf32) for name, dtype, tf32 in _dtypes(device)}
-        own |= {"bandwidth": _copy(device), "per_second": _starts(device)}
-        own |= {name: value for name, value in _links(group).items() if value}
-    own["memory"] = _memory(group)
-    rows = gather_json(group, own)
-    slowest = {name: min(row[name] for row in rows) for name in own if all(name in row for row in rows)}
+    """Measure on all ranks of a job at once, about twenty seconds. A collective."""
+    clock = _Clock(group)
+    own = {f"peak {name}": _product(clock, dtype, tf32) for name, dtype, tf32 in _dtypes(group.device)}
+    own |= {"bandwidth": _copy(clock), **_host(clock), **_links(group), "memory": float(_memory(group))}
+    found = _together(group, gather_json(group, own))
     return Measured(
-        device=device.type,
+        device=group.device.type,
         ranks=group.world_size,
-        memory=int(slowest["memory"]),
-        peaks={name.removeprefix("peak "): value for name, value in slowest.items() if name.startswith("peak ")},
-        bandwidth=slowest["bandwidth"],
-        dispatch=1 / slowest["per_second"],
-        within=_link(slowest, "within"),
-        between=_link(slowest, "between"),
+        memory=int(found["memory"]),
+        peaks={name.removeprefix("peak "): value for name, value in found.items() if name.startswith("peak ")},
+        bandwidth=found["bandwidth"],
+        dispatch=1 / found["starts"],
+        dtensor=1 / found["dtensors"] if "dtensors" in found else None,
+        within=_link(found, "within"),
+        between=_link(found, "between"),
     )
 
 
+def _together(group: Group, rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The slowest rank's. Ranks that share a processor take turns, and one that is ahead waits for the others: then the mean of a node's."""
+    each = group.world_size // _nodes(group) if group.device.type == "cpu" else 1
+    nodes = [rows[first : first + each] for first in range(0, len(rows), each)]
+    return {name: min(fmean(row[name] for row in node) for node in nodes) for name in rows[0]}
+
+
 def _link(found: dict[str, float], name: str) -> Link | None:
-    return Link(found[f"{name} rate"], 1 / found[f"{name} per_second"]) if f"{name} rate" in found else None
+    if f"{name} all_reduce rate" not in found:
+        return None
+    kinds = {kind: (found[f"{name} {kind} rate"], 1 / found[f"{name} {kind} steps"]) for kind in _ROUNDS}
+    return Link(*kinds.pop("all_reduce"), kinds)
 
 
 def _dtypes(device: torch.device) -> list[tuple[str, torch.dtype, bool]]:
@@ -91,52 +122,131 @@ def _dtypes(device: torch.device) -> list[tuple[str, torch.dtype, bool]]:
     return found
 
 
-def _product(device: torch.device, dtype: torch.dtype, tf32: bool) -> float:
+class _Clock:
+    """Times work that all ranks do at once.
+
+    Args:
+        group: of the ranks, which begin together.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.device = group, group.device
+
+    def rate(self, work: Callable[[], object]) -> float:
+        """Calls a second: the median of a few repetitions."""
+        return self.rates(work)[0]
+
+    def rates(self, *works: Callable[[], object]) -> list[float]:
+        """The same of several, which take turns: they are compared."""
+        for work in works:
+            self._timed(work, 0.0)
+        found = [[self._timed(work, _SECONDS) for work in works] for _ in range(_REPETITIONS)]
+        return [median(each) for each in zip(*found, strict=True)]
+
+    def seconds(self, work: Callable[[], object], calls: int) -> float:
+        """Of one call of so many, equally many on all ranks: the median of a few repetitions."""
+        found = []
+        for _ in range(_REPETITIONS + 1):
+            self.group.barrier()
+            began = time.perf_counter()
+            for _ in range(calls):
+                work()
+            self._finish()
+            found.append((time.perf_counter() - began) / calls)
+        return median(found[1:])  # the first opens connections
+
+    def _timed(self, work: Callable[[], object], seconds: float) -> float:
+        self.group.barrier()
+        self._finish()
+        began, calls, many, taken = time.perf_counter(), 0, 1, 0.0
+        while calls == 0 or taken < seconds:
+            for _ in range(many):
+                work()
+            self._finish()
+            calls, many, taken = calls + many, many * 2, time.perf_counter() - began
+        return calls / taken
+
+    def _finish(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+def _product(clock: _Clock, dtype: torch.dtype, tf32: bool) -> float:
     """Operations a second in a product of large square matrices."""
-    n = 1024 if device.type == "cpu" else 8192
-    a, b = (torch.ones(n, n, device=device, dtype=dtype) for _ in range(2))
+    n = 512 if clock.device.type == "cpu" else 8192
+    a, b = (torch.ones(n, n, device=clock.device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     try:
-        return 2 * n**3 / _fastest(lambda: torch.mm(a, b, out=out), device)
+        return 2 * n**3 * clock.rate(lambda: torch.mm(a, b, out=out))
     finally:
         torch.set_float32_matmul_precision(before)
 
 
-def _copy(device: torch.device) -> float:
+def _copy(clock: _Clock) -> float:
     """Bytes a second, read and written, in a copy that no cache holds."""
-    size = 2**28 if device.type == "cpu" else 2**30
-    source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    return 2 * size / _fastest(lambda: target.copy_(source), device)
+    size = 2**26 if clock.device.type == "cpu" else 2**30
+    source, target = (torch.zeros(size, dtype=torch.uint8, device=clock.device) for _ in range(2))
+    return 2 * size * clock.rate(lambda: target.copy_(source))
 
 
-def _starts(device: torch.device) -> float:
-    """Operations on one element that the host starts in a second."""
-    one = torch.zeros(1, device=device)
-    return 1 / _fastest(lambda: one.add_(1.0), device, many=1000)
+class _Count(torch_private.Mode):
+    """Counts operations as a plan does: views, and those on wrapped tensors before they come with the local ones, are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = self.wrapped = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch_private.wraps(types):
+            self.wrapped += 1
+            return NotImplemented
+        self.plain += not operator.is_view
+        return operator(*args, **(kwargs or {}))
 
 
-def _fastest(work: Callable[[], object], device: torch.device, many: int = 1) -> float:
-    """Seconds of one call, of the fastest of three repetitions."""
+def _host(clock: _Clock) -> dict[str, float]:
+    """Operations a second that the host starts in the passes of a network whose tensors are tiny, and what wrapping them as ``DTensor`` costs."""
+    width = 8
+    net = nn.Sequential(*(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in range(8))).to(
+        clock.device
+    )
+    x = torch.ones(1, width, device=clock.device)
+    plain = _passes(net, x)
+    with _Count() as counted:
+        plain()
+    if clock.group.world_size == 1:
+        return {"starts": clock.rate(plain) * counted.plain}
+    mesh = _alone(clock.group)
+    sharded = copy.deepcopy(net)
+    for module in sharded.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            local = DTensor.from_local(parameter.detach(), mesh, [Replicate()], run_check=False)
+            module.register_parameter(name, nn.Parameter(local))
+    both = _passes(sharded, DTensor.from_local(x, mesh, [Replicate()], run_check=False))
+    with _Count() as counted_both:
+        both()
+    plain_s, both_s = (1 / rate for rate in clock.rates(plain, both))
+    start = plain_s / counted.plain
+    besides = (both_s - start * counted_both.plain) / counted_both.wrapped
+    return {"starts": 1 / start, "dtensors": 1 / max(besides, 1e-7)}
 
-    def timed(calls: int) -> float:
-        _finish(device)
-        began = time.perf_counter()
-        for _ in range(calls):
-            work()
-        _finish(device)
-        return time.perf_counter() - began
 
-    timed(many)
-    while (taken := timed(many)) < _SECONDS:
-        many *= max(2, int(_SECONDS / max(taken, 1e-9)))
-    return min(taken, timed(many), timed(many)) / many
+def _passes(net: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    def forward_and_backward() -> None:
+        with torch.enable_grad():
+            net.zero_grad(set_to_none=True)
+            net(x).sum().backward()
+
+    return forward_and_backward
 
 
-def _finish(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+def _alone(group: Group) -> DeviceMesh:
+    """A mesh of this rank, so that operations on it send nothing."""
+    channel = group.divided([[rank] for rank in range(group.world_size)])
+    assert channel is not None
+    return DeviceMesh.from_group(channel, group.device.type)
 
 
 def _memory(group: Group) -> int:
@@ -151,35 +261,41 @@ def _nodes(group: Group) -> int:
 
 
 def _links(group: Group) -> dict[str, float]:
-    """Bandwidth of a device, and steps of a ring a second, of all-reduces within the nodes and between them."""
+    """Bandwidth of a device, and steps of a ring a second, of collectives within the nodes and between them."""
     ranks, nodes = group.world_size, _nodes(group)
     each = ranks // nodes
     found: dict[str, float] = {}
     if each > 1:
-        found |= _reductions(group, [range(node * each, (node + 1) * each) for node in range(nodes)], "within")
+        found |= _rings(group, [range(node * each, (node + 1) * each) for node in range(nodes)], "within")
     if nodes > 1:
-        found |= _reductions(group, [range(local, ranks, each) for local in range(each)], "between")
+        found |= _rings(group, [range(local, ranks, each) for local in range(each)], "between")
     return found
 
 
-def _reductions(group: Group, parts: Sequence[range], name: str) -> dict[str, float]:
-    """Of all-reduces in each of ``parts`` at the same time."""
-    channel = group.divided([list(part) for part in parts])
-    size = len(parts[0])
-    times = {}
-    for length in (_SMALL, _LARGE):
-        tensor = torch.zeros(length // 4, device=group.device)
-        calls = 200 if length == _SMALL else 5
-        best = float("inf")
-        for repetition in range(4):  # the first opens connections
-            group.barrier()
-            began = time.perf_counter()
-            for _ in range(calls):
-                dist.all_reduce(tensor, group=channel)
-            _finish(group.device)
-            if repetition:
-                best = min(best, (time.perf_counter() - began) / calls)
-        times[length] = best
-    step = max(times[_SMALL] - START_S, 1e-7) / (2 * (size - 1))
-    moving = max(times[_LARGE] - times[_SMALL], 1e-9)
-    return {f"{name} rate": 2 * (size - 1) / size * _LARGE / moving, f"{name} per_second": 1 / step}
+def _rings(group: Group, parts: Sequence[range], name: str) -> dict[str, float]:
+    """Of each kind of collective in each of ``parts`` at the same time."""
+    channel, size = group.divided([list(part) for part in parts]), len(parts[0])
+    clock, found = _Clock(group), {}
+    large = _LARGE_ON_CPU if group.device.type == "cpu" else _LARGE
+    for kind, rounds in _ROUNDS.items():
+        small_s, large_s = (_collective(clock, kind, length, size, channel) for length in (_SMALL, large))
+        step = max(small_s - START_S, 1e-7) / (rounds * (size - 1))
+        found[f"{name} {kind} steps"] = 1 / step
+        found[f"{name} {kind} rate"] = rounds * (size - 1) / size * large / max(large_s - small_s, 1e-9)
+    return found
+
+
+def _collective(clock: _Clock, kind: str, length: int, size: int, channel: Any) -> float:
+    """Seconds of a collective of about so many bytes between ``size`` ranks."""
+    part = torch.zeros(max(1, length // 4 // size), device=clock.device)
+    whole = torch.zeros(part.numel() * size, device=clock.device)
+    calls = 100 if length == _SMALL else 5
+    # Their names until torch 2.12; later ones warn of these.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=channel),
+        "all_gather": lambda: gather(whole, part, group=channel),
+        "reduce_scatter": lambda: scatter(part, whole, group=channel),
+    }
+    return clock.seconds(work[kind], calls)

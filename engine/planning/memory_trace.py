@@ -36,6 +36,8 @@ class Held:
     kind: str = TEMPORARIES
     """Its last use: a result of the forward pass that the backward pass needs was an activation from the start."""
     alive: Any = None
+    on_host: bool = False
+    """It is in the host's memory when the job has an accelerator."""
 
 
 class MemoryTrace:
@@ -64,8 +66,8 @@ class MemoryTrace:
             self._event(found, found.size)
         return found
 
-    def mark(self, tensors: Iterable[Any], kind: str, module: str | None = None) -> None:
-        """These tensors' storages are of this kind, and belong to this module."""
+    def mark(self, tensors: Iterable[Any], kind: str, module: str | None = None, on_host: bool | None = None) -> None:
+        """These tensors' storages are of this kind, and belong to this module; ``None``: to the same as before, also of ``on_host``."""
         for tensor in tensors:
             for part in local_parts(tensor):
                 if part.device.type == "meta":  # what another rank has
@@ -73,6 +75,7 @@ class MemoryTrace:
                 if (held := self.note(part)) is not None:
                     held.kind = kind
                     held.module = held.module if module is None else module
+                    held.on_host = held.on_host if on_host is None else on_host
 
     def used_to_communicate(self, tensors: Iterable[Tensor]) -> None:
         """A collective reads or writes these tensors."""
@@ -149,9 +152,13 @@ class MemoryTrace:
         self._log = []
 
     def leave_out(self, kinds: Collection[str]) -> None:
-        """What is of these kinds is in another memory."""
-        self._at_start = [(held, size) for held, size in self._at_start if held.kind not in kinds]
-        self._log = [event for event in self._log or [] if event[0].kind not in kinds]
+        """What is of these kinds, and what was marked so, is in the host's memory."""
+
+        def left(held: Held) -> bool:
+            return held.kind not in kinds and not held.on_host
+
+        self._at_start = [(held, size) for held, size in self._at_start if left(held)]
+        self._log = [event for event in self._log or [] if left(event[0])]
 
     def timeline(self) -> tuple[Moment, ...]:
         """The recorded step: for each stretch in one module the moment with the most memory."""

@@ -13,7 +13,7 @@ START_S = 10e-6
 ASSUMPTIONS = (
     f"a collective takes {START_S * 1e6:.0f} us to start, a latency for each step of its ring, and its bytes over what is reached of the bandwidth",
     "rings: an all-reduce moves 2(n-1)/n of its bytes through each device, a gather, a scatter and an all-to-all (n-1)/n, a broadcast all of them",
-    "an all-reduce takes the faster of a ring and a double binary tree, whose latency grows with log2 of the nodes",
+    "an all-reduce between devices takes the faster of a ring and a double binary tree, whose latency grows with log2 of the nodes",
     "in a group on several nodes the slower of the links within a node and of all network cards of its members in a node sets the pace",
 )
 
@@ -34,10 +34,10 @@ def layout(ranks: tuple[int, ...], ranks_per_node: int) -> Layout:
     return Layout(len(ranks), len(there), min(there.values(), default=0))
 
 
-def pace(where: Layout, device: Hardware) -> float:
+def pace(where: Layout, device: Hardware, kind: str) -> float:
     """Bytes a second through each member of a group, as the links are stated."""
-    within = device.within.bandwidth if where.ranks > where.nodes else float("inf")
-    between = device.between.bandwidth * where.fewest if where.nodes > 1 else float("inf")
+    within = device.within.of(kind).bandwidth if where.ranks > where.nodes else float("inf")
+    between = device.between.of(kind).bandwidth * where.fewest if where.nodes > 1 else float("inf")
     return min(within, between)
 
 
@@ -49,19 +49,19 @@ def seconds(each: Collective, device: Hardware, ranks_per_node: int) -> float:
     if where.ranks < 2 or not each.count:
         return 0.0
     n, size = where.ranks, each.bytes / each.count
-    speed = pace(where, device) * device.reached.links
+    speed = pace(where, device, each.kind) * device.reached.links
     share = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0}.get(each.kind, (n - 1) / n)
     rounds = 2 if each.kind == "all_reduce" else 1
-    one = START_S + rounds * _ring(where, device) + share * size / speed
-    if each.kind == "all_reduce":
+    one = START_S + rounds * _ring(where, device, each.kind) + share * size / speed
+    if each.kind == "all_reduce" and not device.is_host:
         one = min(one, START_S + 2 * _tree(where, device) + 2 * size / speed)
     return each.count * one
 
 
-def _ring(where: Layout, device: Hardware) -> float:
+def _ring(where: Layout, device: Hardware, kind: str) -> float:
     """Latency of one way around: most steps stay within a node."""
     across = where.nodes - 1 if where.nodes > 1 else 0
-    return (where.ranks - 1 - across) * device.within.latency + across * device.between.latency
+    return (where.ranks - 1 - across) * device.within.of(kind).latency + across * device.between.of(kind).latency
 
 
 def _tree(where: Layout, device: Hardware) -> float:
@@ -72,5 +72,5 @@ def _tree(where: Layout, device: Hardware) -> float:
 def _point_to_point(each: Collective, device: Hardware, ranks_per_node: int) -> float:
     """To or from neighbours on the axis: within a node only if the whole axis is."""
     where = layout(each.ranks, ranks_per_node)
-    link = device.within if where.nodes == 1 else device.between
+    link = (device.within if where.nodes == 1 else device.between).of(each.kind)
     return each.count * (START_S + link.latency) + each.bytes / (link.bandwidth * device.reached.links)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.planning import torch_private
-from engine.planning.plan import Operation
+from engine.planning.rank_trace import WRAPPED, Operation
 from engine.utils.tree import leaves
 
 
@@ -31,6 +31,11 @@ class OperationTrace:
         moved = {id(t): t.numel() * t.element_size() for t in (*inputs, *outputs)}
         dtype = str((inputs or outputs)[0].dtype).removeprefix("torch.")
         key = (str(operator.overloadpacket), dtype, flops, sum(moved.values()), phase)
+        self._counts[key] = self._counts.get(key, 0) + 1
+
+    def wrapped(self, operator: Any, phase: str) -> None:
+        """A call on a tensor that wraps others, such as a ``DTensor``: the host finds out what it means for those, and calls it again."""
+        key = (f"{WRAPPED}.{operator.overloadpacket}", "", 0, 0, phase)
         self._counts[key] = self._counts.get(key, 0) + 1
 
     def operations(self) -> tuple[Operation, ...]:

@@ -4,35 +4,59 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from engine import planning
 from engine.config.file_size import size_in_bytes
-from engine.distributed.environment import detect
-from engine.planning.devices import hardware
+from engine.distributed.environment import Environment, detect
+from engine.planning.devices import Hardware, hardware
 from engine.planning.plan_text import size
 
 SECONDS = 20.0
 """No further plan begins after so many."""
+_HOST = ("can't allocate memory", "not enough memory")
+"""In the messages of torch's allocator for the host, whose errors are plain ``RuntimeError`` objects."""
 
 
 @contextmanager
-def naming_what_fits(search: Callable[..., Any] | None) -> Iterator[None]:
-    """A ``torch.OutOfMemoryError`` that leaves the block has a note with the first candidate that fits. It stays the same error.
+def naming_what_fits(fit: Any, module: Any, train_loader: Any, datamodule: Any) -> Iterator[None]:
+    """An out-of-memory error that leaves the block has a note with the first candidate that fits. It stays the same error.
+
+    In a job each rank that runs out of memory plans for itself: the others wait for it in a collective, and end with it.
 
     Args:
-        search: :meth:`engine.Fit.search_plans` of the run, without world size and device; ``None``: no note.
+        fit: an :class:`engine.Fit`; its ``names_what_fits`` turns notes off.
+        module, train_loader, datamodule: of its run.
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        if search is not None and (memory := device_memory(str(error))) is not None:
-            error.add_note(_note(search, memory))
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if fit.names_what_fits and (device := _device(error)) is not None:
+            error.add_note(_note(fit, module, {"train_loader": train_loader, "datamodule": datamodule}, device))
         raise
+
+
+def _device(error: BaseException) -> Hardware | None:
+    """The device whose memory is full; ``None``: the error is another one, or the size is not known."""
+    if isinstance(error, torch.OutOfMemoryError):
+        memory = device_memory(str(error))
+        return None if memory is None else replace(hardware("h100"), memory=memory)
+    if isinstance(error, MemoryError) or any(text in str(error) for text in _HOST):
+        return replace(hardware("cpu"), memory=_host_memory(detect(os.environ)))
+    return None
+
+
+def _host_memory(environment: Environment) -> int:
+    """Bytes that a rank may have: its share of the host's, or the process's limit (``ulimit -v``)."""
+    share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // environment.local_world_size
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return share if limit == resource.RLIM_INFINITY else min(share, limit)
 
 
 def device_memory(message: str = "") -> int | None:
@@ -46,16 +70,21 @@ def device_memory(message: str = "") -> int | None:
     return None
 
 
-def _note(search: Callable[..., Any], memory: int) -> str:
+def _note(fit: Any, module: Any, data: dict[str, Any], device: Hardware) -> str:
     environment = detect(os.environ)
-    ranks = environment.world_size
-    command = f"fit plan TARGET --search --world-size {ranks} --device h100,{memory / 2**30:.1f}GiB"
-    if torch.distributed.is_initialized():
-        # The other ranks wait for this one, and end with it: it has no time to plan.
-        return f"What would fit on these {ranks} ranks: {command}"
+    joined = torch.distributed.is_initialized()
+    ranks = torch.distributed.get_world_size() if joined else environment.world_size
+    memory = device.memory
+    command = f"fit plan TARGET --search --world-size {ranks} --device {device.name},{memory / 2**30:.2f}GiB"
+    where = {"world_size": ranks, "nodes": environment.num_nodes}
+    if any(hasattr(parameter, "placements") for parameter in module.parameters()):
+        return f"The strategy has divided the module among the ranks, so this process cannot plan what would fit; in one of its own: {command}"
     try:
-        device = replace(hardware("h100"), memory=memory, name=f"a device of {size(memory)}")
-        found = search(world_size=ranks, nodes=environment.num_nodes, device=device, seconds=SECONDS, first=True)
+        with planning.job_set_aside() if joined else nullcontext():
+            # Later micro-batches may be larger than the planned one: what fails needs more than its plan, and so may the others.
+            needed = fit.plan(module, **data, **where, device=device).peak_bytes
+            less = replace(device, memory=min(memory, needed - 1))
+            found = fit.search_plans(module, **data, **where, device=less, seconds=SECONDS, first=True)
     except (Exception, KeyboardInterrupt) as failed:
         return f"What would fit could not be planned ({type(failed).__name__}: {failed}); {command} plans it in a process of its own"
     best = found.best
@@ -69,5 +98,5 @@ def _note(search: Callable[..., Any], memory: int) -> str:
     settings = ", ".join(f"{name}={value!r}" for name, value in best.candidate.settings.items() if value is not None)
     return (
         f"What fits by a plan: Fit({settings}) with micro-batches of {best.candidate.micro_batch} samples; it needs {size(best.plan.peak_bytes)} "
-        f"of {size(memory)}. What else does: {command}"
+        f"of {size(memory)}, this run {size(needed)}. What else does: {command}"
     )

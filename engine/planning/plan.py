@@ -16,7 +16,8 @@ from engine.planning.device_table import Hardware
 from engine.planning.job import Job
 from engine.planning.paper_formulas import Check
 from engine.planning.plan_page import page
-from engine.planning.plan_table import printed
+from engine.planning.plan_table import show
+from engine.planning.plan_text import plural
 from engine.planning.rank_trace import Collective as Collective
 from engine.planning.rank_trace import Memory as Memory
 from engine.planning.rank_trace import Moment as Moment
@@ -24,6 +25,7 @@ from engine.planning.rank_trace import Operation as Operation
 from engine.planning.rank_trace import RankTrace as RankTrace
 from engine.planning.roofline import model_flops
 from engine.planning.step_time import StepTime
+from engine.planning.tables import printed
 
 VERSION = 1
 """Of :meth:`Plan.as_json`: keys may be added; a change of meaning makes it larger."""
@@ -187,14 +189,12 @@ class Plan:
 
     @cached_property
     def _optimizer_bytes(self) -> int:
-        optimizer = self.job.optimizer_bytes
-        if optimizer is None:
-            states = [trace.timeline[-1].memory if trace.timeline else trace.peak.memory for trace in self.traces]
-            kept = sum(each.parameters for each in states)
-            optimizer = (
-                round(sum(each.optimizer_state for each in states) / kept * self.job.parameter_bytes) if kept else 0
-            )
-        return optimizer
+        if self.job.optimizer_bytes is not None:
+            return self.job.optimizer_bytes
+        states = [trace.timeline[-1].memory if trace.timeline else trace.peak.memory for trace in self.traces]
+        kept = sum(each.parameters for each in states)
+        whole = self.job.parameter_bytes - self.job.buffer_bytes
+        return round(sum(each.optimizer_state for each in states) / kept * whole) if kept else 0
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -218,12 +218,15 @@ class Plan:
         found = [
             f"device: {device.source or 'given'}",
             *device.notes,
-            f"{job.ranks_per_node} ranks share a node ({job.nodes} nodes), in the order of their numbers",
             *allocator.assumptions(device, self.worst.collectives),
             *roofline.assumptions(device, tf32=job.tf32, compiled=job.compiled),
         ]
+        if job.nodes > 1:
+            found.append(
+                f"neighbouring ranks share a node: {plural(job.ranks_per_node, 'rank')} on each of {job.nodes}"
+            )
         if job.world_size > 1:
-            found += [*network.ASSUMPTIONS, *step_time.ASSUMPTIONS]
+            found += [*network.ASSUMPTIONS, *step_time.assumptions(device)]
         if job.schedule is not None:
             found.append(
                 f"pipeline: the bubble of {job.schedule} by {SOURCES[job.schedule]}; all stages as slow as the slowest"
@@ -332,7 +335,7 @@ class Plan:
         return path
 
     def __str__(self) -> str:
-        return printed(self.as_json())
+        return printed(self.as_json(), show)
 
 
 def _moment(moment: Moment) -> dict[str, Any]:
@@ -367,10 +370,17 @@ def _checks(plan: Plan) -> tuple[Check, ...]:
     if job.schedule is None and job.checkpointing in (None, "full"):
         each = plan.worst
         samples = each.samples // max(1, each.micro_batches)
-        half = 4 if job.precision in ("32-true", "64-true") else 2
+        # Without it activations between the parallel parts are reduced, not scattered.
+        sequence_parallel = any(one.axis == "tp" and one.kind == "reduce_scatter" for one in each.collectives)
         kept = paper_formulas.activations(
-            shape, samples, bytes_each=half, tp=job.axes.get("tp", 1), full=job.checkpointing == "full"
+            shape,
+            samples,
+            bytes_each={"64-true": 8, "32-true": 4}.get(job.precision, 2),
+            tp=job.axes.get("tp", 1),
+            sequence_parallel=sequence_parallel,
+            full=job.checkpointing == "full",
         )
+        formula = "2 s b h l" if job.checkpointing else f"s b h l {'34/t' if sequence_parallel else '(10 + 24/t)'}"
         traced = max((moment.memory.activations for moment in each.timeline), default=each.peak.memory.activations)
-        found.append(Check("activations", traced, kept, "s b h l (10 + 24/t), Korthikanti et al. 2022"))
+        found.append(Check("activations", traced, kept, f"{formula}, Korthikanti et al. 2022"))
     return tuple(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,18 +18,10 @@ from engine.planning.plan_text import (
     title,
     verdict,
 )
+from engine.planning.tables import bullets, table
 
 _MOST = 8
 """Rows of a table of modules."""
-
-
-def printed(plan: Mapping[str, Any], width: int = 140) -> str:
-    """The tables as text without colours."""
-    from rich.console import Console
-
-    file = io.StringIO()
-    show(plan, Console(file=file, width=width, color_system=None, legacy_windows=False))
-    return file.getvalue().rstrip()
 
 
 def show(plan: Mapping[str, Any], console: Any) -> None:
@@ -58,35 +49,22 @@ def show(plan: Mapping[str, Any], console: Any) -> None:
     _print(console, *_pairs("The run", run_rows(plan)))
     if rows := check_rows(plan):
         _print(console, *_checks(rows))
-    for line in filter(None, [agreeing(plan)]):
-        console.print(Text(line))
+    if said := agreeing(plan):
+        console.print(Text(said))
     console.print(Text("Assumed:", style="bold"))
-    for line in plan["assumptions"]:
-        console.print(Text(f"  - {line}"))
+    console.print(bullets(plan["assumptions"]))
 
 
-def _print(console: Any, heading: str, table: Any) -> None:
+def _print(console: Any, heading: str, rows: Any) -> None:
     from rich.text import Text
 
     console.print()
     console.print(Text(heading, style="bold"))
-    console.print(table)
-
-
-def _table(*columns: str) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    made = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for index, column in enumerate(columns):
-        left = not index or column in ("", "axis", "phase", "source", "beside the pass")
-        made.add_column(column, justify="left" if left else "right", overflow="fold")
-    return made
+    console.print(rows)
 
 
 def _pairs(heading: str, rows: list[tuple[str, str]]) -> tuple[str, Any]:
-    made = _table("", "")
-    made.show_header = False
+    made = table("", "", left=("",), folds=("",))
     for row in rows:
         made.add_row(*row)
     return heading, made
@@ -95,7 +73,7 @@ def _pairs(heading: str, rows: list[tuple[str, str]]) -> tuple[str, Any]:
 def _memory(plan: Mapping[str, Any]) -> tuple[str, Any]:
     ranks = plan["ranks"]
     named = [f"rank {each['rank']}{': ' + each['role'] if each['role'] else ''}" for each in ranks]
-    made = _table("", *named)
+    made = table("", *named)
     columns = [dict(need_rows(each["need"], each["peak"]["memory"])) for each in ranks]
     for row in dict.fromkeys(name for column in columns for name in column):
         made.add_row(row, *(size(column.get(row, 0)) for column in columns))
@@ -105,23 +83,23 @@ def _memory(plan: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _held(held: Mapping[str, int]) -> tuple[str, Any]:
-    made = _table("", "bytes")
+    made = table("module", "bytes", folds=("module",))
     for name, value in list(held.items())[:_MOST]:
         made.add_row(name or "(outside of modules)", size(value))
     return "Held by modules at the peak", made
 
 
 def _sent(plan: Mapping[str, Any]) -> tuple[str, Any]:
-    """Of the rank that sets the pace; the others send alike."""
+    """Of the rank that sets the pace; the others send alike. The title has the ranks of each axis."""
     slowest = max(plan["ranks"], key=lambda each: each["step_s"])
-    made = _table("kind", "axis", "phase", "beside the pass", "ranks", "count", "bytes", "time")
+    text = ("axis", "phase", "overlaps")
+    made = table("kind", *text, "count", "bytes", "time", left=text, folds=("phase",))
     for each in sorted(slowest["collectives"], key=lambda one: -one["seconds"]):
         made.add_row(
             each["kind"],
             each["axis"],
             each["phase"],
             "yes" if each["overlaps"] else "no",
-            str(each["group_size"]),
             count(each["count"]),
             size(each["bytes"]),
             duration(each["seconds"]),
@@ -130,7 +108,7 @@ def _sent(plan: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _checks(rows: list[tuple[str, str, str, str]]) -> tuple[str, Any]:
-    made = _table("", "traced", "formula", "source")
+    made = table("", "traced", "formula", "source", left=("source",), folds=("source",))
     for row in rows:
         made.add_row(*row)
     return "Published formulas that differ from the trace by more than 20 %", made

@@ -40,6 +40,17 @@ def count(value: float) -> str:
     return f"{value:.0f}"
 
 
+def plural(value: float, word: str) -> str:
+    """``"1 node"``, ``"2 nodes"``, ``"58.8 epochs"``."""
+    text = f"{value:.3g}" if isinstance(value, float) else str(value)
+    return f"{text} {word}" if text == "1" else f"{text} {word}s"
+
+
+def money(value: float) -> str:
+    """``"1,234.50"``; small amounts keep two digits."""
+    return f"{value:,.2f}" if value >= 1 or not value else f"{value:.2g}"
+
+
 def duration(value: float | None) -> str:
     """Seconds: ``"1.20 ms"``, ``"3.4 h"``."""
     if value is None:
@@ -64,7 +75,7 @@ def title(plan: Mapping[str, Any]) -> str:
     axes = " x ".join(f"{name}={ranks}" for name, ranks in job["axes"].items())
     return (
         f"{job['strategy']}{f' ({axes})' if axes else ''} in {job['precision']} on {job['world_size']} x {device['name']}, "
-        f"{nodes} node{'s' if nodes > 1 else ''} of {job['world_size'] // nodes}"
+        f"{plural(nodes, 'node')} of {job['world_size'] // nodes}"
     )
 
 
@@ -89,11 +100,9 @@ def time_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     time = plan["time"]
     worst = next(each for each in plan["ranks"] if each["step_s"] == max(rank["step_s"] for rank in plan["ranks"]))
     compute = worst["compute"]
+    between = f", between {duration(time['best_s'])} (all communication hidden) and {duration(time['worst_s'])} (none)"
     rows = [
-        (
-            "step",
-            f"{duration(time['step_s'])}, between {duration(time['best_s'])} (all communication hidden) and {duration(time['worst_s'])} (none)",
-        ),
+        ("step", duration(time["step_s"]) + (between if plan["job"]["world_size"] > 1 else "")),
         (
             "compute",
             f"{duration(time['compute_s'])}: {duration(compute['arithmetic_s'])} bound by arithmetic, {duration(compute['memory_s'])} by memory, "
@@ -132,19 +141,21 @@ def run_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("model", f"{count(job['parameters'])} parameters, {count(job['trainable'])} trained"),
         (
             "samples",
-            f"{data['samples_per_rank_and_step']} a step and rank, {data['samples_per_step']} a step over {job['data_ranks']} data ranks",
+            f"{data['samples_per_rank_and_step']} a step and rank, {data['samples_per_step']} a step over {plural(job['data_ranks'], 'data rank')}",
         ),
     ]
     if data["samples_per_epoch"]:
-        rows.append(("epoch", f"{data['samples_per_epoch']} samples, {data['steps_per_epoch']} steps"))
+        rows.append(
+            ("epoch", f"{plural(data['samples_per_epoch'], 'sample')}, {plural(data['steps_per_epoch'], 'step')}")
+        )
     if data["steps"]:
-        epochs = f", {data['epochs']:.3g} epochs" if data["epochs"] else ""
-        rows.append(("training", f"{data['steps']} steps{epochs}: {duration(data['seconds'])}"))
+        epochs = f", {plural(data['epochs'], 'epoch')}" if data["epochs"] else ""
+        rows.append(("training", f"{plural(data['steps'], 'step')}{epochs}: {duration(data['seconds'])}"))
     seconds = f", {duration(checkpoint['seconds'])} to write" if checkpoint["seconds"] is not None else ""
     rows.append(("checkpoint", f"{size(checkpoint['bytes'])} in at most {checkpoint['files']} files{seconds}"))
-    if cost["price_per_device_hour"]:
-        total = f", {cost['total']:,.2f} for the training" if cost["total"] is not None else ""
-        rows.append(("cost", f"{cost['per_1000_steps']:,.2f} for 1000 steps{total}"))
+    if cost["price_per_device_hour"] is not None:
+        total = f", {money(cost['total'])} for the training" if cost["total"] is not None else ""
+        rows.append(("cost", f"{money(cost['per_1000_steps'])} for 1000 steps{total}"))
     return rows
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isfinite
 from typing import Any
 
 from engine.data.datamodule import DataModule
 from engine.module import TrainModule
-from engine.planning.devices import Hardware, hardware, network
-from engine.planning.job import Facts, machines_for
+from engine.planning.cluster import Cluster
+from engine.planning.devices import rate
+from engine.planning.job import Facts
 from engine.planning.plan import Plan
 from engine.planning.tracing import Start, trace
 
@@ -18,26 +20,33 @@ def planned(
     module: TrainModule | Callable[[], TrainModule],
     datamodule: DataModule | None,
     train_loader: Any,
+    where: Cluster,
     *,
-    world_size: int,
-    nodes: int | None,
-    device: str | Hardware,
-    links: str | None,
     price: float | None,
-    storage: float | None,
+    storage: float | str | None,
 ) -> Plan:
     """The plan; arguments as of :meth:`engine.Fit.plan`, and ``start`` of a ``Fit``, as for :func:`engine.planning.tracing.trace`."""
-    where = hardware(device) if links is None else network(links, hardware(device))
-    machines = machines_for(world_size, nodes, where.per_node)
+    price, storage = costs(price, storage)
     facts = Facts()
     traces = trace(
         start,
         module,
         train_loader,
-        world_size=world_size,
-        nodes=machines,
+        world_size=where.world_size,
+        nodes=where.nodes,
         datamodule=datamodule,
         facts=facts,
-        accelerated=where.caching,
+        accelerated=where.device.caching,
     )
-    return Plan(tuple(traces), facts.job(world_size, machines), where, price, storage)
+    return Plan(tuple(traces), facts.job(where.world_size, where.nodes), where.device, price, storage)
+
+
+def costs(price: float | None, storage: float | str | None) -> tuple[float | None, float | None]:
+    """A price of one device for one hour, and bytes a second of storage.
+
+    Raises:
+        ValueError: one of them is not a number above 0 (a price may be 0).
+    """
+    if price is not None and not (isfinite(price) and price >= 0):
+        raise ValueError(f"price={price}: give what one device costs for one hour, at least 0")
+    return price, None if storage is None else rate(storage, "storage")

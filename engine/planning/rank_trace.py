@@ -41,12 +41,27 @@ class Moment:
     memory: Memory
 
 
+KINDS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "all_to_all",
+    "reduce",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+)
+"""Of collectives, and of transfers between two ranks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Collective:
     """The collectives of one kind over one mesh axis that a rank takes part in during one phase of a step."""
 
     kind: str
-    """``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"broadcast"``, ``"all_to_all"``, ``"send"`` or ``"recv"``."""
+    """One of :data:`KINDS`."""
     axis: str
     """The mesh axis (``"dp_shard"``, ``"tp"``, ``"pp"``, ...); ``"world"`` for all ranks."""
     ranks: tuple[int, ...]
@@ -59,14 +74,18 @@ class Collective:
     """As in :class:`Moment`."""
 
 
+WRAPPED = "DTensor"
+"""What the names of operations begin with that take the host's time alone: those on tensors that wrap local ones, which follow by themselves."""
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """Equal operations of a step."""
 
     name: str
-    """As the dispatcher knows it: ``"aten.mm"``."""
+    """As the dispatcher knows it: ``"aten.mm"``; after :data:`WRAPPED` and a point, what the host does for a ``DTensor``."""
     dtype: str
-    """In which it computes: ``"bfloat16"``."""
+    """In which it computes: ``"bfloat16"``; ``""`` for those."""
     flops: int
     """Of one call; a multiplication and an addition are two."""
     bytes: int

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from engine.planning.device_table import Hardware
-from engine.planning.rank_trace import Operation
+from engine.planning.rank_trace import WRAPPED, Operation
 
 STEP_PHASES = ("forward", "backward", "optimizer step")
 
@@ -24,7 +24,7 @@ class Compute:
     memory_s: float = 0.0
     """Of those that memory traffic bounds."""
     dispatch_s: float = 0.0
-    """Of those that are over before the host has started the next one."""
+    """In which the device waits for the host to start operations."""
     peak_s: float = 0.0
     """All FLOPs at the full peak of their dtype: no step is faster."""
 
@@ -33,11 +33,14 @@ class Compute:
         """FLOPs for each byte of memory traffic."""
         return self.flops / self.bytes if self.bytes else 0.0
 
+    def __add__(self, other: Compute) -> Compute:
+        return Compute(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
 
 def compute(
     operations: Iterable[Operation], device: Hardware, *, tf32: bool = False, compiled: bool = False
 ) -> Compute:
-    """Of these operations, one after another.
+    """Of these operations, one after another. The host starts them: beside a device, at most as far ahead as these operations go.
 
     Args:
         operations: of a step, or a part of it.
@@ -46,20 +49,26 @@ def compute(
             upper bound, as fused ones keep values in registers.
     """
     flops = moved = 0
-    peak = 0.0
+    peak = host = 0.0
     bound = {"arithmetic": 0.0, "memory": 0.0, "dispatch": 0.0}
+    start = 0.0 if compiled else device.dispatch
     for each in operations:
+        if each.name.startswith(f"{WRAPPED}."):
+            host += 0.0 if compiled else each.count * device.dtensor
+            continue
+        host += each.count * start
         fastest = each.flops / device.peak(each.dtype, tf32)
         times = {
             "arithmetic": fastest / device.reached.compute,
             "memory": each.bytes / (device.bandwidth * device.reached.memory),
-            "dispatch": 0.0 if compiled else device.dispatch,
+            "dispatch": 0.0 if device.is_host else start,
         }
         longest = max(times, key=lambda name: times[name])
         bound[longest] += each.count * times[longest]
         flops += each.count * each.flops
         moved += each.count * each.bytes
         peak += each.count * fastest
+    bound["dispatch"] += host if device.is_host else max(0.0, host - sum(bound.values()))
     return Compute(flops, moved, sum(bound.values()), bound["arithmetic"], bound["memory"], bound["dispatch"], peak)
 
 
@@ -68,14 +77,21 @@ def assumptions(device: Hardware, *, tf32: bool, compiled: bool) -> list[str]:
     found = [
         f"reached: {device.reached.compute:.0%} of the dense peak by arithmetic, {device.reached.memory:.0%} of the memory's bandwidth by its "
         f"traffic, {device.reached.links:.0%} of the links' by collectives",
-        "each operation takes the longest of its arithmetic, its memory traffic (each operand read once, each result written once) and its start",
+        "each operation takes the longer of its arithmetic and its memory traffic (each operand read once, each result written once)",
     ]
     if compiled:
         found.append(
             "compiled: the host's time for starting operations is left out; memory traffic is that of the single operations, which fusion lowers"
         )
     else:
-        found.append(f"eager: the host starts an operation every {device.dispatch * 1e6:.0f} us")
+        beside = (
+            "and takes part in nothing else meanwhile"
+            if device.is_host
+            else "beside the device, which waits for it if it is slower"
+        )
+        found.append(
+            f"eager: the host starts an operation in {device.dispatch * 1e6:.0f} us, one on a DTensor in {device.dtensor * 1e6:.0f} us more, {beside}"
+        )
     if "tf32" in device.peaks:
         found.append(
             "float32 products are computed in TF32"

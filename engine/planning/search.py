@@ -5,105 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 from engine.planning.candidates import RECOMPUTE, Candidate, Layout, micro_batches
 from engine.planning.plan import Plan
 from engine.planning.plan_text import size as written_size
-from engine.planning.search_table import printed
+from engine.planning.search_result import VERDICTS
+from engine.planning.search_result import PlanSearch as PlanSearch
+from engine.planning.search_result import Tried as Tried
 
 Planner = Callable[[Candidate], Plan]
 """Plans a candidate; its errors are the strategy's own."""
-VERDICTS = ("fits", "too large", "slower", "refused", "failed", "not planned")
 _ELEMENT = {"64-true": 8, "bf16-true": 2, "16-true": 2}
 """Bytes of a parameter; 4 under other precisions."""
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A candidate and what became of it."""
-
-    candidate: Candidate
-    verdict: str
-    """One of :data:`VERDICTS`. ``"slower"``: not planned, because one that fits does the same with less work; ``"refused"``: by the strategy;
-    ``"failed"``: its plan ended with another error."""
-    reason: str = ""
-    """Why it does not fit, or was not planned."""
-    plan: Plan | None = None
-    """``None``: it was ruled out without a trace."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether every rank has the memory it needs."""
-        return self.verdict == "fits"
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain dicts and values."""
-        plan = self.plan
-        return {
-            **self.candidate.settings,
-            "precision": str(self.candidate.precision),
-            "micro_batch": self.candidate.micro_batch,
-            "verdict": self.verdict,
-            "reason": self.reason,
-            "need_bytes": None if plan is None else plan.peak_bytes,
-            "step_s": None if plan is None else plan.step_seconds,
-            "samples_per_second": None if plan is None else plan.samples_per_second,
-            "computed": [] if plan is None else list(plan.computed),
-            "missing": [] if plan is None else list(plan.missing),
-        }
-
-
-@dataclass(frozen=True)
-class PlanSearch:
-    """What a search has found. ``print(found)`` shows it as a table."""
-
-    tried: tuple[Tried, ...]
-    """Those that fit first, the fastest first; then those that need the least memory."""
-    world_size: int
-    device: str
-    memory_bytes: int
-    """That a rank may use."""
-    global_batch: int
-    """Samples of a step, over all ranks; the same for every candidate."""
-    seconds: float
-    """That the search took."""
-    notes: tuple[str, ...] = ()
-    """What the search assumed, and what it left out."""
-
-    @cached_property
-    def fitting(self) -> tuple[Tried, ...]:
-        """Those that fit, the fastest first."""
-        return tuple(each for each in self.tried if each.fits)
-
-    @property
-    def best(self) -> Tried | None:
-        """The fastest that fits."""
-        return self.fitting[0] if self.fitting else None
-
-    @property
-    def planned(self) -> int:
-        """How many were planned."""
-        return sum(each.plan is not None for each in self.tried)
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain dicts and lists; ``candidates`` in the order of :attr:`tried`."""
-        return {
-            "version": 1,
-            "world_size": self.world_size,
-            "device": self.device,
-            "memory_bytes": self.memory_bytes,
-            "global_batch": self.global_batch,
-            "seconds": self.seconds,
-            "planned": self.planned,
-            "candidates": [each.as_json() for each in self.tried],
-            "notes": list(self.notes),
-        }
-
-    def __str__(self) -> str:
-        return printed(self.as_json())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +37,10 @@ class Space:
     """No micro-batch is larger."""
     first: bool = False
     """End with the first that fits."""
+    derived: bool = False
+    """As of :class:`PlanSearch`."""
+    notes: Sequence[str] = ()
+    """What was given, and so is not varied."""
 
 
 def search(
@@ -154,6 +73,7 @@ def search(
         for precision in space.precisions:
             if not (space.first and any(each.fits for each in walk.tried)):
                 walk.layout(layout, precision)
+    walk.closest()
     order = {verdict: number for number, verdict in enumerate(VERDICTS)}
 
     def rank(each: Tried) -> tuple[int, float]:
@@ -162,6 +82,7 @@ def search(
         return order[each.verdict], each.plan.step_seconds if each.fits else each.plan.peak_bytes
 
     notes = [
+        *space.notes,
         f"every candidate trains {space.global_batch} samples in a step, over all ranks",
         "a micro-batch that fits rules smaller ones out, and the same with more recomputation: they take longer",
     ]
@@ -175,6 +96,7 @@ def search(
         space.global_batch,
         time.monotonic() - begun,
         tuple(notes),
+        space.derived,
     )
 
 
@@ -195,6 +117,7 @@ class _Walk:
         self.late = False
         self._model: tuple[int, int] | None = None  # parameters, trainable ones
         self._optimizer: dict[str, float] = {}  # bytes of its state for each byte of parameters, by precision
+        self._ruled_out: list[tuple[int, Candidate]] = []  # with the bytes that it needs at least
         self._refused: list[tuple[Layout, str, str]] = []  # with verdict and reason
         self._needs: dict[
             tuple[Any, ...], dict[int, int]
@@ -209,12 +132,23 @@ class _Walk:
         if not sizes:
             text = f"a step of {self._space.global_batch} samples does not divide over the {layout.data_ranks} ranks that see different data"
             self._add(Tried(first, "refused", text))
-        elif (known := self._known_refusal(layout)) is not None:
+        elif not layout.given and (known := self._known_refusal(layout)) is not None:
             self._add(Tried(first, *known))
-        elif (reason := self._too_large_without_trace(layout, precision)) is not None:
-            self._add(Tried(first, "too large", reason))
+        elif (least := self._too_large_without_trace(layout, precision)) is not None:
+            text = f"parameters, gradients and optimizer state alone need {written_size(least)} of {written_size(self._memory)}"
+            self._add(Tried(first, "too large", text))
+            self._ruled_out.append((least, self._candidate(layout, precision, self._space.recompute[-1], sizes[0])))
         else:
             self._recomputations(layout, precision, sizes)
+
+    def closest(self) -> None:
+        """If nothing fits, plan the smallest candidate of what was ruled out without a trace, where it may come closer than those planned."""
+        least = min((each.plan.peak_bytes for each in self.tried if each.plan), default=None)
+        if least is None or any(each.fits for each in self.tried) or not self._ruled_out:
+            return
+        bound, candidate = min(self._ruled_out, key=lambda each: each[0])
+        if bound < least:
+            self._try(candidate)
 
     def _recomputations(self, layout: Layout, precision: Any, sizes: list[int]) -> None:
         best = 0
@@ -324,7 +258,12 @@ class _Walk:
         self._model = plan.job.parameters, plan.job.trainable
         end = [trace.timeline[-1].memory for trace in plan.traces if trace.timeline]
         ratios = [each.optimizer_state / each.parameters for each in end if each.parameters]
-        if ratios and not candidate.layout.offloaded and candidate.layout.sharded_parameters:
+        if (
+            ratios
+            and candidate.layout.bounded
+            and not candidate.layout.offloaded
+            and candidate.layout.sharded_parameters
+        ):
             self._optimizer.setdefault(str(candidate.precision), min(ratios))
         self._needs.setdefault(_alike(candidate), {})[candidate.micro_batch] = plan.peak_bytes
 
@@ -338,9 +277,9 @@ class _Walk:
                     return verdict, f"as with {axis}={degree}: {text}"
         return None
 
-    def _too_large_without_trace(self, layout: Layout, precision: Any) -> str | None:
-        """Parameters, gradients and optimizer state alone, which every step holds at its end."""
-        if self._model is None or layout.offloaded:
+    def _too_large_without_trace(self, layout: Layout, precision: Any) -> int | None:
+        """Bytes of parameters, gradients and optimizer state alone, which every step holds at its end, if they are too many."""
+        if self._model is None or layout.given or layout.offloaded or not layout.bounded:
             return None
         parameters, trainable = self._model
         each = _ELEMENT.get(str(precision), 4)
@@ -350,9 +289,7 @@ class _Walk:
             least = state + (weights + trainable * each) / layout.shards
         else:
             least = state + weights
-        if least <= self._memory:
-            return None
-        return f"parameters, gradients and optimizer state alone need {written_size(int(least))} of {written_size(self._memory)}"
+        return None if least <= self._memory else int(least)
 
     def _at_least(self, candidate: Candidate) -> str | None:
         """Memory over the micro-batch is the largest of several straight lines: outside of two points it is not below the line through them."""

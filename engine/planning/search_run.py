@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.config.file_size import size_in_bytes
 from engine.config.resolve import Resolved
 from engine.data.datamodule import DataModule
 from engine.module import TrainModule
 from engine.planning import candidates
-from engine.planning.candidates import RECOMPUTE, Candidate, has_blocks, layouts
-from engine.planning.devices import Hardware, hardware, network
+from engine.planning.candidates import RECOMPUTE, Candidate, Layout, has_blocks, layouts
+from engine.planning.cluster import Cluster
 from engine.planning.first_batch import first_batch
-from engine.planning.job import Facts, machines_for
+from engine.planning.given_strategy import Given, given, layouts_with
+from engine.planning.job import Facts
 from engine.planning.plan import Plan
 from engine.planning.search import Planner, PlanSearch, Space, Tried, search
 from engine.planning.tracing import Start, set_up
@@ -29,6 +29,9 @@ from engine.utils.log import logger
 from engine.utils.tree import batch_size, map_tensors
 
 _ORIGIN = "the search"
+_FIXED = ("precision", "activation_checkpointing")
+"""Settings that a search varies only if nobody has given them."""
+_NOT_VARIED = "not varied: compilation, clipping, optimizers, sequence and loss parallel, a pipeline's schedule and number of parts"
 
 
 def search_plans(
@@ -37,12 +40,8 @@ def search_plans(
     module: TrainModule | Callable[[], TrainModule],
     datamodule: DataModule | None,
     train_loader: Any,
+    where: Cluster,
     *,
-    world_size: int,
-    nodes: int | None,
-    device: str | Hardware,
-    links: str | None = None,
-    memory_limit: int | str | None = None,
     precisions: Sequence[Any] = (),
     largest: int | None = None,
     seconds: float | None = None,
@@ -55,10 +54,8 @@ def search_plans(
         fit: an :class:`engine.Fit`, whose settings hold but for those that the search changes.
         start: of a ``Fit``, as for :func:`engine.planning.tracing.trace`.
         module, train_loader, datamodule: of the run.
-        world_size, nodes: of the job.
-        device, links: as of :meth:`engine.Fit.plan`.
-        memory_limit: bytes, or text such as ``"2GiB"``, that a rank may use; ``None``: what the device has.
-        precisions: to try; by default the given one, and ``bf16-mixed`` beside ``32-true`` on a GPU.
+        where: the ranks and their hardware.
+        precisions: to try; by default the given one; if nobody has given one, ``bf16-mixed`` (on GPUs without it ``16-mixed``) beside ``32-true``.
         largest: no micro-batch is larger.
         seconds: begin no further plan after so many.
         first: end with the first that fits; the simplest strategies and the least recomputation come first.
@@ -67,33 +64,61 @@ def search_plans(
     Raises:
         RuntimeError, ValueError, TypeError: as :meth:`engine.Fit.plan`.
     """
+    data = module, datamodule, train_loader
     settings = fit.settings
-    device = limited(hardware(device) if links is None else network(links, hardware(device)), memory_limit)
-    nodes = machines_for(world_size, nodes, device.per_node)
+    own = given(settings.strategy, fit.origins.get("strategy", "default"), where.world_size)
     alone = fit.from_resolved(_with(fit, {"strategy": "single", "accumulate_grad_batches": 1}), ())
-    sizes = world_size, world_size // nodes
-    batch, samples, ways, blocks = _alone(start(alone), module, datamodule, train_loader, sizes, device.caching)
-
-    plan_of = _planner(fit, module, datamodule, batch, samples, world_size, nodes, device)
-    space = Space(
-        layouts=ways,
-        precisions=candidates.precisions(settings.precision, device.name, precisions),
-        recompute=RECOMPUTE if blocks else (None,),
-        global_batch=settings.global_batch_size or samples * settings.accumulate_at(0) * world_size,
-        micro_batch=samples,
-        largest=largest,
-        first=first,
-    )
+    batch, samples, ways, blocks = _alone(start(alone), *data, where, own is not None and own.plan)
+    data_ranks = where.world_size
     with _quiet():
+        if own is not None:
+            one = _own_layout(own, start(fit.from_resolved(_with(fit, {}), ())), *data, where)
+            ways, data_ranks = layouts_with(one, own, ways), one.data_ranks
+        space = _space(fit, own, ways, blocks, where, samples, data_ranks, precisions, largest, first)
         return search(
             space,
-            plan_of,
-            world_size=world_size,
-            device=device.name,
-            memory_bytes=device.memory,
+            _planner(fit, module, datamodule, batch, samples, where),
+            world_size=where.world_size,
+            device=where.device.name,
+            memory_bytes=where.device.memory,
             seconds=seconds,
             report=report,
         )
+
+
+def _space(
+    fit: Any,
+    own: Given | None,
+    ways: Sequence[Layout],
+    blocks: bool,
+    where: Cluster,
+    samples: int,
+    data_ranks: int,
+    precisions: Sequence[Any],
+    largest: int | None,
+    first: bool,
+) -> Space:
+    """What the search goes through: what somebody has given is not varied."""
+    settings = fit.settings
+    fixed = [name for name in _FIXED if fit.origins.get(name, "default") != "default"]
+    if "precision" in fixed and not precisions:
+        precisions = [settings.precision]
+    as_given = "activation_checkpointing" in fixed or not blocks
+    return Space(
+        layouts=ways,
+        precisions=candidates.precisions(settings.precision, where.device, precisions),
+        recompute=(settings.activation_checkpointing,) if as_given else RECOMPUTE,
+        global_batch=settings.global_batch_size or samples * settings.accumulate_at(0) * data_ranks,
+        micro_batch=samples,
+        largest=largest,
+        first=first,
+        derived=settings.global_batch_size is not None,
+        notes=[
+            *(own.notes() if own else []),
+            *(f"{name}={getattr(settings, name)} was given: no other is tried" for name in fixed),
+            _NOT_VARIED,
+        ],
+    )
 
 
 def _alone(
@@ -101,13 +126,30 @@ def _alone(
     module: TrainModule | Callable[[], TrainModule],
     datamodule: DataModule | None,
     train_loader: Any,
-    sizes: tuple[int, int],
-    offload: bool,
-) -> tuple[Any, int, Any, bool]:
-    """What one rank shows: a micro-batch, its samples, the layouts for ``sizes`` (ranks, and those of a node), whether the model has blocks."""
+    where: Cluster,
+    planned: bool,
+) -> tuple[Any, int, list[Layout], bool]:
+    """What one rank shows: a micro-batch, its samples, the layouts on these ranks, whether the model has blocks."""
     with set_up(start, module, train_loader, 0, 1, 1, datamodule, Facts()) as (run, _, _):
         assert run.train_loader is not None
-        return *first_batch(run.train_loader), layouts(run.module, *sizes, offload=offload), has_blocks(run.module)
+        ways = layouts(run.module, where.world_size, where.ranks_per_node, not where.device.is_host, planned)
+        return *first_batch(run.train_loader), ways, has_blocks(run.module)
+
+
+def _own_layout(
+    own: Given,
+    start: Start,
+    module: TrainModule | Callable[[], TrainModule],
+    datamodule: DataModule | None,
+    train_loader: Any,
+    where: Cluster,
+) -> Layout:
+    """The given strategy with its degrees on these ranks."""
+    try:
+        with set_up(start, module, train_loader, 0, where.world_size, where.nodes, datamodule, Facts()) as (run, _, _):
+            return own.layout(run.engine, where.world_size)
+    except ValueError:  # it is refused, and its plan will say why
+        return own.layout(None, where.world_size)
 
 
 def _planner(
@@ -116,34 +158,23 @@ def _planner(
     datamodule: DataModule | None,
     batch: Any,
     samples: int,
-    world_size: int,
-    nodes: int,
-    device: Hardware,
+    where: Cluster,
 ) -> Planner:
     """Plans a candidate of ``fit``; its micro-batch is made of ``batch``."""
 
     def plan_of(candidate: Candidate) -> Plan:
         one = fit.from_resolved(_with(fit, candidate.settings), fit.settings.callbacks)
         rows = [resized(batch, samples, candidate.micro_batch)]
-        return one.plan(module, rows, datamodule=datamodule, world_size=world_size, nodes=nodes, device=device)
+        return one.plan(
+            module,
+            rows,
+            datamodule=datamodule,
+            world_size=where.world_size,
+            nodes=where.nodes,
+            device=where.device,
+        )
 
     return plan_of
-
-
-def limited(device: Hardware, memory: int | str | None) -> Hardware:
-    """``device`` with this much memory, in bytes or as text.
-
-    Raises:
-        ValueError: it is not a size.
-    """
-    if memory is None:
-        return device
-    try:
-        return replace(device, memory=size_in_bytes(memory))
-    except ValueError:
-        raise ValueError(
-            f"memory limit {memory!r} is not a size: give bytes, or text such as '2GiB' or '80GB'"
-        ) from None
 
 
 def resized(batch: Any, given: int, wanted: int) -> Any:
@@ -175,8 +206,9 @@ def _lists(tree: Any, given: int, rows: Sequence[int]) -> Any:
 
 
 def _with(fit: Any, changes: Mapping[str, Any]) -> Resolved:
-    """The settings of ``fit`` with these in their place. The window keeps the global batch, so that does not derive one."""
-    changed = {**changes, "global_batch_size": None}
+    """The settings of ``fit`` with these in their place. The window keeps the global batch, so that does not derive one; the ranks are
+    those of the search."""
+    changed = {**changes, "global_batch_size": None, "devices": "auto", "num_nodes": 1}
     return Resolved(replace(fit.settings, **changed), {**fit.origins, **dict.fromkeys(changed, _ORIGIN)}, fit.sections)
 
 

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from engine.planning.candidates import written
 from engine.planning.plan_text import duration, size
+from engine.planning.tables import bullets, table
 
 _MOST = 15
 """Rows of the table of what fits; ``--json`` has all."""
-
-
-def printed(found: Mapping[str, Any], width: int = 140) -> str:
-    """The tables as text without colours."""
-    from rich.console import Console
-
-    file = io.StringIO()
-    show(found, Console(file=file, width=width, color_system=None, legacy_windows=False))
-    return file.getvalue().rstrip()
 
 
 def show(found: Mapping[str, Any], console: Any) -> None:
@@ -42,45 +33,41 @@ def show(found: Mapping[str, Any], console: Any) -> None:
     )
     if fits:
         console.print(_fitting(fits))
-        console.print(Text(f"The fastest that fits: {call(fits[0])}", style="bold green"))
+        for line in _run(fits[0]):
+            console.print(Text(line, style="bold green"), soft_wrap=True)
     else:
-        console.print(Text("Nothing fits.", style="bold red"))
+        console.print(Text(_nothing(candidates, found["memory_bytes"]), style="bold red"), soft_wrap=True)
     if rest := [each for each in candidates if each["verdict"] != "fits"]:
         console.print(_rest(rest))
-    for each in found["notes"]:
-        console.print(Text(f"  - {each}"))
+    console.print(bullets(found["notes"]))
 
 
-def call(candidate: Mapping[str, Any]) -> str:
+def _run(candidate: Mapping[str, Any]) -> list[str]:
     """The settings of a candidate, as one types them."""
-    recompute = candidate["activation_checkpointing"]
-    parts = [f"--set strategy={_quoted(written(candidate['strategy']))}", f"--set precision={candidate['precision']}"]
-    parts += [] if recompute is None else [f"--set activation_checkpointing={recompute}"]
-    return " ".join(
-        [
-            *parts,
-            f"--set accumulate_grad_batches={candidate['accumulate_grad_batches']}",
-            f"with micro-batches of {candidate['micro_batch']}",
-        ]
+    commands = [] if candidate["set"] is None else [f"  fit run ... {candidate['set']}"]
+    return [
+        f"The fastest that fits, with a loader that gives batches of {candidate['micro_batch']} to each rank:",
+        *commands,
+        f"  {candidate['fit']}",
+    ]
+
+
+def _nothing(candidates: Iterable[Mapping[str, Any]], memory: int) -> str:
+    """What comes closest, if nothing fits."""
+    planned = [each for each in candidates if each["need_bytes"] is not None]
+    if not planned:
+        return "Nothing fits."
+    least = min(planned, key=lambda each: each["need_bytes"])
+    return (
+        f"Nothing fits. The closest needs {size(least['need_bytes'])} of {size(memory)}: {least['fit']}, "
+        f"micro-batches of {least['micro_batch']}"
     )
-
-
-def _quoted(text: str) -> str:
-    return f"'{text}'" if " " in text else text
 
 
 def _fitting(rows: list[Mapping[str, Any]]) -> Any:
-    made = _table(
-        "What fits, the fastest first",
-        "strategy",
-        "precision",
-        "recompute",
-        "micro-batch",
-        "window",
-        "needs",
-        "step",
-        "samples/s",
-    )
+    numbers = ("micro-batch", "window", "needs", "step", "samples/s")
+    text = ("strategy", "precision", "recompute")
+    made = table(*text, *numbers, left=text, folds=("strategy",), title="What fits, the fastest first")
     for each in rows[:_MOST]:
         made.add_row(
             written(each["strategy"])
@@ -101,7 +88,8 @@ def _fitting(rows: list[Mapping[str, Any]]) -> Any:
 
 def _rest(rows: list[Mapping[str, Any]]) -> Any:
     """A line for each reason of a strategy: of what is too large, the smallest need."""
-    made = _table("What does not, or was not planned", "strategy", "precision", "verdict", "tried", "why", left=5)
+    text = ("strategy", "precision", "verdict", "tried", "why")
+    made = table(*text, left=text, folds=("strategy", "verdict", "why"), title="What does not, or was not planned")
     for group in _grouped(rows):
         shown = min(group, key=lambda each: (each["need_bytes"] is None, each["need_bytes"] or 0))
         which = (
@@ -120,13 +108,3 @@ def _grouped(rows: Iterable[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]
     for each in rows:
         groups.setdefault((written(each["strategy"]), each["precision"], each["verdict"]), []).append(each)
     return list(groups.values())
-
-
-def _table(name: str, *columns: str, left: int = 3) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    made = Table(title=name, title_justify="left", title_style="bold", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for index, column in enumerate(columns):
-        made.add_column(column, justify="left" if index < left else "right", overflow="fold")
-    return made

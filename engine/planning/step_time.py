@@ -12,12 +12,21 @@ from engine.planning.roofline import Compute, compute
 
 _WITHIN_LAYERS = ("tp", "cp", "pp", "ep")
 _PASSES = ("forward", "backward")
-ASSUMPTIONS = (
+_ASSUMPTIONS = (
     "overlap: FSDP's gathers run beside the forward and the backward pass, its scatters and DDP's reductions beside the backward pass; of the calls "
     "of one kind in a pass, one (the first gather, the last reduction) has nothing to run beside",
     "no overlap: collectives of tensor and context parallel, transfers between stages, broadcasts, and what the optimizer's step sends (norms)",
     "collectives that overlap take no compute units and no memory bandwidth from the pass",
 )
+_ON_HOST = (
+    "no overlap: the processor that computes also sends",
+    "ranks are equally fast; that those which share a core wait for the slowest of them at each collective is not counted",
+)
+
+
+def assumptions(device: Hardware) -> tuple[str, ...]:
+    """What :func:`step_time` assumes, a sentence each."""
+    return _ON_HOST if device.is_host else _ASSUMPTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +86,29 @@ def step_time(
         bubble: the pipeline's share of waiting in the time of its passes.
         tf32, compiled: as in :func:`engine.planning.roofline.compute`.
     """
-    sent = tuple(Sent(each, seconds(each, device, ranks_per_node), overlaps(each)) for each in trace.collectives)
+    sent = tuple(
+        Sent(each, seconds(each, device, ranks_per_node), overlaps(each) and not device.is_host)
+        for each in trace.collectives
+    )
+    parts = {
+        inside: compute(
+            (o for o in trace.operations if (o.phase in _PASSES and o.phase) == inside),
+            device,
+            tf32=tf32,
+            compiled=compiled,
+        )
+        for inside in (*_PASSES, False)
+    }
     passes = exposed = 0.0
     for phase in _PASSES:
-        own = compute((o for o in trace.operations if o.phase == phase), device, tf32=tf32, compiled=compiled).seconds
+        own = parts[phase].seconds
         hidden = [each for each in sent if each.overlaps and each.collective.phase == phase]
         here = sum(each.seconds for each in sent if not each.overlaps and each.collective.phase == phase)
         here += _uncovered(hidden, own)
         passes += own + here
         exposed += here
     rest = sum(each.seconds for each in sent if each.collective.phase not in _PASSES)
-    whole = compute(trace.operations, device, tf32=tf32, compiled=compiled)
-    outside = compute(
-        (o for o in trace.operations if o.phase not in _PASSES), device, tf32=tf32, compiled=compiled
-    ).seconds
+    whole, outside = sum(parts.values(), Compute()), parts[False].seconds
     waiting = passes * bubble / (1 - bubble)
     sending = sum(each.seconds for each in sent)
     return StepTime(
@@ -99,7 +117,7 @@ def step_time(
         exposed_s=exposed + rest,
         bubble_s=waiting,
         expected_s=passes + waiting + outside + rest,
-        best_s=max(whole.seconds, sending),
+        best_s=whole.seconds + sending if device.is_host else max(whole.seconds, sending),
         worst_s=whole.seconds + sending + (whole.seconds - outside + sending - rest) * bubble / (1 - bubble),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,6 +15,8 @@ from engine.planning import collective_trace, memory_trace, torch_private
 from engine.planning.collective_trace import CollectiveTrace
 from engine.planning.memory_trace import MemoryTrace
 from engine.planning.operation_trace import OperationTrace
+
+Kept = Iterable[tuple[str, list[Tensor], bool]]
 
 
 class StepTrace(torch_private.Mode):
@@ -63,10 +65,12 @@ class StepTrace(torch_private.Mode):
         kwargs = kwargs or {}
         if self._propagating or torch_private.asks_device(operator):
             return operator(*args, **kwargs)
-        if torch_private.wraps(types):
-            return NotImplemented
         self._set_phase()
         memory = self.memory
+        if torch_private.wraps(types):
+            if self._recording:
+                self.operations.wrapped(operator, memory.phase)
+            return NotImplemented
         memory.settle()
         result = operator(*args, **kwargs)
         namespace = operator.namespace
@@ -76,7 +80,7 @@ class StepTrace(torch_private.Mode):
                 memory.used_to_communicate(tensors)
         elif namespace == "fsdp":
             memory.used_to_communicate(_tensors((args, kwargs, result)))
-        elif self._recording:
+        if self._recording and namespace not in collective_trace.NAMESPACES:
             self.operations.note(operator, args, kwargs, result, memory.phase)
         if isinstance(result, Tensor):
             if operator is not torch.ops.aten.detach.default:  # of a generator's state, which no operation has made
@@ -91,10 +95,11 @@ class StepTrace(torch_private.Mode):
     def _watch(self, watched: bool) -> None:
         self._propagating = not watched
 
-    def begin(self, model: nn.Module, optimizers: list[Optimizer], inputs: list[Tensor]) -> None:
-        """Record from here on."""
+    def begin(self, model: nn.Module, optimizers: list[Optimizer], inputs: list[Tensor], kept: Kept = ()) -> None:
+        """Record from here on; ``kept``: as of :meth:`mark_kept`."""
         memory = self.memory
         memory.phase, memory.module = "start", ""
+        self.mark_kept(kept)
         self._owners = {id(p): name.rpartition(".")[0] for name, p in model.named_parameters()}
         for parameter in model.parameters():
             memory.mark([parameter], memory_trace.PARAMETERS, self._owners[id(parameter)])
@@ -162,6 +167,11 @@ class StepTrace(torch_private.Mode):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     self.memory.mark([parameter.grad], memory_trace.GRADIENTS, self._owners.get(id(parameter)))
+
+    def mark_kept(self, kept: Kept) -> None:
+        """What a strategy keeps of its own (:meth:`engine.strategies.base.Strategy.kept`)."""
+        for kind, tensors, on_host in kept:
+            self.memory.mark(tensors, kind, on_host=on_host)
 
     def mark_kept_gradients(self, model: nn.Module) -> None:
         """What FSDP keeps whole until the last micro-batch of a window."""

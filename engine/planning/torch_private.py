@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -100,6 +101,16 @@ def unsharded_gradients(model: Any) -> list[Tensor]:
             whole = getattr(parameter, "_unsharded_param", None)
             found += [parameter.unsharded_accumulated_grad, None if whole is None else whole.grad]
     return [gradient for gradient in found if gradient is not None]
+
+
+def persistent_buffers(model: Any) -> list[Tensor]:
+    """The buffers that the state of a module, and so a checkpoint, has."""
+    return [
+        buffer
+        for part in model.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+        if name not in part._non_persistent_buffers_set
+    ]
 
 
 def group_of(name: Any) -> dist.ProcessGroup:
@@ -248,6 +259,31 @@ def simulated_processes(rank: int, world_size: int) -> Iterator[None]:
         _clear_sharding_prop_cache()  # it takes equal meshes of two jobs for one, and finds the groups of the first
 
 
+@contextmanager
+def job_set_aside() -> Iterator[None]:
+    """Inside the block this process is in no job, so that one can be simulated; afterwards it is in the same one again. No other rank takes part."""
+    module: Any = dist.distributed_c10d
+    world = module._world
+    names = dict(world.pg_names)
+    module._unregister_all_process_groups()
+    tables = (
+        "pg_map",
+        "pg_names",
+        "pg_group_ranks",
+        "pg_backend_config",
+        "tags_to_pg",
+        "pg_to_tag",
+        "pg_coalesce_state",
+    )
+    module._world = SimpleNamespace(default_pg=None, group_count=0, comms=[], **{name: {} for name in tables})
+    try:
+        yield
+    finally:
+        module._world = world
+        for group, name in names.items():
+            module._register_process_group(name, group)
+
+
 def simulated_group(ranks: list[int]) -> dist.ProcessGroup:
     """A new group of some of these ranks."""
     made = dist.new_group(ranks, backend="fake")
@@ -286,6 +322,8 @@ def usable(simulation: Simulation, answered: Callable[[str, Any], bool]) -> Iter
     swap = torch.utils.swap_tensors
 
     def forgetting(one: Tensor, other: Tensor) -> None:
+        if one.untyped_storage()._cdata == other.untyped_storage()._cdata:
+            return  # converted to what it is: somebody may hold a weak reference to it
         simulation.fake.fake_tensor_converter.tensor_memo.clear()
         swap(one, other)
 
@@ -307,6 +345,7 @@ def usable(simulation: Simulation, answered: Callable[[str, Any], bool]) -> Iter
         patch.object(FakeTensor, "numpy", numbers, create=True),
         patch.object(FakeTensor, "__array__", numbers, create=True),
         patch.object(FakeTensor, "tolist", listed, create=True),
+        patch.object(FakeTensor, "data_ptr", lambda self: 0, create=True),  # aligned to everything
     ):
         yield
 

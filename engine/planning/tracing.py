@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from engine.loop.lifecycle import session
 from engine.loop.run import Run
 from engine.loop.train import of_the_epoch
 from engine.module import TrainModule
-from engine.planning import memory_trace, torch_private
+from engine.planning import memory_trace, torch_private, zero
 from engine.planning.answers import Answers
 from engine.planning.fake_module import fake_batch, fake_module, make_fake
 from engine.planning.first_batch import first_batch
@@ -25,7 +26,6 @@ from engine.planning.plan import RankTrace
 from engine.planning.simulated_group import SimulatedGroup, simulated
 from engine.planning.step_trace import StepTrace
 from engine.step.share import shares
-from engine.strategies.base import Strategy
 from engine.utils.seed import isolated
 from engine.utils.tree import leaves
 
@@ -62,13 +62,33 @@ def trace(
     if isinstance(module, TrainModule) and module.attached:
         raise RuntimeError(f"{type(module).__name__} is in a run: plan before it, or plan a new module")
 
-    def traced(rank: int, facts: Facts) -> tuple[RankTrace, tuple[int, ...]]:
-        return _trace(start, module, train_loader, rank, world_size, nodes, datamodule, facts, accelerated)
+    roles = Roles()
+
+    def traced(rank: int, facts: Facts) -> RankTrace | None:
+        return _trace(start, module, train_loader, rank, world_size, nodes, datamodule, facts, accelerated, roles)
 
     with torch_private.as_on_accelerators() if accelerated else nullcontext():
-        first, alike = traced(0 if ranks is None else ranks[0], facts or Facts())
-        others = [rank for rank in (alike if ranks is None else ranks) if rank != first.rank]
-        return [first, *(traced(rank, Facts())[0] for rank in others)]
+        first = 0 if ranks is None else ranks[0]
+        facts = facts or Facts()
+        found = {first: traced(first, facts)}
+        if found[first] is None:
+            found[roles.with_loss] = traced(roles.with_loss, Facts())
+        wanted = roles.alike if ranks is None else ranks
+        for rank in wanted:
+            found[rank] = found.get(rank) or traced(rank, facts if rank == first else Facts())
+    return [trace for rank in wanted if (trace := found[rank]) is not None]
+
+
+@dataclass
+class Roles:
+    """What the traces of the ranks of one pipeline know of each other. Of any other strategy, one rank stands for all."""
+
+    alike: tuple[int, ...] = ()
+    """The ranks that stand for all roles."""
+    with_loss: int = 0
+    """The one of them that computes the loss."""
+    weighted: bool | None = None
+    """Whether the loss is a ``Loss``, which real ranks tell each other; ``None``: not known yet."""
 
 
 def _trace(
@@ -81,13 +101,22 @@ def _trace(
     datamodule: DataModule | None,
     facts: Facts,
     accelerated: bool,
-) -> tuple[RankTrace, tuple[int, ...]]:
-    """The trace of a rank, and the ranks that stand for all roles."""
+    roles: Roles,
+) -> RankTrace | None:
+    """The trace of a rank; ``None`` if the rank with the loss has to be traced before it."""
     with set_up(start, module, train_loader, rank, world_size, nodes, datamodule, facts) as (run, simulation, answers):
         assert run.train_loader is not None
+        roles.alike = _axes(run).get("pp", (rank,))
+        strategy: Any = run.engine.strategy
+        if strategy.pipelined:
+            roles.with_loss = roles.alike[strategy.loss_stage]
+            if rank != roles.with_loss and roles.weighted is None:
+                return None
         batch, samples = first_batch(run.train_loader)
-        found = _steps(run, simulation, answers, train_loader, datamodule, batch, samples, facts, accelerated)
-        return found, _axes(run).get("pp", (rank,))
+        found = _steps(run, simulation, answers, train_loader, datamodule, batch, samples, facts, accelerated, roles)
+        if strategy.pipelined:
+            roles.weighted = strategy.weighted
+        return found
 
 
 @contextmanager
@@ -104,6 +133,7 @@ def set_up(
     """A simulated run with its module, without values, and its training loader; arguments as of :func:`trace`."""
     with ExitStack() as stack:
         stack.enter_context(isolated())
+        stack.enter_context(zero.apart())
         group = stack.enter_context(simulated(rank, world_size, nodes))
         answers = Answers()
         simulation = torch_private.Simulation(answers)
@@ -113,19 +143,9 @@ def set_up(
             copied = fake_module(module) if isinstance(module, TrainModule) else _made(module, answers)
         facts.built(copied)
         run = start(copied, group)
-        _traceable(run.engine.strategy)
         stack.enter_context(session(run, datamodule, lambda: simulation))
         setup.training_loader(run, train_loader, datamodule)
         yield run, simulation, answers
-
-
-def _traceable(strategy: Strategy) -> None:
-    """Refuse a strategy whose library runs the step by itself, in code that reads values throughout."""
-    if strategy.fused and not strategy.pipelined:
-        raise ValueError(
-            f"{type(strategy).__name__} cannot be planned: its library {strategy.fused}, which cannot be traced without values. strategy='fsdp' "
-            "shards parameters, gradients and optimizer state over the same ranks, as ZeRO-3 does: plan that"
-        )
 
 
 class NeedsValues(ValueError):
@@ -155,6 +175,7 @@ def _steps(
     samples: int,
     facts: Facts,
     accelerated: bool,
+    roles: Roles,
 ) -> RankTrace:
     """Set up the training and run two windows; the second is recorded."""
     engine = run.engine
@@ -170,6 +191,9 @@ def _steps(
         # A plan takes a few steps more than a short training has, and a schedule may end with it.
         run.set_optimizers(run.optimizers, run.schedulers, automatic=False)
         observer.name(run.module)
+        pipeline: Any = engine.strategy
+        if pipeline.pipelined:
+            pipeline.weighted = roles.weighted
         facts.ready(run, batch)
         engine.window.agree = list  # all ranks are like this one
         _begin(run, answers)
@@ -221,7 +245,7 @@ def _windows(
     for _ in range(MOST_WINDOWS):
         gc.collect()
         ready = [fresh()]
-        observer.begin(run.module, _optimizers(run), leaves(ready))
+        observer.begin(run.module, _optimizers(run), leaves(ready), run.engine.strategy.kept())
         try:
             window(run, ready, fresh, weights, observer)
         except Exception as error:
@@ -250,11 +274,13 @@ def window(run: Run, ready: list[Any], fresh: Callable[[], Any], weights: Sequen
                 hook(run, run.module, batch, index)
             outputs = optimization.micro(batch, index, share)
         observer.mark_gradients(_optimizers(run))
+        observer.mark_kept(run.engine.strategy.kept())
         if share.last:
             run.stepping = True
             with observer.phase("optimizer step"):
                 optimization.step()
             run.stepping = False
+            observer.mark_kept(run.engine.strategy.kept())
         else:
             observer.mark_kept_gradients(run.module)
         with observer.phase("end"):

@@ -304,6 +304,8 @@ class FSDP(Strategy):
                         f"{type(optimizer).__name__} has sharded and whole parameters in one group: foreach and fused are switched off for it"
                     )
                 group.update({name: False for name in ("foreach", "fused") if name in group})
+                # Set by torch when the optimizer was made: only its fused kernels divide gradients.
+                optimizer.__dict__.pop("_step_supports_amp_scaling", None)
 
     def share_parameters(self, model: nn.Module) -> None:
         spread(self.group, [t.detach() for t in (*model.parameters(), *model.buffers())])

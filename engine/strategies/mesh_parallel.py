@@ -148,7 +148,8 @@ class MeshParallel(FSDP):
         own = (stage, 2 * pp - 1 - stage if backwards else pp + stage)[:each]
         numbers = " and ".join(str(number + 1) for number in own)
         self.role = f"pipeline stage{'s' * (each > 1)} {numbers} of {each * pp}" if pp > 1 else ""
-        self.has_loss = stage == (0 if SCHEDULES[self.schedule][2] else pp - 1)
+        self.loss_stage = 0 if backwards else pp - 1
+        self.has_loss = stage == self.loss_stage
         self.speaks = self.has_loss and group.rank % tp == 0
 
     def passes(self, scaler: Any) -> Passes:
@@ -156,6 +157,9 @@ class MeshParallel(FSDP):
 
     def setup(self, model: nn.Module) -> nn.Module:
         prepared = super().setup(model)
+        if self.loss_parallel and self._losses is None:  # of a module that an earlier run has sharded, too
+            self._losses = loss_parallel()
+            self._losses.__enter__()
         if self.pipelined:
             # Perhaps from an earlier run, under another object of this class.
             depth: Depth = vars(user_module(model))["_depth"]
@@ -177,9 +181,8 @@ class MeshParallel(FSDP):
             plan = tensor_parallel.plan_for(model, self.plan, mesh, self.sequence_parallel)
             if plan is not None:
                 tensor_parallel.cut(model, plan, mesh["tp"], self._settle, self._note, self._away)
-        if self.loss_parallel and self._losses is None:
-            self._losses = loss_parallel()
-            self._losses.__enter__()
+            if self.pipelined:
+                depth.pipeline.shapes.change(partial(self._cut_copy, plan))
         self.transform(model)
         if self._sizes["dp_replicate"] * self._sizes["dp_shard"] > 1:
             self._shard_parts(model, roots)
@@ -224,6 +227,24 @@ class MeshParallel(FSDP):
         depth.cut(model, parts, self.group, self._settle, self._now, self._replaced)
         model._depth = depth  # type: ignore[assignment]
         return depth
+
+    @property
+    def weighted(self) -> bool | None:
+        """Whether the loss is a ``Loss``, which a rank without it learns in the first step; ``None``: not known yet."""
+        return None if self._depth is None else self._depth.pipeline.weighted
+
+    @weighted.setter
+    def weighted(self, known: bool | None) -> None:
+        assert self._depth is not None, "weighted before setup"
+        self._depth.pipeline.weighted = known
+
+    def _cut_copy(self, plan: tensor_parallel.Plan | None, copied: nn.Module) -> None:
+        """Tensor parallel of a copy of the model without values; ``plan`` as of :func:`engine.strategies.tensor_parallel.plan_for`."""
+        mesh = self.mesh()
+        if plan is None:
+            tensor_parallel.plan_for(copied, None, mesh, self.sequence_parallel)
+        else:
+            tensor_parallel.cut(copied, plan, mesh["tp"], lambda module: None, lambda module, before: None, ())
 
     def run_pipeline(self, step: Step, root: Callable[[Any, float], Tensor], batch: Any, last: bool) -> Any:
         """Forward and backward of ``batch`` in chunks: ``step``, ``root`` and ``last`` as in :class:`engine.step.passes.Pipelines`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import importlib
 import inspect
@@ -14,16 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.utils.rnn import PackedSequence
 
 from engine.step.gradients import Loss
-from engine.strategies.pipeline_stages import Spec, Stage, _through
+from engine.strategies.pipeline_shapes import Shapes, Spec
+from engine.strategies.pipeline_stages import Stage
 from engine.utils import accelerator
 from engine.utils.log import warn_once
-from engine.utils.tree import batch_size, map_tensors
+from engine.utils.tree import batch_size, map_tensors, whole
 
 SCHEDULES = {
     "gpipe": ("ScheduleGPipe", 1, False),
@@ -65,7 +64,8 @@ class Pipeline:
             "stages are on several ranks, not from submodules"
         )
         self._schedules: dict[Any, Any] = {}
-        self._specs: dict[Any, list[Spec]] = {}
+        self._returned: Spec = ()
+        """The output of the last stage."""
         self._inputs: list[Any] | None = None
         self._output: Any = None
         self._loss_of: Callable[[Any, Tensor], Tensor] | None = None
@@ -86,16 +86,7 @@ class Pipeline:
             warn_once(
                 "batch norm in a pipeline takes its statistics from each chunk of a micro-batch, and from padding samples"
             )
-        with FakeTensorMode(allow_non_fake_inputs=True) as self._fake:
-            memo: dict[int, Any] = {}
-            for part in flat:
-                for tensor in (*part.parameters(), *part.buffers()):
-                    like = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-                    memo[id(tensor)] = (
-                        nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
-                    )
-            # Each stage's output is inferred on a meta copy: no rank waits for another.
-            self._shadow = [[copy.deepcopy(part, memo) for part in stage] for stage in parts]
+        self.shapes = Shapes(self.model, parts, self.device, self.autocast)
         for index, stage in enumerate(parts):
             if self.owner(index) == self.rank:
                 self.modules[index] = Stage(stage, self.autocast)
@@ -128,7 +119,7 @@ class Pipeline:
             kept = max(0, min(rows, count - low))
             if not kept:  # padding samples
                 return _first(output).sum() * 0.0
-            self._output = (_rows(output, rows, torch.arange(kept)),)
+            self._output = (_rows(self._whole(output), rows, torch.arange(kept)),)
             try:
                 with self.autocast():
                     loss = step(_rows(batch, count, torch.arange(low, low + kept)), kept)
@@ -202,16 +193,25 @@ class Pipeline:
             )
         return self._evaluate(args)
 
+    def _expect(self, inputs: tuple[Tensor, ...]) -> list[Spec]:
+        """What this rank's stages get and hand on, for inputs like these; that of all stages."""
+        specs = self.shapes.of(inputs)
+        for index, module in self.modules.items():
+            module.given, module.expected = specs[index], specs[index + 1]
+        self._returned = specs[-1]
+        return specs
+
     def _scheduled(self, inputs: tuple[Tensor, ...], rows: int) -> Any:
         """The schedule for inputs of these shapes; created once."""
-        specs = self.specs(tuple(t[:rows] for t in inputs))
-        for index, module in self.modules.items():
-            module.expected = specs[index + 1]
+        specs = self._expect(tuple(t[:rows] for t in inputs))
         key = tuple(specs[0])
         if key not in self._schedules:
             stages = []
             for index, module in self.modules.items():
-                examples = [tuple(_example(s) for s in specs[i]) for i in (index, index + 1)]
+                examples = [
+                    tuple(each.empty("meta").requires_grad_(each.requires_grad) for each in specs[i])
+                    for i in (index, index + 1)
+                ]
                 stages.append(
                     PipelineStage(
                         module,
@@ -234,53 +234,39 @@ class Pipeline:
         assert self._loss_of is not None
         return self._loss_of(output, index)
 
-    def specs(self, inputs: tuple[Tensor, ...]) -> list[Spec]:
-        """The inputs of each stage, and the output of the last."""
-        key = tuple((tuple(t.shape), t.dtype) for t in inputs)
-        if key not in self._specs:
-            with self._fake, self.autocast(), torch.enable_grad():
-                passed: Any = tuple(torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in inputs)
-                found = [_spec(passed)]
-                for index, stage in enumerate(self._shadow):
-                    try:
-                        passed = _through(stage, passed)
-                    except Exception as error:
-                        raise ValueError(
-                            f"pipeline parallel: stage {index} of {type(self.model).__name__} failed on the meta device:  {error}"
-                        ) from error
-                    passed = passed if isinstance(passed, tuple) else (passed,)
-                    found.append(_spec(passed))
-            self._specs[key] = found
-        return self._specs[key]
-
     # -- evaluation -------------------------------------------------------------------------------------------------------------
 
     def _evaluate(self, inputs: tuple[Tensor, ...]) -> Any:
         """The model's output on every rank of the axis, stage by stage."""
-        specs = self.specs(inputs)
+        specs = self._expect(inputs)
         passed: Any = inputs
         for index in range(self.num_stages):
             here, before = self.owner(index), self.owner(index - 1) if index else self.owner(0)
             if self.rank == here and before != here:
-                passed = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in specs[index])
+                passed = tuple(each.empty(self.device) for each in specs[index])
                 for tensor in passed:
                     dist.recv(tensor, group_src=before, group=self.group)
             elif self.rank == before != here:
                 for tensor in passed:
                     dist.send(tensor.contiguous(), group_dst=here, group=self.group)
             if self.rank == here:
-                self.modules[index].expected = specs[index + 1]
                 passed = self.modules[index](*passed)
                 passed = passed if isinstance(passed, tuple) else (passed,)
         if not self.last:
-            passed = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in specs[-1])
+            passed = tuple(each.empty(self.device) for each in specs[-1])
         for module in self.modules.values():
             if isinstance(module, FSDPModule):
                 module.reshard()  # it does so by itself only after a backward pass
         passed = tuple(t.contiguous() for t in passed)
         for tensor in passed:
             dist.broadcast(tensor, group_src=self.owner(self.num_stages - 1), group=self.group)
-        return passed[0] if len(passed) == 1 else passed
+        return self._whole(passed)
+
+    def _whole(self, output: Any) -> Any:
+        """The last stage's output, of this rank's parts, as the model returns it."""
+        parts = output if isinstance(output, tuple) else (output,)
+        found = tuple(each.whole(part) for each, part in zip(self._returned, parts, strict=True))
+        return found if len(found) > 1 else found[0]
 
 
 def _generators(device: torch.device) -> dict[str, Any]:
@@ -336,22 +322,8 @@ def _first(tree: Any) -> Tensor:
 def _note(found: Tensor, loss: Tensor | Loss, fraction: float) -> None:
     if isinstance(loss, Loss):
         found[0] = 1.0
-        found[1] += loss.sum.detach()
-        found[2] += loss.count
+        found[1] += whole(loss.sum.detach())
+        found[2] += whole(loss.count) if isinstance(loss.count, Tensor) else loss.count
     else:
-        found[1] += loss.detach() * fraction
+        found[1] += whole(loss.detach()) * fraction
         found[2] += fraction
-
-
-def _spec(tensors: tuple[Any, ...]) -> Spec:
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"pipeline parallel: a stage returned {type(tensor).__name__}; it must return a tensor or a tuple of tensors"
-            )
-    return tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
-
-
-def _example(spec: tuple[tuple[int, ...], torch.dtype, bool]) -> Tensor:
-    shape, dtype, grad = spec
-    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)

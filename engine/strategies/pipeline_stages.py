@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
+from engine.strategies.pipeline_shapes import Spec, local, through
 from engine.utils.errors import nearest
-
-Spec = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
-"""Shape, dtype and ``requires_grad`` of a tensor between two stages."""
 
 
 class Stage(nn.Module):
@@ -21,22 +18,24 @@ class Stage(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(parts)
         self._autocast = autocast
+        self.given: Spec = ()
+        """What the stage before hands over."""
         self.expected: Spec = ()
         """The output that the next stage expects."""
 
     def forward(self, *inputs: Any) -> Any:
         with self._autocast():
-            outputs = _through(self.parts, inputs)
-        found = outputs if isinstance(outputs, tuple) else (outputs,)
-        if [tuple(t.shape) for t in found] != [shape for shape, _, _ in self.expected]:
+            outputs = through(self.parts, tuple(each.whole(t) for each, t in zip(self.given, inputs, strict=True)))
+        found = tuple(local(t) for t in (outputs if isinstance(outputs, tuple) else (outputs,)))
+        if [tuple(t.shape) for t in found] != [each.shape for each in self.expected]:
             raise ValueError(
-                f"pipeline parallel: a stage returned {[list(t.shape) for t in found]}, not {[list(shape) for shape, _, _ in self.expected]} as "
+                f"pipeline parallel: a stage returned {[list(t.shape) for t in found]}, not {[list(each.shape) for each in self.expected]} as "
                 "inferred: its output's shape must follow from its inputs' shapes"
             )
         # Under FSDP's mixed precision an embedding is in the half format, unlike under autocast alone.
         cast = tuple(
-            (t if t.dtype == dtype else t.to(dtype)).contiguous()
-            for t, (_, dtype, _) in zip(found, self.expected, strict=True)
+            (t if t.dtype == each.dtype else t.to(each.dtype)).contiguous()
+            for t, each in zip(found, self.expected, strict=True)
         )
         return cast if isinstance(outputs, tuple) else cast[0]
 
@@ -116,10 +115,3 @@ def _balanced(weights: list[int], count: int) -> list[int]:
 
 def _weight(part: nn.Module) -> int:
     return 1 + sum(p.numel() for p in part.parameters() if p.ndim > 1)
-
-
-def _through(parts: Any, inputs: Any) -> Any:
-    passed: Any = inputs
-    for part in parts:
-        passed = part(*passed) if isinstance(passed, tuple) else part(passed)
-    return passed

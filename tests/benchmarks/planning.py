@@ -8,18 +8,23 @@ process had. ``--check``: at most 60 s of processor time and 4 GiB each, and the
 
     python tests/benchmarks/planning.py --order            # the predicted order of three strategies beside the measured one
 
-``--order`` measures this machine (as ``fit plan --measure``), plans ddp, fsdp and tensor parallel of a small GPT on 4 ranks, and times their
-steps over gloo.
+``--order`` plans ddp, fsdp and tensor parallel of a small GPT on 4 ranks, all with the same global batch. On 4 real gloo ranks it then measures
+this machine (as ``fit plan --measure``) and some steps of each strategy, in turns, so that other work on the machine slows all of them down alike.
+The predictions are made of the medians of the machine's numbers, and compared with the medians of the steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
+from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,11 +39,18 @@ from gpt import GPT, Size
 from llama import SHAPES, Llama, tokens
 
 from engine import Callback, Fit, MeshParallel, Run
+from engine.config.settings import Settings
+from engine.launch.local_ranks import crew
+from engine.planning.device_table import Link
+from engine.planning.devices import hardware, linked
+from engine.planning.measurement import Measured, measured
+from engine.planning.plan import Plan
 
 MOST_S, MOST_BYTES, MOST_GROWTH = 60.0, 4 * 2**30, 1.5
-ORDER = Size(layers=4, heads=4, width=256, context=128, batch_size=8, lr=1e-3, max_steps=100)
-MEASURE = (sys.executable, "-m", "engine.cli.main", "plan", "--measure", "--processes", "4", "--json")
-STRATEGIES: dict[str, Any] = {"ddp": "ddp", "fsdp": "fsdp", "tp": "tp"}
+ORDER = Size(layers=4, heads=4, width=256, context=32, batch_size=4, lr=1e-3, max_steps=100)
+STRATEGIES: dict[str, Any] = {
+    name: {"strategy": name, "accumulate_grad_batches": window} for name, window in (("ddp", 1), ("fsdp", 1), ("tp", 4))
+}
 
 
 def plan_one(model: str, ranks: int) -> dict[str, float]:
@@ -100,16 +112,17 @@ def scale(model: str, ranks: list[int], check: bool) -> int:
 class Clock(Callback):
     """Seconds of each step."""
 
-    def __init__(self) -> None:
-        self.ends: list[float] = []
+    def __init__(self, window: int) -> None:
+        self.window, self.ends = window, list[float]()
 
     def on_train_batch_end(self, run: Run, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.ends.append(time.perf_counter())
 
     @property
-    def step_s(self) -> float:
-        """The median without the first steps."""
-        return median(after - before for before, after in zip(self.ends[4:], self.ends[5:], strict=False))
+    def steps(self) -> list[float]:
+        """Without the first steps."""
+        ends = self.ends[self.window - 1 :: self.window][1:]
+        return [after - before for before, after in pairwise(ends)]
 
 
 def data() -> list[torch.Tensor]:
@@ -118,44 +131,90 @@ def data() -> list[torch.Tensor]:
     return [torch.randint(1, 256, (ORDER.batch_size, ORDER.context + 1), dtype=torch.uint8) for _ in range(160)]
 
 
-def train_one(name: str) -> float:
-    """Seconds of a step of this strategy on 4 gloo ranks; called on each of them."""
-    torch.set_num_threads(1)
-    clock = Clock()
-    fit = Fit(
-        strategy=STRATEGIES[name], devices=4, accelerator="cpu", max_steps=24, callbacks=[clock], log_every_n_steps=0, val_every=None,
-        root_dir="/tmp/fit-planning-order", seed=0, timeout=None,
-    )  # fmt: skip
-    fit.run(GPT(ORDER, ORDER.max_steps), data())
-    return clock.step_s
+def on_rank(file: str, repetitions: int) -> None:
+    """Called on each of the 4 ranks: measure the machine and train with each strategy in turn, again and again."""
+    found = []
+    for _ in range(repetitions):
+        with crew(Settings(strategy="ddp", accelerator="cpu")) as group:
+            row: dict[str, Any] = {"machine": asdict(measured(group)), "load": os.getloadavg()[0]}
+        for name, settings in STRATEGIES.items():
+            clock = Clock(settings["accumulate_grad_batches"])
+            fit = Fit(
+                **settings, accelerator="cpu", max_steps=8, callbacks=[clock], log_every_n_steps=0, val_every=None,
+                root_dir=Path(file).parent, seed=0, timeout=None,
+            )  # fmt: skip
+            fit.run(GPT(ORDER, ORDER.max_steps), data())
+            row[name] = clock.steps
+        found.append(row)
+    if int(os.environ["RANK"]) == 0:
+        Path(file).write_text(json.dumps(found))
 
 
-def order() -> int:
+def middle(rows: list[Any]) -> Any:
+    """The median of numbers, and of those in dicts and lists of one shape."""
+    if isinstance(rows[0], dict):
+        return {key: middle([row[key] for row in rows]) for key in rows[0]}
+    if isinstance(rows[0], list):
+        return [middle(list(items)) for items in zip(*rows, strict=True)]
+    return median(rows) if isinstance(rows[0], (int, float)) else rows[0]
+
+
+def machine(row: dict[str, Any]) -> Measured:
+    """What :func:`asdict` was given."""
+    links = {name: Link(**row[name]) for name in ("within", "between") if row[name] is not None}
+    return Measured(**{**row, **links, "memory": int(row["memory"])})
+
+
+def predicted(plans: dict[str, Plan], row: dict[str, Any]) -> dict[str, float]:
+    """Seconds of a step of each plan on a machine that has these numbers, as ``--device`` and ``--network`` take them."""
+    found = machine(row)
+    assert found.as_network is not None
+    device = linked(hardware(found.as_device), found.as_network)
+    return {name: replace(plan, device=device).step_seconds for name, plan in plans.items()}
+
+
+def ordered(seconds: dict[str, float]) -> list[str]:
+    """The fastest first."""
+    return sorted(seconds, key=lambda name: seconds[name])
+
+
+def order(repetitions: int) -> int:
     """Print predicted and measured seconds of a step, and whether their orders agree."""
-    numbers = json.loads(subprocess.run(MEASURE, capture_output=True, text=True, check=True).stdout)
-    predicted, timed = {}, {}
-    for name, strategy in STRATEGIES.items():
-        plan = Fit(strategy=strategy).plan(
-            GPT(ORDER, ORDER.max_steps),
-            data(),
-            world_size=4,
-            nodes=1,
-            device=numbers["as_device"],
-            links=numbers["as_network"],
-        )
-        predicted[name] = plan.step_seconds
-        ran = subprocess.run([sys.executable, __file__, "--train", name], capture_output=True, text=True, check=False)
+    plans = {
+        name: Fit(**settings).plan(GPT(ORDER, ORDER.max_steps), data(), world_size=4, nodes=1, device="cpu")
+        for name, settings in STRATEGIES.items()
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "found.json"
+        launch = [sys.executable, "-m", "engine.cli.main", "launch", "--nproc", "4", "--log-dir", folder]
+        ranks = [*launch, __file__, "--on-rank", str(file), "--repetitions", str(repetitions)]
+        ran = subprocess.run(ranks, capture_output=True, text=True, check=False)
         if ran.returncode:
-            print(ran.stderr, file=sys.stderr)
+            print(ran.stdout, ran.stderr, file=sys.stderr)
             return 1
-        timed[name] = float(ran.stdout.splitlines()[-1])
-    table = Table(title="A step on 4 gloo ranks")
-    for column in ("strategy", "predicted", "measured"):
+        rows = json.loads(file.read_text())
+    numbers = middle([row["machine"] for row in rows])
+    forecast = predicted(plans, numbers)
+    timed = {name: median(step for row in rows for step in row[name]) for name in STRATEGIES}
+    table = Table(title=f"A step of {4 * ORDER.batch_size} samples on 4 gloo ranks")
+    for column in ("strategy", "predicted", "measured", "slowest and fastest repetition"):
         table.add_column(column, justify="right")
-    for name in sorted(STRATEGIES, key=lambda each: predicted[each]):
-        table.add_row(name, f"{predicted[name] * 1e3:.1f} ms", f"{timed[name] * 1e3:.1f} ms")
+    for name in ordered(forecast):
+        each = [median(row[name]) for row in rows]
+        table.add_row(
+            name, f"{forecast[name] * 1e3:.0f} ms", f"{timed[name] * 1e3:.0f} ms", f"{max(each) * 1e3:.0f} to {min(each) * 1e3:.0f} ms"
+        )  # fmt: skip
     Console().print(table)
-    agree = sorted(predicted, key=lambda name: predicted[name]) == sorted(timed, key=lambda name: timed[name])
+    print(f"--device {machine(numbers).as_device} --network {machine(numbers).as_network}")
+    alike = sum(
+        ordered(predicted(plans, row["machine"])) == ordered({name: median(row[name]) for name in STRATEGIES})
+        for row in rows
+    )
+    loads = [row["load"] for row in rows]
+    print(
+        f"load of the machine {min(loads):.1f} to {max(loads):.1f}; orders agree in {alike} of {len(rows)} repetitions"
+    )
+    agree = ordered(forecast) == ordered(timed)
     print(f"the orders {'agree' if agree else 'DIFFER'}")
     return 0 if agree else 1
 
@@ -168,16 +227,17 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--order", action="store_true", help="predicted and measured order of three strategies")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--train", choices=STRATEGIES, help=argparse.SUPPRESS)
+    parser.add_argument("--repetitions", type=int, default=5, help="of --order")
+    parser.add_argument("--on-rank", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         print(json.dumps(plan_one(options.model, options.one)))
         return 0
-    if options.train:
-        print(train_one(options.train))
+    if options.on_rank:
+        on_rank(options.on_rank, options.repetitions)
         return 0
     if options.order:
-        return order()
+        return order(options.repetitions)
     return scale("tiny", [8, 64], options.check) if options.tiny else scale(options.model, options.ranks, options.check)
 
 

@@ -134,9 +134,18 @@ def test_a_module_that_reads_values_is_made_in_memory(
         ([*HERE, "--world-size", "6", "--nodes", "4"], "do not divide evenly over nodes=4"),
         ([*HERE, "--world-size", "2", "--device", "h1000"], "did you mean 'h100'"),
         ([*HERE, "--world-size", "2", "--network", "fast"], "'fast' is not a bandwidth"),
-        ([*HERE, "--world-size", "2", "--storage", "slow"], "--storage slow"),
-        ([*HERE, "--world-size", "2", "--price", "-1"], "a price is not negative"),
+        ([*HERE, "--world-size", "2", "--storage", "slow"], "storage 'slow': 'slow' is not a bandwidth"),
+        ([*HERE, "--world-size", "2", "--price", "-1"], "price=-1.0: give what one device costs for one hour"),
+        ([*HERE, "--world-size", "2", "--price", "nan"], "price=nan: give what one device costs"),
         ([*HERE, "--world-size", "2", "--page", "plan.txt"], "ends in .html"),
+        ([*HERE, "--world-size", "2", "--page", f"{__file__}/plan.html"], f"{__file__} is not a folder"),
+        ([*HERE, "--world-size", "2", "--processes", "3"], "--processes needs --measure"),
+        ([*HERE, "--world-size", "2", "--seconds", "3"], "--seconds needs --search"),
+        ([*HERE, "--world-size", "2", "--search", "--seconds", "0"], "give more than 0"),
+        ([*HERE, "--world-size", "2", "--search", "--price", "2"], "--price is of one plan"),
+        (["--measure", "--world-size", "8"], "--world-size is not for --measure"),
+        (["--measure", "--search"], "--search is not for --measure"),
+        ([], "no TrainModule is named"),
         ([*HERE, "--world-size", "2", "--set", "strategy=fdsp"], "did you mean 'fsdp'"),
         ([*HERE, "--world-size", "2", "--set", "model.widht=4"], "did you mean 'width'"),
         ([*HERE, "--world-size", "2", "strategy=ddp"], "unrecognized arguments"),
@@ -152,6 +161,37 @@ def test_wrong_options(capsys: pytest.CaptureFixture[str], arguments: list[str],
         status = end.code
     assert status == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_hides_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *HERE, *CPU, "--world-size", "1", "--page", "/proc/plan.html"]) == 2
+    out, err = capsys.readouterr()
+    assert "It fits" in out
+    assert err.splitlines()[-1].startswith("fit: error: --page /proc/plan.html: ")
+
+
+def test_an_error_of_the_module_ends_at_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *HERE, *CPU, "--world-size", "1", "--set", "model.width=4"]) == 1  # the data has 8
+    err = capsys.readouterr().err
+    assert "return self.drop(self.second(self.first(batch[0])))" in err
+    assert "must have same reduction dim" in err
+    assert "_subclasses" not in err
+
+
+def test_tables_in_a_narrow_terminal_keep_words_and_numbers_whole(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    options = ["--world-size", "4", "--set", "strategy={name: fsdp, dp_replicate: 2}", "gradient_clip_val=1"]
+    assert main(["plan", *HERE, *CPU, *options, "--price", "0.0001"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    (scattered,) = (line.split() for line in lines if line.startswith("reduce_scatter"))
+    assert scattered[:4] == ["reduce_scatter", "dp_shard", "backward", "yes"]
+    assert scattered[6] in ("B", "KiB")
+    assert any(line.startswith("epoch       96 samples, 6 steps") for line in lines)
+    assert any(line.startswith("training    6 steps, 1 epoch: ") for line in lines)
+    assert not any("0.00 for" in line for line in lines)
 
 
 def test_what_it_measures_is_what_it_takes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from llama import SHAPES, Llama
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from engine import DDP, FSDP, MeshParallel, TrainModule
+from engine import DDP, FSDP, DeepSpeed, MeshParallel, TrainModule
 
 WIDTH, HIDDEN, CLASSES, BATCH = 24, 50, 10, 16
 
@@ -84,6 +85,30 @@ def transformer(optimizer: Callable[..., Any]) -> TrainModule:
     return made
 
 
+def counted(optimizer: Callable[..., Any]) -> TrainModule:
+    """The same with a loss over the tokens that count: ``Loss(sum, count)``."""
+    made: TrainModule = parity().Transformer(weighted=True)
+    return made
+
+
+class TinyLlama(Llama):
+    """In its tiny size, for batches of a ``TensorDataset``; with ``sequence_parallel`` its logits stay cut over the vocabulary."""
+
+    def __init__(self, optimizer: Callable[..., Any]) -> None:
+        super().__init__(SHAPES["tiny"])
+        self.optimizer = optimizer
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch[0], batch_idx)
+
+
+def tokens(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(count * 9).view(count, 9) % SHAPES["tiny"].vocabulary)
+
+
 def sentences(count: int) -> TensorDataset:
     table = parity()
     ids = torch.arange(count * (table.TOKENS + 1)).view(count, -1) % table.VOCAB
@@ -127,8 +152,35 @@ class Job:
 
 TP, TOGETHER, APART = partial(MeshParallel, tp=2), partial(adamw, foreach=True), partial(sgd, momentum=0.9)
 PIPELINE = partial(MeshParallel, pp=2)
+CUT = partial(PIPELINE, tp=2, sequence_parallel=True, loss_parallel=True)
+LLAMA: dict[str, Any] = {"net": TinyLlama, "data": tokens}
 TWO_STAGES = ("interleaved", "zero_bubble", *parity().IN_A_V)
 CLIPPED = {"gradient_clip_val": 0.1}
+BF16 = {"precision": "bf16-mixed"}
+
+
+def of_deepspeed() -> dict[str, Job]:
+    """Under each stage of ZeRO; on 4 ranks the partitions are padded."""
+    zero, one, two, three = (partial(DeepSpeed, stage=stage) for stage in range(4))
+    small = partial(two, reduce_bucket_size=1000, allgather_bucket_size=1000)
+    sharded = partial(three, param_persistence_threshold=100, reduce_bucket_size=2000)
+    window = {"accumulate_grad_batches": 2, **CLIPPED}
+    return {
+        **{f"deepspeed {each.keywords['stage']}": Job(2, each) for each in (zero, one, two, three)},
+        "deepspeed 1, bf16, clipped": Job(2, one, {**BF16, **CLIPPED}),
+        "deepspeed 1, sgd, window": Job(2, one, window, APART),
+        "deepspeed 2, bf16, window": Job(2, two, {**BF16, **window}),
+        "deepspeed 2, small buckets": Job(2, small),
+        "deepspeed 2, offload": Job(2, partial(two, offload_optimizer=True), BF16),
+        "deepspeed 3, bf16, clipped": Job(2, sharded, {**BF16, **CLIPPED}),
+        "deepspeed 3, sgd, window": Job(2, sharded, window, APART),
+        "deepspeed 3, full checkpointing": Job(2, sharded, {"activation_checkpointing": "full"}),
+        "deepspeed 3, offload": Job(2, partial(sharded, offload_optimizer=True, offload_parameters=True), BF16),
+        "four deepspeed 1": Job(4, one, net=transformer, data=sentences),
+        "four deepspeed 2, bf16": Job(4, two, BF16, net=transformer, data=sentences),
+        "four deepspeed 3, bf16": Job(4, sharded, BF16, net=transformer, data=sentences),
+    }
+
 
 JOBS: dict[str, Job] = {
     "ddp": Job(2, DDP),
@@ -151,6 +203,7 @@ JOBS: dict[str, Job] = {
     "tp, sequence": Job(2, partial(TP, sequence_parallel=True), net=transformer, data=sentences),
     "pp": Job(2, PIPELINE),
     "pp of 4 parts, clipped": Job(2, partial(PIPELINE, num_microbatches=4), CLIPPED),
+    "pp, loss of sums": Job(2, PIPELINE, CLIPPED, net=counted, data=sentences),
     "gpipe": Job(2, partial(PIPELINE, schedule="gpipe", num_microbatches=4), {}, sgd),
     **{name: Job(2, partial(PIPELINE, schedule=name, num_microbatches=4)) for name in TWO_STAGES},
     "four hybrid": Job(4, partial(FSDP, dp_replicate=2, dp_shard=2)),
@@ -163,6 +216,15 @@ JOBS: dict[str, Job] = {
     "four pp x fsdp": Job(4, PIPELINE),
     "four pp x ddp": Job(4, partial(PIPELINE, dp_replicate=2, dp_shard=1)),
     "four pp x tp": Job(4, partial(PIPELINE, tp=2)),
+    "four pp x tp, sequence": Job(4, partial(PIPELINE, tp=2, sequence_parallel=True), net=transformer, data=sentences),
+    "four pp x tp, llama": Job(4, CUT, CLIPPED, **LLAMA),
+    "four pp x tp, llama, bf16": Job(4, CUT, {"precision": "bf16-mixed"}, **LLAMA),
+    "four pp x tp, llama, full checkpointing": Job(
+        4, partial(CUT, num_microbatches=4), {"activation_checkpointing": "full"}, **LLAMA
+    ),
+    "four pp x tp, llama, interleaved": Job(4, partial(CUT, schedule="interleaved", num_microbatches=4), **LLAMA),
+    "four pp x tp, llama, a norm ends a stage": Job(4, partial(CUT, split=["head"]), **LLAMA),
     "four stages": Job(4, partial(MeshParallel, pp=4)),
+    **(of_deepspeed() if parity().STAGES else {}),
 }
 """By name; the rows of ``tests/parity/test_strategies.py`` have their names there."""

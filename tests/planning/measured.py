@@ -72,6 +72,8 @@ def objects(run: Any, module: Any, batch: Any) -> dict[int, str]:
             if isinstance(tensor, Tensor):
                 found.setdefault(tensor.untyped_storage().data_ptr(), category)
 
+    for wrapper in (each for optimizer in run.optimizers for each in [of_deepspeed(optimizer)] if each is not None):
+        zero(wrapper, list(module.parameters()), add)
     states = [fsdp for m in module.modules() if (fsdp := getattr(m, "_get_fsdp_state", None)) is not None]
     params = [p for get in states if (group := get()._fsdp_param_group) is not None for p in group.fsdp_params]
     add("parameters", module.parameters())
@@ -83,6 +85,34 @@ def objects(run: Any, module: Any, batch: Any) -> dict[int, str]:
     add("communication", (getattr(p, "_unsharded_param", None) for p in params))
     add("optimizer_state", (v for o in run.optimizers for s in o.state.values() for v in s.values()))
     return found
+
+
+def of_deepspeed(optimizer: Any) -> Any:
+    """DeepSpeed's optimizer around this one, or ``None``."""
+    driven = getattr(vars(optimizer).get("zero_grad"), "__self__", None)
+    engine = getattr(driven, "engine", None)
+    return None if engine is None or engine.optimizer is optimizer else engine.optimizer
+
+
+def zero(wrapper: Any, parameters: list[Any], add: Any) -> None:
+    """What DeepSpeed's optimizer holds."""
+    held = vars(wrapper)
+
+    def of(*names: str) -> list[Any]:
+        leaves = torch.utils._pytree.tree_leaves([held.get(name) for name in names])
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    masters = of("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
+    add("parameters", [getattr(p, "ds_tensor", p) for p in parameters])
+    add("parameters", [*parameters, *of("lp_param_buffer", "param_groups_fp16_flat_cpu_memory")])
+    add("optimizer_state", masters)
+    add("gradients", [master.grad for master in masters])
+    add("gradients", of("averaged_gradients", "all_grad_tensors", "accumulated_grads_in_cpu"))
+    add("gradients", of("fp32_groups_gradients_flat", "grad_partitions_flat_buffer"))
+    add("gradients", [each for p in parameters for each in (p.grad, getattr(p, "grad_accum", None))])
+    buckets = [each for bucket in held.get("ipg_buckets", {}).values() for each in vars(bucket).values()]
+    add("communication", torch.utils._pytree.tree_leaves(buckets))
+    add("communication", torch.utils._pytree.tree_leaves(list(held.values())))
 
 
 def sequence_numbers() -> dict[tuple[int, ...], int]:
@@ -165,8 +195,9 @@ def evaluated(recording: Recording, marks: Marks) -> dict[str, Any]:
     for moment, pointers in recording.packed:
         recording.assign(moment, dict.fromkeys(pointers, "communication"))
     start, end = recording.marks["start"], recording.marks["end"]
+    kept = marks.held["end"]  # DeepSpeed's objects outlive the run
     for block in recording.blocks:
-        unseen = block.lost or block.end == FOREVER
+        unseen = block.lost or (block.end == FOREVER and block.pointer not in kept)
         if block.start < start and (unseen or not (block.category or (block.within and block.within[0] in LOOP))):
             block.category = OTHER
         block.category = block.category or recording.by_context(block)
@@ -177,7 +208,11 @@ def evaluated(recording: Recording, marks: Marks) -> dict[str, Any]:
         count[sent.kind] += 1
         size[sent.kind] += sent.bytes
     before, after = marks.sequences
-    lost = [b for b in recording.blocks if start < b.start < end and (b.lost or b.end == FOREVER)]
+    lost = [
+        b
+        for b in recording.blocks
+        if start < b.start < end and (b.lost or (b.end == FOREVER and b.pointer not in kept))
+    ]
     return {
         "start": levels[0],
         "peak": max(levels, key=lambda level: sum(level.values())),

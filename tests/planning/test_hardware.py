@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from callbacks import peak_flops
-from engine.planning.device_table import ALIASES, DEVICES, DTYPES, Reached
-from engine.planning.devices import hardware, network, rate
+from engine.planning.device_table import ALIASES, DEVICES, DTYPES, Link, Reached
+from engine.planning.devices import hardware, linked, rate
 
 # What torch's device names are, for the table of the throughput monitor.
 NAMES = {
@@ -73,6 +73,8 @@ def test_a_device_by_its_numbers() -> None:
     host = hardware("measured:cpu,16GiB,fp32=6e10,host=2e-6,2e10")
     assert (host.caching, host.reserved, host.per_node) == (False, 0, 1)  # as of the CPU
     assert (host.memory, host.peak("float32"), host.dispatch, host.bandwidth) == (16 * 2**30, 6e10, 2e-6, 2e10)
+    assert host.is_host
+    assert hardware("measured:cpu,16GiB,fp32=6e10,host=2e-6,dtensor=3e-5,2e10").dtensor == 3e-5
     small = hardware("h100,96GB")
     assert (small.memory, small.bandwidth) == (96 * 10**9, 3.35e12)
 
@@ -91,26 +93,36 @@ def test_a_device_by_its_numbers() -> None:
         ("80GiB,bf17=1e15,3e12", "unknown dtype 'bf17'; did you mean 'bf16'"),
         ("80GiB,1e15,2e15,3e12", "name their dtypes"),
         ("h100,1e15,3e12", "give memory, operations a second"),
-        ("80GiB,host=1e-6,3e12", "give its operations a second"),
+        ("80GiB,host=1e-6,3e12", "give memory, operations a second"),
         ("80GiB,3e12", "give memory, operations a second"),
+        ("80GiB", "give memory, operations a second"),
+        ("measured:h100", "give what was measured"),
+        ("measured:h100,90GB", "give what was measured"),
     ],
 )
 def test_what_is_no_device(given: str, words: str) -> None:
-    with pytest.raises(ValueError, match=r"--device|positive") as caught:
+    with pytest.raises(ValueError, match=f"^device '{given}'") as caught:
         hardware(given)
     assert words in str(caught.value)
 
 
 def test_links() -> None:
     h100 = hardware("h100")
-    found = network("100GB/s,80Gbit/s", h100)
+    found = linked(h100, "100GB/s,80Gbit/s")
     assert (found.within.bandwidth, found.between.bandwidth) == (100e9, 10e9)
     assert (found.within.latency, found.between.latency) == (h100.within.latency, h100.between.latency)
-    found = network("measured:1e9:5e-5", h100)
+    found = linked(h100, "measured:1e9:5e-5")
     assert found.within == found.between
     assert (found.within.bandwidth, found.within.latency, found.reached.links) == (1e9, 5e-5, 1.0)
     assert found.reached.compute == 0.7
-    assert rate("2 GiB/s", "--storage") == 2 * 2**30
+    assert rate("2 GiB/s", "storage") == 2 * 2**30
+    assert rate(5e9, "storage") == 5e9
+    found = linked(h100, "measured:1e9:5e-5,reduce_scatter=5e8:1e-4,1e8:1e-3")
+    assert found.within.of("reduce_scatter") == Link(5e8, 1e-4)
+    assert found.within.of("all_gather") is found.within
+    assert found.between == Link(1e8, 1e-3)
+    with pytest.raises(ValueError, match="unknown kind of collective 'reduce_scater'; did you mean 'reduce_scatter'"):
+        linked(h100, "1e9,reduce_scater=1e8")
     for wrong in ("1,2,3", "", "fast", "5GB/s:soon", "0"):
-        with pytest.raises(ValueError, match=r"give|positive|bandwidth"):
-            network(wrong, h100)
+        with pytest.raises(ValueError, match=f"^network '{wrong}': .*(give|positive|bandwidth)"):
+            linked(h100, wrong)

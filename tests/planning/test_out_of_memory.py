@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from llama import SHAPES, Llama, tokens
-from torch import Tensor
+from processes import PATIENCE_S, clean_environment
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from engine import Fit
+from engine import Fit, TrainModule
 from engine.planning import out_of_memory
 from engine.planning.out_of_memory import device_memory
 
@@ -40,18 +46,22 @@ def failure(module: Llama, tmp_path: Any, loader: Any = None, **settings: Any) -
     return caught.value
 
 
+def micro_batch(note: str) -> int:
+    return int(note.split("micro-batches of ")[1].split()[0])
+
+
+def window(note: str) -> int:
+    return int(note.split("grad_batches=")[1].split()[0].strip(",)"))
+
+
 def test_the_error_names_a_smaller_micro_batch_that_keeps_the_global_batch(tmp_path: Any) -> None:
     module = TooLarge("0.65 GiB")
     error = failure(module, tmp_path)
     (note,) = error.__notes__
     assert str(error) == CUDA.format("0.65 GiB"), "it is the same error"
     assert note.startswith("What fits by a plan: Fit(strategy='single', precision='32-true', ")
-    size, window = (
-        int(part.split(mark)[1].split()[0].strip(",)"))
-        for part, mark in ((note, "micro-batches of "), (note, "grad_batches="))
-    )
-    assert size * window == 64
-    assert size < 64
+    assert micro_batch(note) * window(note) == 64
+    assert micro_batch(note) < 64
     assert "fit plan TARGET --search --world-size 1" in note
 
 
@@ -66,6 +76,63 @@ def test_a_plan_that_fails_hides_nothing(tmp_path: Any) -> None:
     error = failure(module, tmp_path, loader=iter(tokens(4, 16)))
     (note,) = error.__notes__
     assert "could not be planned (ValueError: the training data is a list_iterator" in note
+
+
+class Wide(TrainModule):
+    """Its output has four times the host's memory: torch's allocator refuses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 2**18, bias=False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def too_many_rows() -> list[Tensor]:
+    """A batch that takes no memory itself."""
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return [torch.zeros(1, 8).expand(1 << (4 * host // 2**20).bit_length(), 8)]
+
+
+def test_a_host_without_memory(tmp_path: Any) -> None:
+    rows = too_many_rows()
+    fit = Fit(accelerator="cpu", max_steps=1, root_dir=tmp_path, log_every_n_steps=0)
+    with pytest.raises(RuntimeError, match="allocate memory") as caught:
+        fit.run(Wide(), rows)
+    (note,) = caught.value.__notes__
+    assert note.startswith("What fits by a plan: Fit(strategy='single', precision='32-true', "), note
+    assert micro_batch(note) * window(note) == len(rows[0])
+    assert re.search(r"it needs [\d.]+ GiB of [\d.]+ GiB, this run [\d.]+ [GT]iB", note), note
+    assert re.search(r"fit plan TARGET --search --world-size 1 --device cpu,[\d.]+GiB$", note), note
+
+
+@pytest.mark.slow
+def test_each_rank_of_a_job_names_what_fits_on_all_of_them(tmp_path: Any) -> None:
+    # The job starts its second rank by running this file again.
+    environment = clean_environment(PYTHONPATH=os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]))
+    done = subprocess.run(
+        [sys.executable, __file__, str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode != 0
+    note = next(line for line in done.stderr.splitlines() if "What fits by a plan" in line)
+    assert "Fit(strategy='ddp', precision='32-true', " in note
+    assert "--world-size 2" in note
+    assert micro_batch(note) * window(note) == len(too_many_rows()[0])
+
+
+def test_a_divided_module_is_planned_elsewhere(tmp_path: Any) -> None:
+    (note,) = failure(TooLarge("1.00 GiB"), tmp_path, tokens(2, 16), strategy="fsdp").__notes__
+    assert note.startswith("The strategy has divided the module among the ranks")
+    assert note.endswith("fit plan TARGET --search --world-size 1 --device h100,1.00GiB")
 
 
 def test_other_errors_and_fits_that_do_not_ask_have_no_note(tmp_path: Any) -> None:
@@ -86,3 +153,7 @@ def test_other_errors_and_fits_that_do_not_ask_have_no_note(tmp_path: Any) -> No
 def test_the_size_of_the_device_is_read_from_the_error() -> None:
     assert device_memory(CUDA.format("79.10 GiB")) == int(79.10 * 2**30)
     assert device_memory("nothing is said") is None or torch.accelerator.is_available()
+
+
+if __name__ == "__main__":
+    Fit(accelerator="cpu", devices=2, strategy="ddp", max_steps=1, root_dir=sys.argv[1]).run(Wide(), too_many_rows())

@@ -11,7 +11,6 @@ import chromium
 import pytest
 from hand_made import DEVICE, GIB, OPERATIONS, collective, job, rank_trace
 
-from engine.planning.job import machines_for
 from engine.planning.network import START_S
 from engine.planning.paper_formulas import Shape
 from engine.planning.plan import Plan
@@ -106,18 +105,24 @@ def test_formulas_are_named_where_they_differ() -> None:
     assert "No cross-check" in str(Plan((rank_trace(),), job(), DEVICE))
 
 
-def test_machines() -> None:
-    assert machines_for(16, None, 8) == 2
-    assert machines_for(4, None, 8) == 1
-    assert machines_for(16, 4, 8) == 4
-    for wrong in ((12, None, 8), (8, 3, 8), (8, 0, 8), (0, None, 8)):
-        if wrong == (12, None, 8):
-            assert machines_for(*wrong) == 2  # six ranks on each of two nodes
-            continue
-        with pytest.raises(ValueError, match="world_size"):
-            machines_for(*wrong)
-    with pytest.raises(ValueError, match="give the number of nodes"):
-        machines_for(17, None, 8)
+def test_the_formula_of_activations_is_that_of_the_run() -> None:
+    shape = Shape(layers=2, hidden=1000, heads=10, vocabulary=1000, sequence=100)
+    each = 100 * 4 * 1000 * 2  # tokens, samples of a micro-batch, width, layers
+
+    def formula(kind: str = "all_reduce", **facts: object) -> tuple[float, str]:
+        trace = rank_trace(collectives=(collective(kind, axis="tp"),))
+        (found,) = (
+            check
+            for check in Plan((trace,), job(shape=shape, axes={"tp": 2}, **facts), DEVICE).checks
+            if check.what == "activations"
+        )
+        return found.formula, found.source.partition(",")[0]
+
+    assert formula() == (each * 22 * 2, "s b h l (10 + 24/t)")
+    assert formula("reduce_scatter") == (each * 17 * 2, "s b h l 34/t")
+    assert formula(precision="bf16-mixed")[0] == each * 22
+    assert formula(precision="64-true")[0] == each * 22 * 4
+    assert formula(checkpointing="full", precision="bf16-mixed") == (each * 2, "2 s b h l")
 
 
 def whole_plan() -> Plan:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from torch import nn
 
+from engine import MeshParallel
 from engine.planning.candidates import Candidate, Layout, layouts, micro_batches, precisions
-from engine.planning.devices import DEVICES
+from engine.planning.devices import DEVICES, hardware
 from engine.planning.job import Job
 from engine.planning.plan import Memory, Moment, Operation, Plan, RankTrace
 from engine.planning.search import PlanSearch, Space, search
@@ -191,8 +192,53 @@ def test_the_table_and_json_say_the_same() -> None:
     assert len(told["candidates"]) == len(ran.tried)
     assert told["planned"] == ran.planned == len([each for each in told["candidates"] if each["need_bytes"]])
     text = str(ran)
-    assert "The fastest that fits: --set strategy=" in text
+    assert "fit run ... --set strategy=" in text
+    assert told["candidates"][0]["fit"] in text
     assert "540.00 MiB each, steps of 64 samples" in text
+
+
+def test_what_somebody_has_given_is_planned_whatever_is_known() -> None:
+    # With FSDP planned first, model state alone rules DDP out; a given DDP is planned all the same.
+    planner = Planner(390 * MIB)
+    ran = found(planner, [FSDP, replace(DDP, given=True)], recompute=[None])
+    assert str(planner.asked[0].layout) == "fsdp"
+    assert "ddp" in {str(each.layout) for each in planner.asked}
+    assert {each.verdict for each in ran.tried if each.candidate.layout.given} == {"too large"}
+
+
+def test_a_strategy_of_somebody_elses_is_not_ruled_out_by_its_ranks() -> None:
+    planner = Planner(390 * MIB)
+    found(planner, [FSDP, Layout("theirs", 4, 1, bounded=False)], recompute=[None])
+    assert "theirs" in {str(each.layout) for each in planner.asked}
+
+
+def test_nothing_fits_names_what_comes_closest() -> None:
+    # FSDP is ruled out without a trace: its state alone needs 100 MiB. With one sample, all recomputed, it needs 102.
+    ran = found(Planner(50 * MIB), [DDP, FSDP])
+    assert ran.best is None
+    closest = 'Fit(strategy="fsdp", precision="32-true", activation_checkpointing="full", accumulate_grad_batches=16), micro-batches of 1'
+    assert f"Nothing fits. The closest needs 102.00 MiB of 50.00 MiB: {closest}" in str(ran)
+
+
+def test_settings_as_one_types_them() -> None:
+    plain = Candidate(Layout({"name": "mesh", "dp_shard": 2, "tp": 2}, 2, 4), "bf16-mixed", "full", 8, 2)
+    assert (
+        plain.command(False)
+        == "--set 'strategy={name: mesh, dp_shard: 2, tp: 2}' precision=bf16-mixed activation_checkpointing=full accumulate_grad_batches=2"
+    )
+    assert (
+        plain.code(False)
+        == 'Fit(strategy={"name": "mesh", "dp_shard": 2, "tp": 2}, precision="bf16-mixed", activation_checkpointing="full", '
+        "accumulate_grad_batches=2)"
+    )
+    assert "accumulate_grad_batches" not in f"{plain.command(True)} {plain.code(True)}"  # global_batch_size is given
+    given = MeshParallel(tp=2, plan={"up": "colwise"}, sequence_parallel=True)
+    own = Candidate(Layout(given, 2, 4), "32-true", None, 8, 1)
+    assert own.command(False) is None
+    assert (
+        own.code(True)
+        == "Fit(strategy=MeshParallel(tp=2, plan={'up': 'colwise'}, sequence_parallel=True), precision=\"32-true\")"
+    )
 
 
 class Cut(nn.Module):
@@ -250,7 +296,8 @@ def test_micro_batches_divide_a_ranks_share(given: int, share: int, sizes: list[
 
 
 def test_precision_stays_unless_a_gpu_could_do_with_less() -> None:
-    assert precisions("32-true", "cpu", ()) == ["32-true"]
-    assert precisions("32-true", "h100", ()) == ["32-true", "bf16-mixed"]
-    assert precisions("bf16-true", "h100", ()) == ["bf16-true"]
-    assert precisions("32-true", "h100", ["16-mixed"]) == ["16-mixed"]
+    assert precisions("32-true", hardware("measured:cpu,8GiB,fp32=1e10,bf16=1e10,1e10"), ()) == ["32-true"]
+    assert precisions("32-true", DEVICES["h100"], ()) == ["32-true", "bf16-mixed"]
+    assert precisions("32-true", DEVICES["t4"], ()) == ["32-true", "16-mixed"]  # it has no bf16
+    assert precisions("bf16-true", DEVICES["h100"], ()) == ["bf16-true"]
+    assert precisions("32-true", DEVICES["h100"], ["16-mixed"]) == ["16-mixed"]

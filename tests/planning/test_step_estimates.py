@@ -10,7 +10,7 @@ from hand_made import DEVICE, OPERATIONS, collective, rank_trace
 from engine.planning.bubble import SOURCES, bubble_fraction
 from engine.planning.device_table import Link
 from engine.planning.network import START_S, layout, seconds
-from engine.planning.rank_trace import Operation
+from engine.planning.rank_trace import WRAPPED, Operation
 from engine.planning.roofline import compute, model_flops
 from engine.planning.step_time import overlaps, step_time
 from engine.strategies.pipeline import SCHEDULES
@@ -74,6 +74,39 @@ def test_roofs() -> None:
     assert compute([tiny], DEVICE, compiled=True).seconds == pytest.approx(1000 * 8e-9)
     half = replace(OPERATIONS[0], dtype="bfloat16")
     assert compute([half], DEVICE).seconds == pytest.approx(0.25)
+
+
+def test_a_device_waits_for_a_slower_host() -> None:
+    # 100 operations on DTensors of 0.05 s each beside 4 s of work, and 100 starts of the local ones.
+    device = replace(DEVICE, dtensor=0.05)
+    wrapped = Operation(f"{WRAPPED}.aten.mm", "", flops=0, bytes=0, count=100, phase="forward")
+    found = compute([*OPERATIONS, wrapped], device)
+    assert found.seconds == pytest.approx(5.0 + 4e-6)
+    assert found.dispatch_s == pytest.approx(1.0 + 4e-6)
+    assert found.flops == compute(OPERATIONS, device).flops
+    assert compute([*OPERATIONS, replace(wrapped, count=10)], device).seconds == pytest.approx(4.0)  # hidden
+    assert compute([*OPERATIONS, wrapped], device, compiled=True).seconds == pytest.approx(4.0)
+
+
+def test_a_host_computes_and_starts_one_after_another() -> None:
+    device = replace(DEVICE, dtensor=0.05, dispatch=0.01, is_host=True)
+    wrapped = Operation(f"{WRAPPED}.aten.mm", "", flops=0, bytes=0, count=10, phase="forward")
+    assert compute([*OPERATIONS, wrapped], device).seconds == pytest.approx(4.0 + 4 * 0.01 + 10 * 0.05)
+
+
+def test_nothing_runs_beside_a_host() -> None:
+    sent = collective("all_reduce", size=10**9, count=10)
+    found = step_time(rank_trace(collectives=(sent,)), replace(DEVICE, is_host=True, dispatch=0.0), 4)
+    assert found.expected_s == found.best_s == found.worst_s == pytest.approx(4.0 + 10 * (START_S + 2e-6 + 0.1))
+    assert not found.sent[0].overlaps
+
+
+def test_a_kind_that_was_measured_has_its_own_link() -> None:
+    four = ranks(0, 1, 2, 3)
+    device = replace(DEVICE, within=Link(1e9, 1e-6, {"reduce_scatter": (5e8, 1e-4)}))
+    found = seconds(collective("reduce_scatter", ranks=four), device, 4)
+    assert found == pytest.approx(START_S + 3e-4 + 1.5)
+    assert seconds(collective("all_gather", ranks=four), device, 4) == pytest.approx(START_S + 3e-6 + 0.75)
 
 
 def test_recomputation_is_not_useful_work() -> None:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from engine.config.settings import Settings
 from engine.step.optimizers import Modes
 from engine.strategies.base import class_name
-from engine.strategies.deepspeed.configuration import OFFLOAD, get
+from engine.strategies.deepspeed.configuration import OFFLOAD, get, says
 from engine.strategies.deepspeed.model import Driven
 from engine.utils.errors import nearest
 from engine.utils.parameters import parameters_of
@@ -96,3 +96,13 @@ def check_only_optimizer(optimizer: Optimizer, owners: Sequence[Driven]) -> None
             f"{name} is a second optimizer of {class_name(owner.module)}: DeepSpeed trains a model with one; give one optimizer "
             "several parameter groups"
         )
+
+
+def check_no_other(config: Mapping[str, Any], where: str, name: str) -> None:
+    """Raise ``ValueError`` if the configuration has an optimizer or a scheduler of its own beside the given optimizer of this name."""
+    if says(config, "optimizer"):
+        raise ValueError(
+            f'{name} was given, and "optimizer" in {where} is {config["optimizer"].get("type")!r}: keep one of them'
+        )
+    if says(config, "scheduler"):
+        raise ValueError(f'"scheduler" in {where} needs "optimizer" there: return yours from configure_optimizers')

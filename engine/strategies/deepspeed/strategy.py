@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,8 +20,9 @@ from engine.step.optimizer_step import Stepper
 from engine.step.owned_step import OwnedStepper
 from engine.step.precision import Precision
 from engine.strategies.base import Strategy, class_name, named_state, numbered_state, spread, sum_over_ranks
-from engine.strategies.deepspeed import checks, configuration, sharded_state
+from engine.strategies.deepspeed import checks, configuration, memory, sharded_state
 from engine.strategies.deepspeed.configuration import Asked
+from engine.strategies.deepspeed.memory import Kept
 from engine.strategies.deepspeed.model import (
     ELEMENTWISE,
     Driven,
@@ -216,17 +217,10 @@ class DeepSpeed(Strategy):
         owners = [model for model in self._models if any(id(p) in parameters for p in model.parameters())]
         if not owners:
             return  # its model comes later
-        owner, name = owners[0], type(optimizer).__name__
+        owner = owners[0]
         checks.check_only_optimizer(optimizer, owners)
         checks.check_one_set_of_weights(optimizer)
-        if configuration.says(self._config, "optimizer"):
-            raise ValueError(
-                f'{name} was given, and "optimizer" in {self._where} is {self._config["optimizer"].get("type")!r}: keep one of them'
-            )
-        if configuration.says(self._config, "scheduler"):
-            raise ValueError(
-                f'"scheduler" in {self._where} needs "optimizer" there: return yours from configure_optimizers'
-            )
+        checks.check_no_other(self._config, self._where, type(optimizer).__name__)
         if self.zero_stage:
             check_optimizer(optimizer, self.zero_stage, bool(self._config.get("zero_allow_untested_optimizer")))
         warm = named_state(optimizer, owner) if optimizer.state else None
@@ -305,6 +299,9 @@ class DeepSpeed(Strategy):
         for model in self._models:
             model.end()
         self._models.clear()
+
+    def kept(self) -> Iterable[Kept]:
+        return memory.kept(self._models, self._config)
 
     # -- gradients --------------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,79 @@
+"""What DeepSpeed keeps besides the model and the optimizer's state, so that a plan can say what its memory is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from engine.strategies.deepspeed.configuration import OFFLOAD, get
+from engine.strategies.deepspeed.model import Driven
+
+PARAMETERS, GRADIENTS, STATE, COMMUNICATION = "parameters", "gradients", "optimizer_state", "communication"
+_MASTERS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
+"""Attributes of DeepSpeed's optimizers with this rank's part of the fp32 master copies: at stages 1 and 2, at stage 1 in bf16, and at stage 3."""
+_GRADIENTS = (
+    "averaged_gradients",
+    "all_grad_tensors",
+    "accumulated_grads_in_cpu",
+    "fp32_groups_gradients_flat",
+    "grad_partitions_flat_buffer",
+)
+"""Attributes with gradients from the backward pass until the step."""
+_SHARDS = ("fp16_partitioned_groups_flat", "lp_param_buffer", "param_groups_fp16_flat_cpu_memory")
+"""Attributes with this rank's part of the parameters, at stage 3."""
+_STEP_BUFFERS = ("param_buffer_of_bit16_for_cpu_offload_groups", "temp_grad_buffer_for_cpu_offload")
+"""Attributes through which an offloaded step goes."""
+_DEPTH = 3
+"""Tensors lie in lists of lists at most, or in buckets in a dict."""
+
+Kept = tuple[str, list[Tensor], bool]
+"""A field of :class:`engine.planning.plan.Memory`, tensors, and whether they are in the host's memory."""
+
+
+def kept(models: Sequence[Driven], config: Mapping[str, Any]) -> Iterator[Kept]:
+    """What DeepSpeed's optimizers keep now; of a tensor that comes twice, the last entry counts."""
+    offloaded = {
+        name: get(config, f"zero_optimization.{section}.device", "none") != "none" for name, section in OFFLOAD.items()
+    }
+    for model in models:
+        if model.engine is not None and model.optimizer is not None and model.spread is not None:
+            wrapper, parameters = model.engine.optimizer, list(model.parameters())
+            yield from _of_step(vars(wrapper), model.optimizer, offloaded["offload_optimizer"])
+            yield GRADIENTS, _tensors([[p.grad, getattr(p, "grad_accum", None)] for p in parameters]), False
+            yield from _of_model(vars(wrapper), parameters, offloaded["offload_parameters"])
+
+
+def _of_step(held: Mapping[str, Any], optimizer: Any, on_host: bool) -> Iterator[Kept]:
+    """Gradients that are reduced, master copies, state, and the buffers between them. ``on_host``: they are offloaded."""
+    for name, value in held.items():
+        if name not in (*_MASTERS, *_GRADIENTS, *_SHARDS):
+            yield COMMUNICATION, _tensors(value), on_host and name in _STEP_BUFFERS
+    masters = _tensors([held.get(name) for name in _MASTERS])
+    yield GRADIENTS, _tensors([held.get(name) for name in _GRADIENTS]), on_host
+    yield GRADIENTS, _tensors([master.grad for master in masters]), on_host
+    yield STATE, [*masters, *_tensors(list(optimizer.state.values()))], on_host
+
+
+def _of_model(held: Mapping[str, Any], parameters: list[Any], on_host: bool) -> Iterator[Kept]:
+    """Parameters, or this rank's part of them. ``on_host``: they are offloaded."""
+    yield PARAMETERS, _tensors([held.get(name) for name in _SHARDS]), on_host
+    yield PARAMETERS, [p.data for p in parameters], False
+    shards = [[getattr(p, name, None) for name in ("ds_tensor", "ds_secondary_tensor")] for p in parameters]
+    yield PARAMETERS, _tensors(shards), on_host
+
+
+def _tensors(value: Any, depth: int = _DEPTH) -> list[Tensor]:
+    """In lists, dicts and DeepSpeed's buckets."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        inner: Any = value.values()
+    elif isinstance(value, (list, tuple, set)):
+        inner = value
+    elif type(value).__name__.startswith("IPGBucket"):
+        inner = vars(value).values()
+    else:
+        return []
+    return [tensor for each in inner for tensor in _tensors(each, depth - 1)] if depth else []

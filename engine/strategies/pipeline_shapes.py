@@ -1,0 +1,174 @@
+"""What a pipeline's stages hand to each other, inferred without values and without asking other ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from engine.utils.seed import isolated
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a ``DTensor`` lies on the ranks of tensor parallelism."""
+
+    mesh: DeviceMesh
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A tensor that one stage hands to the next. Ranks exchange plain tensors: of a ``DTensor`` this rank's part."""
+
+    shape: tuple[int, ...]
+    """Of this rank's part."""
+    dtype: torch.dtype
+    requires_grad: bool
+    layout: Layout | None = None
+    """Of a ``DTensor``, which the next stage gets again."""
+
+    def empty(self, device: torch.device | str) -> Tensor:
+        """Memory for this rank's part."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def whole(self, local: Tensor) -> Tensor:
+        """The tensor as the next stage takes it, with its graph."""
+        lies = self.layout
+        if lies is None:
+            return local
+        return DTensor.from_local(
+            local, lies.mesh, lies.placements, run_check=False, shape=lies.shape, stride=lies.stride
+        )
+
+
+Spec = tuple[Passed, ...]
+"""All that one stage hands to the next."""
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, with its graph, once it is there."""
+    found: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return _Waited.apply(found) if isinstance(found, AsyncCollectiveTensor) else found
+
+
+class _Waited(torch.autograd.Function):
+    """Sending does not wait for a tensor's collective, as operations do."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Any:
+        return tensor.wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad
+
+
+def through(parts: Any, inputs: Any) -> Any:
+    """Call modules one after another; a tensor or a tuple of tensors is passed on."""
+    passed: Any = inputs
+    for part in parts:
+        passed = part(*passed) if isinstance(passed, tuple) else part(passed)
+    return passed
+
+
+class Shapes:
+    """A copy of a model and its stages whose tensors have no values.
+
+    Args:
+        model: on the rank that asks.
+        parts: the modules of all stages.
+        device: of the real stages.
+        autocast: of the real stages.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: list[list[nn.Module]],
+        device: torch.device,
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self._name, self._device, self._autocast = type(model).__name__, device, autocast
+        self._found: dict[Any, list[Spec]] = {}
+        memo: dict[int, Any] = {}
+        with FakeTensorMode(allow_non_fake_inputs=True) as self._fake:
+            for tensor in (*model.parameters(), *model.buffers()):
+                like = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                memo[id(tensor)] = (
+                    nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
+                )
+            self._stages = [[copy.deepcopy(part, memo) for part in stage] for stage in parts]
+            self._model = _shell(model, memo)
+
+    def change(self, function: Callable[[nn.Module], None]) -> None:
+        """Do to the copy what was done to the model, such as tensor parallelism, which changes shapes."""
+        with isolated(), self._fake:
+            function(self._model)
+
+    def of(self, inputs: tuple[Tensor, ...]) -> list[Spec]:
+        """The inputs of each stage for inputs of the first like these, and the output of the last.
+
+        Raises:
+            ValueError: a stage cannot run without values.
+            TypeError: a stage returns something else than tensors.
+        """
+        key = tuple((tuple(t.shape), t.dtype) for t in inputs)
+        if key not in self._found:
+            with isolated(), self._fake, self._autocast(), torch.enable_grad():
+                passed: Any = tuple(torch.empty(t.shape, dtype=t.dtype, device=self._device) for t in inputs)
+                found = [_spec(passed)]
+                for index, stage in enumerate(self._stages):
+                    try:
+                        passed = through(stage, passed)
+                    except Exception as error:
+                        raise ValueError(
+                            f"pipeline parallel: stage {index} of {self._name} failed on the meta device:  {error}"
+                        ) from error
+                    passed = passed if isinstance(passed, tuple) else (passed,)
+                    found.append(_spec(passed))
+            self._found[key] = found
+        return self._found[key]
+
+
+def _spec(tensors: tuple[Any, ...]) -> Spec:
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"pipeline parallel: a stage returned {type(tensor).__name__}; it must return a tensor or a tuple of tensors"
+            )
+    return tuple(Passed(tuple(local(t).shape), t.dtype, t.requires_grad, _layout(t)) for t in tensors)
+
+
+def _layout(tensor: Tensor) -> Layout | None:
+    if not isinstance(tensor, DTensor):
+        return None
+    return Layout(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
+
+
+def _shell(module: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
+    """A copy of a module around the copies in ``memo``; attributes that are not modules, parameters or buffers are shared."""
+    known: nn.Module | None = memo.get(id(module))
+    if known is not None:
+        return known
+    made = copy.copy(module)
+    for name, value in vars(module).items():
+        if isinstance(value, dict):  # hooks of the copy are its own
+            vars(made)[name] = value.copy()
+    for store in (made._parameters, made._buffers):
+        for key, tensor in store.items():
+            store[key] = memo.get(id(tensor), tensor)
+    for key, child in module._modules.items():
+        made._modules[key] = None if child is None else _shell(child, memo)
+    return made

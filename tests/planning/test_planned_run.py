@@ -1,0 +1,81 @@
+"""A plan's view of a whole run: its steps, samples and checkpoints, beside a real run and hand computations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks import ModelCheckpoint
+from engine import Fit, TrainModule
+
+WIDTH = 6
+
+
+class Net(TrainModule):
+    """A linear layer, a batch norm, and buffers of which one is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+        self.register_buffer("mask", torch.ones(100), persistent=False)
+        self.register_buffer("table", torch.ones(50))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+def rows(count: int, size: int, **options: Any) -> DataLoader[tuple[Tensor, ...]]:
+    return DataLoader(TensorDataset(torch.zeros(count, WIDTH)), batch_size=size, **options)
+
+
+def bytes_in(folder: Path) -> int:
+    found = 0
+    for file in folder.glob("**/*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            tensors = [opened.get_tensor(name) for name in opened.keys()]  # noqa: SIM118
+        found += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return found
+
+
+def test_the_bytes_of_a_checkpoint_are_those_of_a_real_one(tmp_path: Path) -> None:
+    fit = Fit(accelerator="cpu", max_steps=1, root_dir=tmp_path, callbacks=[ModelCheckpoint()], log_every_n_steps=0)
+    plan = fit.plan(Net(), rows(8, 4), world_size=1, device="cpu")
+    fit.run(Net(), rows(8, 4))
+    (folder,) = (tmp_path / "checkpoints").glob("step=*")
+    assert plan.checkpoint_bytes == bytes_in(folder / "model") + bytes_in(folder / "optim")
+    assert plan.checkpoint_files == len([*folder.glob("model/*.safetensors"), *folder.glob("optim/*.safetensors")])
+
+
+@pytest.mark.parametrize(
+    ("drop_last", "settings", "steps", "samples"),
+    [
+        (False, {}, 3, 103),  # 103 samples in steps of 2 ranks x 20
+        (True, {}, 2, 80),
+        (False, {"limit_train_batches": 1}, 1, 40),
+        (False, {"accumulate_grad_batches": 2}, 2, 103),
+    ],
+)
+def test_samples_and_steps_of_an_epoch(drop_last: bool, settings: dict[str, Any], steps: int, samples: int) -> None:
+    fit = Fit(strategy="ddp", accelerator="cpu", max_epochs=2, **settings)
+    loader = rows(103, 20, drop_last=drop_last)
+    data = fit.plan(Net(), loader, world_size=2, device="cpu").as_json()["data"]
+    assert (data["steps_per_epoch"], data["samples_per_epoch"], data["steps"]) == (steps, samples, 2 * steps)
+
+
+def test_the_command_line_and_python_take_the_same_texts() -> None:
+    plan = Fit(accelerator="cpu").plan(
+        Net(), rows(8, 4), world_size=1, device="cpu", memory_limit="1KB", storage="1kB/s", price=2, network="1GB/s"
+    )
+    assert (plan.memory_bytes, plan.storage, plan.fits) == (1000, 1000.0, False)
+    assert plan.device.within.bandwidth == 1e9
+    with pytest.raises(ValueError, match="price=inf: give what one device costs"):
+        Fit().plan(Net(), rows(8, 4), world_size=1, price=float("inf"))
