@@ -151,14 +151,19 @@ class MemoryTrace:
         self._at_start = [(held, held.size) for held in self._held.values()]
         self._log = []
 
-    def leave_out(self, kinds: Collection[str]) -> None:
-        """What is of these kinds, and what was marked so, is in the host's memory."""
+    def leave_out(self, kinds: Collection[str]) -> dict[str, int]:
+        """What is of these kinds, and what was marked so, is in the host's memory; returns its bytes at the start by kind."""
 
         def left(held: Held) -> bool:
             return held.kind not in kinds and not held.on_host
 
+        away: dict[str, int] = {}
+        for held, size in self._at_start:
+            if not left(held) and size:
+                away[held.kind] = away.get(held.kind, 0) + size
         self._at_start = [(held, size) for held, size in self._at_start if left(held)]
         self._log = [event for event in self._log or [] if left(event[0])]
+        return away
 
     def timeline(self) -> tuple[Moment, ...]:
         """The recorded step: for each stretch in one module the moment with the most memory."""

@@ -199,8 +199,7 @@ def _steps(
         _begin(run, answers)
         error = _windows(run, partial(fake_batch, batch), weights, observer, answers)
     memory = observer.memory
-    if accelerated:
-        memory.leave_out(engine.strategy.on_host)
+    away = memory.leave_out(engine.strategy.on_host) if accelerated else {}
     timeline = memory.timeline()
     return RankTrace(
         rank=run.rank,
@@ -213,6 +212,7 @@ def _steps(
         timeline=timeline,
         collectives=observer.collectives.collectives(),
         operations=observer.operations.operations(),
+        on_host=away,
         missing=(*answers.sentences(), *([] if error is None else [error]), *_compiled(run)),
     )
 
