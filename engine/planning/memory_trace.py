@@ -85,10 +85,6 @@ class MemoryTrace:
         storages = [part.untyped_storage()._cdata for tensor in tensors for part in local_parts(tensor)]
         return any(key in self._held and self._held[key].on_host for key in storages)
 
-    def on_host(self) -> int:
-        """Bytes of the recorded step's start that were marked to be in the host's memory."""
-        return sum(size for held, size in self._at_start if held.on_host)
-
     def used_to_communicate(self, tensors: Iterable[Tensor]) -> None:
         """A collective reads or writes these tensors."""
         for tensor in tensors:
@@ -163,14 +159,19 @@ class MemoryTrace:
         self._at_start = [(held, held.size) for held in self._held.values()]
         self._log = []
 
-    def leave_out(self, kinds: Collection[str]) -> None:
-        """What is of these kinds, and what was marked so, is in the host's memory."""
+    def leave_out(self, kinds: Collection[str]) -> dict[str, int]:
+        """What is of these kinds, and what was marked so, is in the host's memory; returns its bytes at the start by kind."""
 
         def left(held: Held) -> bool:
             return held.kind not in kinds and not held.on_host
 
+        away: dict[str, int] = {}
+        for held, size in self._at_start:
+            if not left(held) and size:
+                away[held.kind] = away.get(held.kind, 0) + size
         self._at_start = [(held, size) for held, size in self._at_start if left(held)]
         self._log = [event for event in self._log or [] if left(event[0])]
+        return away
 
     def timeline(self) -> tuple[Moment, ...]:
         """The recorded step: for each stretch in one module the moment with the most memory."""

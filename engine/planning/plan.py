@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.write_shares import FILE, MOST_FILES
-from engine.planning import allocator, formula_checks, network, roofline, step_time
+from engine.planning import allocator, formula_checks, host_offload, network, roofline, step_time
 from engine.planning.allocator import Need, need
 from engine.planning.bubble import SOURCES, bubble_fraction
 from engine.planning.device_table import Hardware
@@ -225,6 +225,7 @@ class Plan:
             found.append(
                 f"neighbouring ranks share a node: {plural(job.ranks_per_node, 'rank')} on each of {job.nodes}"
             )
+        found += host_offload.assumptions(self.worst, device)
         if job.world_size > 1:
             found += [*network.ASSUMPTIONS, *step_time.assumptions(device)]
         if job.schedule is not None:
@@ -262,6 +263,7 @@ class Plan:
                 "communication_s": slowest.communication_s,
                 "exposed_communication_s": slowest.exposed_s,
                 "bubble_s": slowest.bubble_s,
+                "host_s": slowest.host_s,
                 "bubble_fraction": self.bubble,
                 "mfu": self.mfu,
                 "mfu_bound": self.mfu_bound,

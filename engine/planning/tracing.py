@@ -219,10 +219,8 @@ def _steps(
         engine.window.agree = list  # all ranks are like this one
         _begin(run, answers)
         error = _windows(run, partial(fake_batch, batch), weights, observer, answers)
-    memory, offloaded = observer.memory, []
-    if accelerated:
-        offloaded = _offloaded(memory)
-        memory.leave_out(engine.strategy.on_host)
+    memory = observer.memory
+    away = memory.leave_out(engine.strategy.on_host) if accelerated else {}
     timeline = memory.timeline()
     return RankTrace(
         rank=run.rank,
@@ -235,7 +233,8 @@ def _steps(
         timeline=timeline,
         collectives=observer.collectives.collectives(),
         operations=observer.operations.operations(),
-        missing=(*answers.sentences(), *([] if error is None else [error]), *_compiled(run), *offloaded),
+        on_host=away,
+        missing=(*answers.sentences(), *([] if error is None else [error]), *_compiled(run)),
     )
 
 
@@ -245,17 +244,6 @@ def _compiled(run: Run) -> list[str]:
         return []
     return [
         "torch.compile is left out: the plan is of the eager step; compiled, it keeps fewer activations and moves fewer bytes"
-    ]
-
-
-def _offloaded(memory: memory_trace.MemoryTrace) -> list[str]:
-    """What is not known of a step that a strategy's library moves to the host."""
-    size = memory.on_host()
-    if not size:
-        return []
-    return [
-        f"{size / 2**30:.2f} GiB of each rank are in the host's memory, and the optimizer steps there: its seconds, and those of moving "
-        "gradients and parameters, are left out"
     ]
 
 
