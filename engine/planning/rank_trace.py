@@ -93,6 +93,8 @@ class RankTrace:
     operations: tuple[Operation, ...]
     storages_at_peak: tuple[tuple[int, int], ...] = ()
     """Bytes of a storage and how many of that size there are at the peak, the largest first: an allocator rounds each of them."""
+    overlaps: bool = True
+    """Whether the strategy sends beside a pass what can be sent beside it."""
     missing: tuple[str, ...] = ()
     """What could not be traced, a sentence each; then the numbers are those of what could."""
     computed: tuple[str, ...] = ()

@@ -184,6 +184,7 @@ def _steps(
         timeline=timeline,
         collectives=observer.collectives.collectives(),
         operations=observer.operations.operations(),
+        overlaps=getattr(engine.strategy, "overlaps", True),
         missing=(*answers.sentences(), *([] if error is None else [error]), *_compiled(run), *offloaded),
     )
 
