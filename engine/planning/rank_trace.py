@@ -118,6 +118,8 @@ class RankTrace:
     """What could not be traced, a sentence each; then the numbers are those of what could."""
     computed: tuple[str, ...] = ()
     """What comes from formulas rather than from the trace, a sentence each with the source."""
+    stands_for: int = 1
+    """Ranks of a pipeline, this one included, that compute the same and hold at most as much."""
 
     @property
     def flops(self) -> int:
