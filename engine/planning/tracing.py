@@ -234,6 +234,7 @@ def _steps(
         collectives=observer.collectives.collectives(),
         operations=observer.operations.operations(),
         on_host=away,
+        overlaps=getattr(engine.strategy, "overlaps", True),
         missing=(*answers.sentences(), *([] if error is None else [error]), *_compiled(run)),
     )
 
