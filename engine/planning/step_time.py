@@ -17,7 +17,9 @@ _ASSUMPTIONS = (
     "overlap: FSDP's gathers run beside the forward and the backward pass, its scatters and DDP's reductions beside the backward pass; DeepSpeed's "
     "only with overlap_comm, which is its default at stage 3; of the calls of one kind in a pass, one (the first gather, the last reduction) has "
     "nothing to run beside",
-    "no overlap: collectives of tensor and context parallel, transfers between stages, broadcasts, and what the optimizer's step sends (norms)",
+    "pipelines: a rank waits for what its neighbours send it; what it sends itself runs beside its next pass, and the other way over a link at the "
+    "same time",
+    "no overlap: collectives of tensor and context parallel, broadcasts, and what the optimizer's step sends (norms)",
     "collectives that overlap take no compute units and no memory bandwidth from the pass",
 )
 _ON_HOST = (
@@ -67,6 +69,8 @@ class StepTime:
 
 def overlaps(each: Collective) -> bool:
     """Whether a pass can run beside these collectives: gathers of parameters, reductions of gradients."""
+    if each.kind == "send":
+        return each.phase in _PASSES
     if each.axis in _WITHIN_LAYERS or each.phase not in _PASSES:
         return False
     return each.kind in ("all_gather", "reduce_scatter") or (each.kind == "all_reduce" and each.phase == "backward")

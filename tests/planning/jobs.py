@@ -85,12 +85,6 @@ def transformer(optimizer: Callable[..., Any]) -> TrainModule:
     return made
 
 
-def counted(optimizer: Callable[..., Any]) -> TrainModule:
-    """The same with a loss over the tokens that count: ``Loss(sum, count)``."""
-    made: TrainModule = parity().Transformer(weighted=True)
-    return made
-
-
 class TinyLlama(Llama):
     """In its tiny size, for batches of a ``TensorDataset``; with ``sequence_parallel`` its logits stay cut over the vocabulary."""
 
@@ -201,7 +195,6 @@ JOBS: dict[str, Job] = {
     "tp, sequence": Job(2, partial(TP, sequence_parallel=True), net=transformer, data=sentences),
     "pp": Job(2, PIPELINE),
     "pp of 4 parts, clipped": Job(2, partial(PIPELINE, num_microbatches=4), CLIPPED),
-    "pp, loss of sums": Job(2, PIPELINE, CLIPPED, net=counted, data=sentences),
     "gpipe": Job(2, partial(PIPELINE, schedule="gpipe", num_microbatches=4), {}, sgd),
     **{name: Job(2, partial(PIPELINE, schedule=name, num_microbatches=4)) for name in TWO_STAGES},
     "four hybrid": Job(4, partial(FSDP, dp_replicate=2, dp_shard=2)),
@@ -214,7 +207,6 @@ JOBS: dict[str, Job] = {
     "four pp x fsdp": Job(4, PIPELINE),
     "four pp x ddp": Job(4, partial(PIPELINE, dp_replicate=2, dp_shard=1)),
     "four pp x tp": Job(4, partial(PIPELINE, tp=2)),
-    "four pp x tp, sequence": Job(4, partial(PIPELINE, tp=2, sequence_parallel=True), net=transformer, data=sentences),
     "four pp x tp, llama": Job(4, CUT, CLIPPED, **LLAMA),
     "four pp x tp, llama, bf16": Job(4, CUT, {"precision": "bf16-mixed"}, **LLAMA),
     "four pp x tp, llama, full checkpointing": Job(

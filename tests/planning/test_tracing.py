@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jobs
 import numpy as np
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from engine import Callback, DeepSpeed, Fit, Loss, TrainModule
+from engine import Callback, DeepSpeed, Fit, Loss, MeshParallel, TrainModule
 from engine.planning.plan import RankTrace
 
 WIDTH, ROWS = 6, 4
@@ -426,3 +427,15 @@ def test_a_compiled_step_is_planned_as_an_eager_one() -> None:
     compiled, eager = planned(Net(), compile=True), planned(Net())
     assert compiled.operations == eager.operations
     assert "torch.compile is left out" in compiled.missing[0]
+
+
+def test_every_stage_knows_the_kind_of_the_loss(tmp_path: Path) -> None:
+    """Sums and counts are added over the ranks, 16 bytes a step: by those without the loss too."""
+    settings: Any = {"accelerator": "cpu", "log_every_n_steps": 0, "num_sanity_val_steps": 0, "check": False}
+    table = jobs.parity()
+    for weighted, size in ((True, 16), (False, 0)):
+        fit = Fit(strategy=MeshParallel(pp=2), root_dir=tmp_path, **settings)
+        loader = DataLoader(jobs.sentences(64), batch_size=16)
+        traces = fit.plan(table.Transformer(weighted), loader, world_size=2, device="cpu").traces
+        sent = [sum(c.bytes for c in t.collectives if c.phase == "optimizer step") for t in traces]
+        assert sent == [size, size]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from functools import cache
 from typing import Any
 
@@ -134,8 +136,13 @@ def train(make: type[Net], strategy: Any, more: dict[str, Any]) -> dict[str, Any
     return {"norms": watch.norms, "weights": watch.weights, "val": val, "predicted": predicted.flatten().tolist()}
 
 
+FAST = ("1f1b", "a stage after a norm", "weighted")
+"""The others are slow."""
+
+
 def four_trained() -> Any:
-    return {name: train(make, MeshParallel(**CUT, **axes), more) for name, (make, axes, more) in CASES.items()}
+    chosen = {name: CASES[name] for name in json.loads(os.environ["CASES"])}
+    return {name: train(make, MeshParallel(**CUT, **axes), more) for name, (make, axes, more) in chosen.items()}
 
 
 @cache
@@ -161,11 +168,12 @@ def bare(make: type[Net]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def four() -> Any:
-    return on_ranks(__file__, 4, "four_")["trained"]
+def four(request: pytest.FixtureRequest) -> Any:
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    return on_ranks(__file__, 4, "four_", CASES=json.dumps([item.callspec.params["name"] for item in items]))["trained"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_parts_of_tensors_between_stages_train_as_one_process(four: Any, name: str) -> None:
     expected = bare(CASES[name][0])
     for rank, found in enumerate(four):
