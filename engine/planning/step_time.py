@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.planning import host_offload
 from engine.planning.device_table import Hardware
 from engine.planning.network import seconds
 from engine.planning.rank_trace import Collective, RankTrace
@@ -13,8 +14,9 @@ from engine.planning.roofline import Compute, compute
 _WITHIN_LAYERS = ("tp", "cp", "pp", "ep")
 _PASSES = ("forward", "backward")
 _ASSUMPTIONS = (
-    "overlap: FSDP's gathers run beside the forward and the backward pass, its scatters and DDP's reductions beside the backward pass; of the calls "
-    "of one kind in a pass, one (the first gather, the last reduction) has nothing to run beside",
+    "overlap: FSDP's gathers run beside the forward and the backward pass, its scatters and DDP's reductions beside the backward pass; DeepSpeed's "
+    "only with overlap_comm, which is its default at stage 3; of the calls of one kind in a pass, one (the first gather, the last reduction) has "
+    "nothing to run beside",
     "no overlap: collectives of tensor and context parallel, transfers between stages, broadcasts, and what the optimizer's step sends (norms)",
     "collectives that overlap take no compute units and no memory bandwidth from the pass",
 )
@@ -48,8 +50,10 @@ class StepTime:
     """Communication that nothing hides, in the estimate."""
     bubble_s: float
     """The pipeline's waiting."""
+    host_s: float
+    """With what is in the host's memory."""
     expected_s: float
-    """The estimate: compute, exposed communication and the bubble."""
+    """The estimate: compute, exposed communication, the bubble and the host's memory."""
     best_s: float
     """All communication beside the compute, no bubble."""
     worst_s: float
@@ -87,7 +91,7 @@ def step_time(
         tf32, compiled: as in :func:`engine.planning.roofline.compute`.
     """
     sent = tuple(
-        Sent(each, seconds(each, device, ranks_per_node), overlaps(each) and not device.is_host)
+        Sent(each, seconds(each, device, ranks_per_node), trace.overlaps and overlaps(each) and not device.is_host)
         for each in trace.collectives
     )
     parts = {
@@ -110,15 +114,16 @@ def step_time(
     rest = sum(each.seconds for each in sent if each.collective.phase not in _PASSES)
     whole, outside = sum(parts.values(), Compute()), parts[False].seconds
     waiting = passes * bubble / (1 - bubble)
-    sending = sum(each.seconds for each in sent)
+    sending, host = sum(each.seconds for each in sent), host_offload.seconds(trace, device)
     return StepTime(
         compute=whole,
         sent=sent,
         exposed_s=exposed + rest,
         bubble_s=waiting,
-        expected_s=passes + waiting + outside + rest,
-        best_s=whole.seconds + sending if device.is_host else max(whole.seconds, sending),
-        worst_s=whole.seconds + sending + (whole.seconds - outside + sending - rest) * bubble / (1 - bubble),
+        host_s=host,
+        expected_s=passes + waiting + outside + rest + host,
+        best_s=whole.seconds + sending if device.is_host else max(whole.seconds, sending) + host,
+        worst_s=whole.seconds + sending + host + (whole.seconds - outside + sending - rest) * bubble / (1 - bubble),
     )
 
 
