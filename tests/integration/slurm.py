@@ -170,13 +170,13 @@ class Cluster:
 
     def _await(self, condition: object, what: str) -> None:
         assert callable(condition)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not condition():
             ended = [daemon.args for daemon in self._daemons if daemon.poll() is not None]
             if ended or time.monotonic() > deadline:
                 files = sorted([*self.folder.glob("*.log"), *self.folder.glob("*.out")])
                 logs = "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in files)
-                raise RuntimeError(f"{what} did not come up{f'; ended: {ended}' if ended else ' within 30 s'}\n{logs}")
+                raise RuntimeError(f"{what} did not come up{f'; ended: {ended}' if ended else ' within 120 s'}\n{logs}")
             time.sleep(0.1)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from expected import DIGITS, TRAINED, accuracy, reference, run
-from processes import clean_environment
+from processes import PATIENCE_S, clean_environment
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,7 @@ def test_two_jobs_at_once(mpirun: list[str], expected: dict[str, Any], tmp_path:
         )
         for i in range(2)
     ]
-    assert [job.wait(180) for job in jobs] == [0, 0]
+    assert [job.wait(PATIENCE_S) for job in jobs] == [0, 0]
     assert all(json.loads((tmp_path / f"{i}.json").read_text()) == expected for i in range(2))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from expected import DIGITS, TRAINED, accuracy, fit, reference
-from processes import ROOT, clean_environment
+from processes import PATIENCE_S, ROOT, clean_environment
 
 pytestmark = [
     pytest.mark.slow,
@@ -102,13 +102,13 @@ def test_sigterm_ends_the_cluster_too(tmp_path: Path) -> None:
     ]
     job = subprocess.Popen([*command, "--steps", "200"], env=clean_environment(**QUIET), cwd=tmp_path)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + PATIENCE_S
         while not (tmp_path / "root").exists():
             assert job.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.5)
         job.send_signal(signal.SIGTERM)
-        assert job.wait(60) == 143
+        assert job.wait(PATIENCE_S) == 143
     finally:
         job.kill()
     assert not [path for path in Path("/proc").glob("[0-9]*/cwd") if _within(path, tmp_path)]  # no rank outlives it

@@ -133,9 +133,8 @@ def started(environ: dict[str, str], folder: Path) -> str:
     """The number of a job of 120 slow steps, some of which are done."""
     arguments = (TRAINED, folder / "root", folder / "result.json", "--slow", 0.5, "--steps", 120)
     text = fit("launch", "--slurm", "--nproc", 2, *arguments, environ=environ, cwd=folder)
-    while not (folder / "root").exists():
+    while not (folder / "root" / "trains").exists():
         time.sleep(0.3)
-    time.sleep(6)
     return text.split()[2].rstrip(";")
 
 
@@ -165,7 +164,7 @@ def test_a_rank_that_fails_fails_the_job(cluster: Cluster, environ: dict[str, st
         cluster, environ, tmp_path, TRAINED, tmp_path / "root", tmp_path / "result.json", "--die", "--steps", 10000
     )
     assert state == "FAILED", text
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < 120  # left alone, the other rank would end at its timeout of ten minutes
 
 
 def test_the_time_limit_saves_and_requeues(cluster: Cluster, environ: dict[str, str], tmp_path: Path) -> None:

@@ -110,14 +110,14 @@ def test_two_hosts_give_the_weights_of_one(tmp_path: Path, hosts: list[tuple[str
     with start(tmp_path, hosts, two, 0.0, 1, HEAD) as second:
         second.until(lambda: "1 process(es) here, 2 machines" in second.stderr)
         with start(tmp_path, hosts, two, 0.0, 0, HEAD) as first:
-            assert first.wait(90) == 0, first.text + second.text
-            assert second.wait(30) == 0, second.text
+            assert first.wait() == 0, first.text + second.text
+            assert second.wait() == 0, second.text
     one = tmp_path / "one"
     one.mkdir()
     with Launched(
         tmp_path, "--nproc", 2, tmp_path / "train.py", HERE.parent / "failure", one, 0.0, name="alone"
     ) as alone_:
-        assert alone_.wait(90) == 0, alone_.text
+        assert alone_.wait() == 0, alone_.text
     last = max(os.listdir(one / "checkpoints"))
     files = sorted(path for folder in ("model", "optim") for path in (one / "checkpoints" / last / folder).iterdir())
     assert files
@@ -135,7 +135,7 @@ def test_a_cut_cable_ends_both_sides_with_the_lost_peers_name(
         start(tmp_path, hosts, root, 0.05, 1, hosts[0][2], **env) as second,
     ):
         sides = (first, second)
-        first.until(lambda: (root / "diary.1").exists() and len((root / "diary.1").read_text().splitlines()) >= 3, 90)
+        first.until(lambda: (root / "diary.1").exists() and len((root / "diary.1").read_text().splitlines()) >= 3)
         ranks = {rank: int((root / f"pid.{rank}").read_text()) for rank in (0, 1)}
         ip("-n", hosts[0][0], "link", "set", hosts[0][1], "down")
         begun = time.monotonic()

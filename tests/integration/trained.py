@@ -46,6 +46,8 @@ class Events(Callback):
     def on_train_batch_start(self, run: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if run.step < 200 and not int(os.environ.get("SLURM_RESTART_COUNT", "0")):
             time.sleep(self.slow)
+        if run.rank == 0 and run.step == 3:
+            (self.root / "trains").touch()
         if self.die and run.rank == 1 and run.step == 5 and not (self.root / "died").exists():
             (self.root / "died").touch()
             os.kill(os.getpid(), signal.SIGKILL)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from engine import Fit
 
 ROOT = Path(__file__).resolve().parents[2]
-RANKS, BATCH, LIMIT = 4, 4, 15 * 2**20
+RANKS, BATCH, LIMIT = 4, 2, 17 * 2**19
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Chosen:
         sys.path.insert(0, str(ROOT / "examples"))
         from gpt import GPT, Size
 
-        return GPT(Size(layers=4, heads=4, width=128, context=64, batch_size=BATCH, lr=1e-3, max_steps=100), 100)
+        return GPT(Size(layers=2, heads=4, width=128, context=64, batch_size=BATCH, lr=1e-3, max_steps=100), 100)
 
     def loader(self) -> Any:
         numbers = torch.Generator().manual_seed(3)
