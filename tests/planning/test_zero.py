@@ -29,8 +29,14 @@ STEP = 4
 
 def planned(root: Path, strategy: Any, world_size: int = 3, device: str = "cpu", **more: Any) -> Plan:
     job = Job(world_size, lambda: strategy, {"precision": "bf16-mixed", **more})
+    accelerator = "cpu" if device == "cpu" else "auto"
     fit = Fit(
-        root_dir=root, accelerator="cpu", log_every_n_steps=0, num_sanity_val_steps=0, check=False, **job.settings()
+        root_dir=root,
+        accelerator=accelerator,
+        log_every_n_steps=0,
+        num_sanity_val_steps=0,
+        check=False,
+        **job.settings(),
     )
     return fit.plan(job.module(), job.loader(), world_size=world_size, device=device)
 
@@ -84,10 +90,11 @@ def test_what_is_offloaded_is_not_on_the_device(tmp_path: Path) -> None:
     assert before.optimizer_state
     assert after.optimizer_state == 0
     assert after.parameters == before.parameters
-    assert there.peak_bytes < here.peak_bytes
+    assert there.worst.peak.memory.total < here.worst.peak.memory.total
     (sentence,) = there.missing
     assert "in the host's memory" in sentence
-    assert not any("adam" in each.name or "addcdiv" in each.name for each in there.worst.operations)
+    steps = [any("addcdiv" in each.name for each in plan.worst.operations) for plan in (here, there)]
+    assert steps == [True, False]
 
 
 def test_fp16_is_planned_for_a_gpu_and_refused_on_a_cpu(tmp_path: Path) -> None:
