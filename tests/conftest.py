@@ -1,9 +1,14 @@
 """Shared by all tests; its place makes the helpers beside it (``processes``, ``models``) importable."""
 
 import gc
+import signal
+
+# A shell lets what it starts in the background ignore Ctrl-C, and with it every process that a test interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
-    """What a worker has imported is left out of every later collection of garbage: with all test files' libraries one takes a second."""
+    """What a worker has imported is left out of every later collection of garbage: with all test files' libraries one takes half a second."""
     gc.collect()
     gc.freeze()

@@ -84,7 +84,7 @@ def planned(wanted: Components, arguments: argparse.Namespace) -> Plan | PlanSea
     price, storage = costs(arguments.price, arguments.storage)
     fit, make, data = to_build(wanted, [Parsed(component) for component in wanted.objects])
     datamodule, loader = (data, None) if isinstance(data, DataModule) else (None, data)
-    job = {
+    job: dict[str, Any] = {
         "train_loader": loader,
         "datamodule": datamodule,
         "world_size": where.world_size,

@@ -65,6 +65,16 @@ class Group:
         self._shared = shared
 
     @property
+    def simulated(self) -> bool:
+        """Whether the other ranks do not exist: a plan."""
+        return False
+
+    @property
+    def stands_for(self) -> str:
+        """The kind of device that the job has: ``device``'s, unless it is a plan for another."""
+        return self.device.type
+
+    @property
     def failed(self) -> bool:
         """Set to True after an error: then the process leaves without waiting for the others. The next ``join`` clears it."""
         return self._shared is not None and self._shared.failed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -13,14 +12,12 @@ from typing import Any
 
 import torch
 
-from engine.planning import torch_private
+from engine.planning import torch_private, zero
 from engine.utils import overrides
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(overrides.__file__).parent.parent)
 _PLANNING = str(Path(__file__).parent)
-_DEEPSPEED = str(Path("site-packages", "deepspeed", "")) + os.sep
-"""Its questions in a step are those of the library: whether a gradient's norm is finite."""
 _DISTRIBUTIONS = str(Path(torch.__file__).parent / "distributions")
 _PACKAGES = "site-packages"
 _SIGNS = ("faketensor", "fake tensor", "data is not allocated", "data pointer", "tensor subclasses", "meta tensor")
@@ -82,7 +79,7 @@ def _asking(frame: FrameType | None) -> str | None:
     others = None
     while frame is not None:
         name = frame.f_code.co_filename
-        if _DEEPSPEED in name:
+        if zero.PACKAGE in name:  # a norm, and whether it is finite: the library asks through it
             frame = frame.f_back
             continue
         own = name.startswith(_OWN)

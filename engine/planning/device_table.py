@@ -73,6 +73,10 @@ class Hardware:
     """Seconds that the host needs to start one operation: a lower bound of each operation's time in eager mode."""
     dtensor: float = 50e-6
     """Seconds that the host needs besides for an operation on a ``DTensor``, to find out what it means for the local one: 30 to 70 us on a server."""
+    to_host: float = 32e9
+    """Bytes a second between the device's and the host's memory, in one direction: PCIe 4.0 with 16 lanes, unless the source says more."""
+    host_memory: float = 50e9
+    """Bytes a second of the host's memory for each device, assumed: 400 GB/s for 8."""
     is_host: bool = False
     """Whether the device is the host's own processor: what starts operations also computes, and sends, one after another."""
     reached: Reached = Reached()
@@ -117,6 +121,7 @@ _TABLE = (
         bandwidth=3.35e12,
         within=_nvlink(450),
         between=_net(400),
+        to_host=64e9,
         per_node=8,
         source="NVIDIA H100 data sheet (SXM, 80 GB) and DGX H100 data sheet (8 ConnectX-7 of 400 Gbit/s)",
     ),
@@ -127,6 +132,7 @@ _TABLE = (
         bandwidth=2.0e12,
         within=_pcie(64),
         between=_net(12.5),
+        to_host=64e9,
         per_node=8,
         source="NVIDIA H100 data sheet (PCIe, 80 GB)",
         notes=("no NVLink bridges", _CARD_NETWORK),
@@ -138,6 +144,7 @@ _TABLE = (
         bandwidth=4.8e12,
         within=_nvlink(450),
         between=_net(400),
+        to_host=64e9,
         per_node=8,
         source="NVIDIA H200 data sheet (SXM, 141 GB) and DGX H200 data sheet (8 ConnectX-7 of 400 Gbit/s)",
     ),
@@ -148,6 +155,7 @@ _TABLE = (
         bandwidth=8.0e12,
         within=_nvlink(900),
         between=_net(400),
+        to_host=64e9,
         per_node=8,
         source="NVIDIA Blackwell architecture brief (HGX B200) and DGX B200 data sheet (8 ConnectX-7 of 400 Gbit/s)",
     ),
@@ -178,6 +186,7 @@ _TABLE = (
         bandwidth=5.3e12,
         within=_nvlink(448),
         between=_net(400),
+        to_host=64e9,
         per_node=8,
         source="AMD Instinct MI300X data sheet and MI300X platform data sheet (7 Infinity Fabric links of 64 GB/s in each direction)",
         notes=("between nodes: one 400 Gbit/s card for each device", "latency within a node as over NVLink"),
@@ -221,6 +230,7 @@ _TABLE = (
         bandwidth=300e9,
         within=_pcie(16),
         between=_net(12.5),
+        to_host=16e9,
         per_node=8,
         source="NVIDIA T4 data sheet (PCIe 3.0); AWS G4 instances (g4dn.metal: 8 devices, 100 Gbit/s)",
     ),
@@ -231,6 +241,7 @@ _TABLE = (
         bandwidth=900e9,
         within=_nvlink(150),
         between=_net(50),
+        to_host=16e9,
         per_node=8,
         source="NVIDIA V100 data sheet (SXM2, 32 GB) and DGX-1 data sheet (4 cards of 100 Gbit/s for 8 devices)",
     ),

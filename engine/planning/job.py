@@ -56,6 +56,8 @@ class Job:
     steps_per_epoch: int | None = None
     total_steps: int | None = None
     """``None``: only a time or a callback ends the run."""
+    zero: tuple[int, int] | None = None
+    """DeepSpeed's stage of ZeRO, from 1 on, and the bytes of an element of the parameters; ``None``: another strategy, or not Adam."""
     shape: Shape | None = None
     """Of a dense transformer, for the formulas of papers."""
 
@@ -108,18 +110,19 @@ class Facts:
             "samples_per_epoch": _samples(run.train_loader, (batch_size(batch) or 0) * data_ranks, window, batches),
             "steps_per_epoch": None if batches is None else -(-batches // window),
             "total_steps": run.total_steps,
+            "zero": _zero(run),
             "shape": None if shape is None else replace(shape, sequence=sequence_of(batch)),
         }
 
     def _count(self, module: nn.Module) -> None:
         """Of a module that is larger than those before: a stage of a pipeline lacks the others."""
         parameters = list(module.parameters())
-        count = sum(prod(each.shape) for each in parameters)
+        count = sum(map(_whole, parameters))
         if count > self._found.get("parameters", -1):
             buffers = _bytes(torch_private.persistent_buffers(module))
             self._found |= {
                 "parameters": count,
-                "trainable": sum(prod(each.shape) for each in parameters if each.requires_grad),
+                "trainable": sum(_whole(each) for each in parameters if each.requires_grad),
                 "parameter_bytes": _bytes(parameters) + buffers,
                 "buffer_bytes": buffers,
             }
@@ -129,8 +132,20 @@ class Facts:
         return Job(world_size=world_size, nodes=nodes, **self._found)
 
 
+def _whole(tensor: Any) -> int:
+    """Elements, also of a parameter that DeepSpeed has taken apart."""
+    return prod(getattr(tensor, "ds_shape", tensor.shape))
+
+
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(prod(each.shape) * each.element_size() for each in tensors)
+    return sum(_whole(each) * each.element_size() for each in tensors)
+
+
+def _zero(run: Run) -> tuple[int, int] | None:
+    stage = vars(run.engine.strategy).get("zero_stage")
+    adam = all(type(getattr(each, "optimizer", each)).__name__.startswith("Adam") for each in run.optimizers)
+    sizes = {p.element_size() for p in run.module.parameters() if p.requires_grad}
+    return (stage, sizes.pop()) if stage and adam and len(sizes) == 1 else None
 
 
 def _samples(loader: PreparedLoader | None, each_batch: int, window: int, batches: int | None) -> int | None:

@@ -49,6 +49,8 @@ class MemoryTrace:
         self._log: list[tuple[Held, int, str, str]] | None = None
         self._at_start: list[tuple[Held, int]] = []
         self._sum: tuple[int, int, int] | None = None
+        self.making_on_host = False
+        """What is made now is in the host's memory: by the step of an offloaded optimizer."""
 
     # -- storages -----------------------------------------------------------------------------------------------------------------
 
@@ -62,6 +64,7 @@ class MemoryTrace:
         found = self._held.get(key)
         if found is None:
             found = self._held[key] = Held(storage.nbytes(), self.phase, self.module, torch_private.node_number())
+            found.on_host = self.making_on_host
             found.alive = weakref.ref(storage, lambda _: self._end(key))
             self._event(found, found.size)
         return found
@@ -76,6 +79,11 @@ class MemoryTrace:
                     held.kind = kind
                     held.module = held.module if module is None else module
                     held.on_host = held.on_host if on_host is None else on_host
+
+    def offloaded(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether one of these tensors was marked to be in the host's memory."""
+        storages = [part.untyped_storage()._cdata for tensor in tensors for part in local_parts(tensor)]
+        return any(key in self._held and self._held[key].on_host for key in storages)
 
     def used_to_communicate(self, tensors: Iterable[Tensor]) -> None:
         """A collective reads or writes these tensors."""
@@ -151,14 +159,19 @@ class MemoryTrace:
         self._at_start = [(held, held.size) for held in self._held.values()]
         self._log = []
 
-    def leave_out(self, kinds: Collection[str]) -> None:
-        """What is of these kinds, and what was marked so, is in the host's memory."""
+    def leave_out(self, kinds: Collection[str]) -> dict[str, int]:
+        """What is of these kinds, and what was marked so, is in the host's memory; returns its bytes at the start by kind."""
 
         def left(held: Held) -> bool:
             return held.kind not in kinds and not held.on_host
 
+        away: dict[str, int] = {}
+        for held, size in self._at_start:
+            if not left(held) and size:
+                away[held.kind] = away.get(held.kind, 0) + size
         self._at_start = [(held, size) for held, size in self._at_start if left(held)]
         self._log = [event for event in self._log or [] if left(event[0])]
+        return away
 
     def timeline(self) -> tuple[Moment, ...]:
         """The recorded step: for each stretch in one module the moment with the most memory."""

@@ -14,11 +14,11 @@ import torch
 
 from engine import planning
 from engine.config.file_size import size_in_bytes
-from engine.distributed.environment import Environment, detect
+from engine.distributed.environment import detect
 from engine.planning.devices import Hardware, hardware
 from engine.planning.plan_text import size
 
-SECONDS = 20.0
+SECONDS = 60.0
 """No further plan begins after so many."""
 _HOST = ("can't allocate memory", "not enough memory")
 """In the messages of torch's allocator for the host, whose errors are plain ``RuntimeError`` objects."""
@@ -48,13 +48,21 @@ def _device(error: BaseException) -> Hardware | None:
         memory = device_memory(str(error))
         return None if memory is None else replace(hardware("h100"), memory=memory)
     if isinstance(error, MemoryError) or any(text in str(error) for text in _HOST):
-        return replace(hardware("cpu"), memory=_host_memory(detect(os.environ)))
+        return replace(hardware("cpu"), memory=_host_memory())
     return None
 
 
-def _host_memory(environment: Environment) -> int:
+def _ranks() -> tuple[int, int]:
+    """Of the job, and of this machine. Processes that a ``Fit`` has started are on one, and their variables do not name them."""
+    environment = detect(os.environ)
+    if environment.world_size == 1 and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size(), torch.distributed.get_world_size()
+    return environment.world_size, environment.local_world_size
+
+
+def _host_memory() -> int:
     """Bytes that a rank may have: its share of the host's, or the process's limit (``ulimit -v``)."""
-    share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // environment.local_world_size
+    share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _ranks()[1]
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     return share if limit == resource.RLIM_INFINITY else min(share, limit)
 
@@ -71,16 +79,14 @@ def device_memory(message: str = "") -> int | None:
 
 
 def _note(fit: Any, module: Any, data: dict[str, Any], device: Hardware) -> str:
-    environment = detect(os.environ)
-    joined = torch.distributed.is_initialized()
-    ranks = torch.distributed.get_world_size() if joined else environment.world_size
+    ranks, here = _ranks()
     memory = device.memory
     command = f"fit plan TARGET --search --world-size {ranks} --device {device.name},{memory / 2**30:.2f}GiB"
-    where = {"world_size": ranks, "nodes": environment.num_nodes}
+    where = {"world_size": ranks, "nodes": ranks // here}
     if any(hasattr(parameter, "placements") for parameter in module.parameters()):
         return f"The strategy has divided the module among the ranks, so this process cannot plan what would fit; in one of its own: {command}"
     try:
-        with planning.job_set_aside() if joined else nullcontext():
+        with planning.job_set_aside() if torch.distributed.is_initialized() else nullcontext():
             # Later micro-batches may be larger than the planned one: what fails needs more than its plan, and so may the others.
             needed = fit.plan(module, **data, **where, device=device).peak_bytes
             less = replace(device, memory=min(memory, needed - 1))
@@ -92,8 +98,9 @@ def _note(fit: Any, module: Any, data: dict[str, Any], device: Hardware) -> str:
         reason = found.tried[0].reason if found.tried else "no strategy is possible"
         return f"What would fit could not be planned ({reason}); {command} plans it in a process of its own"
     if best is None:
-        late = any(each.verdict == "not planned" for each in found.tried)
-        return f"Nothing fits by a plan{f' of {SECONDS:g} s' if late else ''}: {command} shows what it needs"
+        if any(each.verdict == "not planned" for each in found.tried):
+            return f"None of the {found.planned} plans made in {SECONDS:g} s fits; {command} makes them all"
+        return f"Nothing fits by a plan: {command} shows what it needs"
     assert best.plan is not None
     settings = ", ".join(f"{name}={value!r}" for name, value in best.candidate.settings.items() if value is not None)
     return (

@@ -101,6 +101,26 @@ def activations(
     return each * factor * bytes_each / 2
 
 
+def model_state(
+    count: int, shards: int, stage: int, *, parameter_bytes: int = 2, gradient_bytes: int = 2, optimizer_bytes: int = 12
+) -> float:
+    """Bytes of parameters, gradients and optimizer state on a rank: ZeRO (Rajbhandari et al. 2020, figure 1), mixed precision with Adam.
+
+    Args:
+        count: of parameters.
+        shards: ranks that share them.
+        stage: 0 (nothing is shared), 1 (optimizer state), 2 (and gradients), 3 (and parameters).
+        parameter_bytes, gradient_bytes: for each parameter.
+        optimizer_bytes: for each parameter: 12 with Adam and a float32 copy.
+    """
+    parts = (
+        parameter_bytes / (shards if stage >= 3 else 1),
+        gradient_bytes / (shards if stage >= 2 else 1),
+        optimizer_bytes / (shards if stage >= 1 else 1),
+    )
+    return count * sum(parts)
+
+
 def shape_of(model: nn.Module) -> Shape | None:
     """The shape of a dense transformer, from its Hugging Face configuration or its modules; ``None``: it is none, or its shape cannot be read.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.write_shares import FILE, MOST_FILES
-from engine.planning import allocator, network, paper_formulas, roofline, step_time
+from engine.planning import allocator, formula_checks, host_offload, network, roofline, step_time
 from engine.planning.allocator import Need, need
 from engine.planning.bubble import SOURCES, bubble_fraction
 from engine.planning.device_table import Hardware
@@ -209,7 +209,7 @@ class Plan:
     @cached_property
     def checks(self) -> tuple[Check, ...]:
         """Published formulas beside the traced numbers; none if the model is not known to be a dense transformer."""
-        return _checks(self)
+        return formula_checks.checks(self.job, self.traces, self.worst, self.samples_per_step)
 
     @cached_property
     def assumptions(self) -> tuple[str, ...]:
@@ -225,6 +225,7 @@ class Plan:
             found.append(
                 f"neighbouring ranks share a node: {plural(job.ranks_per_node, 'rank')} on each of {job.nodes}"
             )
+        found += host_offload.assumptions(self.worst, device)
         if job.world_size > 1:
             found += [*network.ASSUMPTIONS, *step_time.assumptions(device)]
         if job.schedule is not None:
@@ -262,6 +263,7 @@ class Plan:
                 "communication_s": slowest.communication_s,
                 "exposed_communication_s": slowest.exposed_s,
                 "bubble_s": slowest.bubble_s,
+                "host_s": slowest.host_s,
                 "bubble_fraction": self.bubble,
                 "mfu": self.mfu,
                 "mfu_bound": self.mfu_bound,
@@ -299,6 +301,7 @@ class Plan:
         return {
             "rank": trace.rank,
             "role": trace.role,
+            "stands_for": trace.stands_for,
             "samples": trace.samples,
             "micro_batches": trace.micro_batches,
             "need": {**asdict(wanted), "total": wanted.total},
@@ -350,37 +353,3 @@ def _thinned(timeline: Sequence[Moment]) -> list[Moment]:
         max(timeline[start : start + width], key=lambda each: each.memory.total)
         for start in range(0, len(timeline), width)
     ]
-
-
-def _checks(plan: Plan) -> tuple[Check, ...]:
-    job, shape = plan.job, plan.job.shape
-    if shape is None or not shape.sequence:
-        return ()
-    tokens = plan.samples_per_step * shape.sequence
-    model = sum(model_flops(trace.operations) for trace in plan.traces) * job.world_size / len(plan.traces)
-    found = [
-        Check("parameters", job.parameters, paper_formulas.parameters(shape), "12 l h^2 + V h, Narayanan et al. 2021"),
-        Check(
-            "FLOPs of a step",
-            model,
-            paper_formulas.flops(shape, job.parameters, tokens),
-            "6 N D + 12 l h s D, Kaplan et al. 2020, Chowdhery et al. 2022",
-        ),
-    ]
-    if job.schedule is None and job.checkpointing in (None, "full"):
-        each = plan.worst
-        samples = each.samples // max(1, each.micro_batches)
-        # Without it activations between the parallel parts are reduced, not scattered.
-        sequence_parallel = any(one.axis == "tp" and one.kind == "reduce_scatter" for one in each.collectives)
-        kept = paper_formulas.activations(
-            shape,
-            samples,
-            bytes_each={"64-true": 8, "32-true": 4}.get(job.precision, 2),
-            tp=job.axes.get("tp", 1),
-            sequence_parallel=sequence_parallel,
-            full=job.checkpointing == "full",
-        )
-        formula = "2 s b h l" if job.checkpointing else f"s b h l {'34/t' if sequence_parallel else '(10 + 24/t)'}"
-        traced = max((moment.memory.activations for moment in each.timeline), default=each.peak.memory.activations)
-        found.append(Check("activations", traced, kept, f"{formula}, Korthikanti et al. 2022"))
-    return tuple(found)

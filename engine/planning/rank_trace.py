@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 
@@ -112,10 +112,14 @@ class RankTrace:
     operations: tuple[Operation, ...]
     storages_at_peak: tuple[tuple[int, int], ...] = ()
     """Bytes of a storage and how many of that size there are at the peak, the largest first: an allocator rounds each of them."""
+    on_host: dict[str, int] = field(default_factory=dict)
+    """Bytes between steps by category (fields of :class:`Memory`) of what is in the host's memory, and in none of the numbers above."""
     missing: tuple[str, ...] = ()
     """What could not be traced, a sentence each; then the numbers are those of what could."""
     computed: tuple[str, ...] = ()
     """What comes from formulas rather than from the trace, a sentence each with the source."""
+    stands_for: int = 1
+    """Ranks of a pipeline, this one included, that compute the same and hold at most as much."""
 
     @property
     def flops(self) -> int:

@@ -18,18 +18,26 @@ from engine.planning import torch_private
 class SimulatedGroup(Group):
     """One rank of a simulated job. Strategies, meshes and engines use it as any other group. Created by :func:`simulated`."""
 
-    __slots__ = ("_made", "failed")
+    __slots__ = ("_kind", "_made", "failed")
 
-    def __init__(self, environment: Environment, made: dict[Hashable, Any]) -> None:
+    def __init__(self, environment: Environment, made: dict[Hashable, Any], kind: str) -> None:
         super().__init__(environment, torch.device("cpu"))
-        self._made = made
+        self._made, self._kind = made, kind
         self.failed = False
         if self.world_size > 1:
             self.cpu = self.once("cpu", lambda: torch_private.simulated_group(list(range(self.world_size))))
 
+    @property
+    def simulated(self) -> bool:
+        return True
+
+    @property
+    def stands_for(self) -> str:
+        return self._kind
+
     def part(self, parts: Sequence[Sequence[int]]) -> Group:
         ranks = next(part for part in parts if self.environment.rank in part)
-        found = SimulatedGroup(self.environment, self._made)
+        found = SimulatedGroup(self.environment, self._made, self._kind)
         found.rank, found.world_size = ranks.index(self.environment.rank), len(ranks)
         found.is_main = found.rank == 0
         found.cpu = found.wide = self.divided(parts) if len(ranks) > 1 else None
@@ -52,8 +60,8 @@ class SimulatedGroup(Group):
 
 
 @contextmanager
-def simulated(rank: int, world_size: int, num_nodes: int = 1) -> Iterator[SimulatedGroup]:
-    """The ``rank`` of a job of ``world_size`` ranks on ``num_nodes`` machines, which exists within the block.
+def simulated(rank: int, world_size: int, num_nodes: int = 1, kind: str = "cpu") -> Iterator[SimulatedGroup]:
+    """The ``rank`` of a job of ``world_size`` ranks on ``num_nodes`` machines with devices of this ``kind``, which exists within the block.
 
     Raises:
         ValueError: the ranks cannot be divided over the machines.
@@ -69,10 +77,10 @@ def simulated(rank: int, world_size: int, num_nodes: int = 1) -> Iterator[Simula
     here = world_size // num_nodes
     environment = Environment("simulated", rank, world_size, rank % here, here, num_nodes)
     if world_size == 1:
-        yield SimulatedGroup(environment, {})
+        yield SimulatedGroup(environment, {}, kind)
         return
     with torch_private.simulated_processes(rank, world_size), _equal_objects():
-        yield SimulatedGroup(environment, {})
+        yield SimulatedGroup(environment, {}, kind)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.planning import host_offload
 from engine.planning.device_table import Hardware
 from engine.planning.network import seconds
 from engine.planning.rank_trace import Collective, RankTrace
@@ -48,8 +49,10 @@ class StepTime:
     """Communication that nothing hides, in the estimate."""
     bubble_s: float
     """The pipeline's waiting."""
+    host_s: float
+    """With what is in the host's memory."""
     expected_s: float
-    """The estimate: compute, exposed communication and the bubble."""
+    """The estimate: compute, exposed communication, the bubble and the host's memory."""
     best_s: float
     """All communication beside the compute, no bubble."""
     worst_s: float
@@ -110,15 +113,16 @@ def step_time(
     rest = sum(each.seconds for each in sent if each.collective.phase not in _PASSES)
     whole, outside = sum(parts.values(), Compute()), parts[False].seconds
     waiting = passes * bubble / (1 - bubble)
-    sending = sum(each.seconds for each in sent)
+    sending, host = sum(each.seconds for each in sent), host_offload.seconds(trace, device)
     return StepTime(
         compute=whole,
         sent=sent,
         exposed_s=exposed + rest,
         bubble_s=waiting,
-        expected_s=passes + waiting + outside + rest,
-        best_s=whole.seconds + sending if device.is_host else max(whole.seconds, sending),
-        worst_s=whole.seconds + sending + (whole.seconds - outside + sending - rest) * bubble / (1 - bubble),
+        host_s=host,
+        expected_s=passes + waiting + outside + rest + host,
+        best_s=whole.seconds + sending if device.is_host else max(whole.seconds, sending) + host,
+        worst_s=whole.seconds + sending + host + (whole.seconds - outside + sending - rest) * bubble / (1 - bubble),
     )
 
 

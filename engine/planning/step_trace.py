@@ -32,8 +32,9 @@ class StepTrace(torch_private.Mode):
         trace.end()
     """
 
-    def __init__(self, axes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, axes: Mapping[str, tuple[int, ...]], accelerated: bool = False) -> None:
         super().__init__()
+        self._accelerated = accelerated
         self.memory, self.operations = MemoryTrace(), OperationTrace()
         self.collectives = CollectiveTrace(axes)
         self._stack = ExitStack()
@@ -86,7 +87,11 @@ class StepTrace(torch_private.Mode):
                 memory.used_to_communicate(tensors)
         elif namespace == "fsdp":
             memory.used_to_communicate(_tensors((args, kwargs, result)))
-        if self._recording and namespace not in collective_trace.NAMESPACES:
+        if (
+            self._recording
+            and namespace not in collective_trace.NAMESPACES
+            and not (memory.making_on_host and self._accelerated)
+        ):
             self.operations.note(operator, args, kwargs, result, memory.phase)
         if isinstance(result, Tensor):
             if operator is not torch.ops.aten.detach.default:  # of a generator's state, which no operation has made
@@ -179,8 +184,10 @@ class StepTrace(torch_private.Mode):
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.mark_gradients([optimizer])
+        self.memory.making_on_host = self.memory.offloaded(optimizer.param_groups[0]["params"])
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.memory.making_on_host = False
         self.memory.mark(_tensors(optimizer.state), memory_trace.OPTIMIZER)
 
     def mark_gradients(self, optimizers: list[Optimizer]) -> None:

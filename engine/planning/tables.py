@@ -51,8 +51,13 @@ def table(*columns: str, left: Iterable[str] = (), folds: Iterable[str] = (), ti
         padding=(0, 1, 0, 0),
     )
     for index, column in enumerate(columns):
-        kept = "left" if not index or column in left else "right"
-        made.add_column(column, justify=kept, overflow="fold", no_wrap=column not in folds, min_width=len(column))
+        made.add_column(
+            column,
+            justify="left" if not index or column in left else "right",
+            overflow="fold",
+            no_wrap=column not in folds,
+            min_width=len(column),
+        )
     return made
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,9 @@ MOST_MICRO_BATCHES = 64
 MOST_WINDOWS = 4
 """The first window makes the optimizer's state. DDP rebuilds its buckets in the second: a window counts once it communicates as the last."""
 
+EACH_STAGE = 4
+"""In a longer pipeline a rank is not traced whose stages are like those before it: it computes the same, and holds at most as much."""
+
 Start = Callable[[TrainModule, SimulatedGroup], Run]
 """Makes a run of this module on this group."""
 
@@ -55,7 +58,7 @@ def trace(
     accelerated: bool = False,
 ) -> list[RankTrace]:
     """One full step of each of these ranks in a job of ``world_size`` ranks on ``nodes`` machines; by default of rank 0, and under pipeline
-    parallelism of one rank for each place in the pipeline.
+    parallelism of one rank for each place in the pipeline (of a long one, for each that differs from the place before).
 
     The module, the process's random numbers and torch's process groups are as before afterwards. ``module`` may be a function that makes it: its
     tensors then never have values, whatever their size. ``facts`` are collected. ``accelerated``: torch's optimizers choose their implementation as
@@ -79,22 +82,35 @@ def trace(
         found = {first: traced(first, facts)}
         if found[first] is None:
             found[roles.with_loss] = traced(roles.with_loss, Facts())
-        wanted = roles.alike if ranks is None else ranks
+        wanted = roles.apart() if ranks is None else dict.fromkeys(ranks, 1)
         for rank in wanted:
             found[rank] = found.get(rank) or traced(rank, facts if rank == first else Facts())
-    return [trace for rank in wanted if (trace := found[rank]) is not None]
+    return [_standing(trace, count) for rank, count in wanted.items() if (trace := found[rank]) is not None]
+
+
+def _standing(trace: RankTrace, count: int) -> RankTrace:
+    """The trace of a rank that stands for so many."""
+    return trace if count == 1 else replace(trace, stands_for=count, role=f"{trace.role}, and {count - 1} more like it")
 
 
 @dataclass
 class Roles:
     """What the traces of the ranks of one pipeline know of each other. Of any other strategy, one rank stands for all."""
 
-    alike: tuple[int, ...] = ()
-    """The ranks that stand for all roles."""
+    ranks: tuple[int, ...] = ()
+    """One of each stage; of any other strategy one."""
+    likewise: Sequence[int] = (0,)
+    """By a rank's place among these the first that computes alike and holds at least as much."""
     with_loss: int = 0
     """The one of them that computes the loss."""
     weighted: bool | None = None
     """Whether the loss is a ``Loss``, which real ranks tell each other; ``None``: not known yet."""
+
+    def apart(self) -> dict[int, int]:
+        """The ranks to trace, and how many each stands for."""
+        if len(self.ranks) <= EACH_STAGE:
+            return dict.fromkeys(self.ranks, 1)
+        return dict(Counter(self.ranks[place] for place in self.likewise))
 
 
 def _trace(
@@ -110,19 +126,22 @@ def _trace(
     roles: Roles,
 ) -> RankTrace | None:
     """The trace of a rank; ``None`` if the rank with the loss has to be traced before it."""
-    with set_up(start, module, train_loader, rank, world_size, nodes, datamodule, facts) as (run, simulation, answers):
+    kind = "cuda" if accelerated else "cpu"
+    with set_up(start, module, train_loader, rank, world_size, nodes, datamodule, facts, kind) as made:
+        run, simulation, answers = made
         assert run.train_loader is not None
-        roles.alike = _axes(run).get("pp", (rank,))
+        roles.ranks = _axes(run).get("pp", (rank,))
         strategy: Any = run.engine.strategy
         if strategy.pipelined:
-            roles.with_loss = roles.alike[strategy.loss_stage]
+            roles.with_loss = roles.ranks[strategy.loss_stage]
             if rank != roles.with_loss and roles.weighted is None:
                 return None
         batch, samples = first_batch(run.train_loader)
         found = _steps(run, simulation, answers, train_loader, datamodule, batch, samples, facts, accelerated, roles)
         if strategy.pipelined:
-            roles.weighted = strategy.weighted
-        return found
+            roles.weighted, roles.likewise = bool(strategy.weighted), strategy.likewise()
+        own = module if isinstance(module, TrainModule) else run.module
+        return replace(found, missing=(*found.missing, *_compiled(run, own), *_validation(run, datamodule, samples)))
 
 
 @contextmanager
@@ -135,12 +154,13 @@ def set_up(
     nodes: int,
     datamodule: DataModule | None,
     facts: Facts,
+    kind: str = "cpu",
 ) -> Iterator[tuple[Run, Simulation, Answers]]:
-    """A simulated run with its module, without values, and its training loader; arguments as of :func:`trace`."""
+    """A simulated run with its module, without values, and its training loader; arguments as of :func:`trace`. ``kind``: of the job's devices."""
     with ExitStack() as stack:
         stack.enter_context(isolated())
         stack.enter_context(zero.apart())
-        group = stack.enter_context(simulated(rank, world_size, nodes))
+        group = stack.enter_context(simulated(rank, world_size, nodes, kind))
         answers = Answers()
         simulation = Simulation(answers)
         stack.enter_context(torch_private.usable(simulation.fake, answers))
@@ -149,6 +169,7 @@ def set_up(
             copied = fake_module(module) if isinstance(module, TrainModule) else _made(module, answers)
         facts.built(copied)
         run = start(copied, group)
+        stack.enter_context(zero.usable(group))
         run.find_train_loader = partial(setup.training_loader, run, train_loader, datamodule)
         stack.enter_context(session(run, datamodule, lambda: simulation))
         setup.training_loader(run, train_loader, datamodule)
@@ -190,7 +211,7 @@ def _steps(
     engine.accumulate_grad_batches = size
     data = engine.data_group
     weights = shares(((samples,) * data.world_size,) * size, data.rank)
-    observer = StepTrace(_axes(run))
+    observer = StepTrace(_axes(run), accelerated)
     with simulation, observer, torch_private.eager():
         make_fake(run.module)
         observer.name(run.module)
@@ -207,11 +228,10 @@ def _steps(
             _begin(run, answers)
             size, error = _windows(run, partial(fake_batch, batch), weights, observer, answers)
     memory = observer.memory
-    if accelerated:
-        memory.leave_out(engine.strategy.on_host)
+    away = memory.leave_out(engine.strategy.on_host) if accelerated else {}
     timeline = memory.timeline()
     found = _found(run, observer, timeline, samples, size)
-    return replace(found, missing=(*answers.sentences(), *([] if error is None else [error])))
+    return replace(found, on_host=away, missing=(*answers.sentences(), *([] if error is None else [error])))
 
 
 def _found(run: Run, observer: StepTrace, timeline: tuple[Moment, ...], samples: int, size: int) -> RankTrace:

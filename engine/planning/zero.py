@@ -1,15 +1,25 @@
-"""DeepSpeed in a simulated job: its own code runs the step, apart from the process's real groups."""
+"""DeepSpeed in a simulated job: its own code sets up ZeRO and runs the step, on tensors without values and apart from the process's groups."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from engine.distributed.group import Group
+from engine.planning import torch_private
+
+PACKAGE = os.path.join("site-packages", "deepspeed", "")
+"""In the paths of DeepSpeed's files."""
 
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Inside the block DeepSpeed knows no process group from before, and afterwards none from the block: it keeps them in modules."""
+    """Inside the block DeepSpeed knows no process group from before, and afterwards none from the block: its modules keep them."""
     _forget_groups()
     try:
         yield
@@ -22,3 +32,18 @@ def _forget_groups() -> None:
     if comm is not None and groups is not None:
         vars(comm)["cdb"] = None
         groups._release_process_group_references()
+
+
+@contextmanager
+def usable(group: Group) -> Iterator[None]:
+    """Inside the block DeepSpeed, if a strategy has imported it, accepts what a plan has: tensors that have no address, the formats of the planned
+    device, and one rank without a launcher."""
+    cpu = sys.modules.get("deepspeed.accelerator.cpu_accelerator") or sys.modules.get("accelerator.cpu_accelerator")
+    with ExitStack() as stack:
+        if cpu is not None:
+            stack.enter_context(torch_private.aligned_for(PACKAGE))
+            if group.stands_for != "cpu":
+                stack.enter_context(patch.object(cpu.CPU_Accelerator, "is_fp16_supported", lambda self: True))
+            if not dist.is_initialized():
+                stack.enter_context(torch_private.simulated_processes(0, 1))
+        yield

@@ -74,6 +74,13 @@ class Pipeline:
         """The rank (on this axis) of a stage."""
         return 2 * self.size - 1 - stage if self._v and stage >= self.size else stage % self.size
 
+    def kinds(self) -> list[Any]:
+        """What each rank's stages are made of, by the rank on this axis; equal ones compute alike."""
+        made = self.shapes.kinds()
+        return [
+            tuple(kind for index, kind in enumerate(made) if self.owner(index) == rank) for rank in range(self.size)
+        ]
+
     @property
     def last(self) -> bool:
         """Whether this rank has the last stage, and so the loss."""

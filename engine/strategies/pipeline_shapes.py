@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from engine.utils.seed import isolated
 
@@ -114,8 +116,34 @@ class Shapes:
 
     def change(self, function: Callable[[nn.Module], None]) -> None:
         """Do to the copy what was done to the model, such as tensor parallelism, which changes shapes."""
-        with isolated(), self._fake:
+        with self._apart():
             function(self._model)
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Inside the block tensors have no values; who counts operations or watches memory does not see it, and it draws no random numbers."""
+        with isolated(), _disable_current_modes(), self._fake:
+            yield
+
+    def kinds(self) -> list[Any]:
+        """What each stage is made of; equal ones compute alike."""
+        parameters = [{id(p) for part in stage for p in part.parameters()} for stage in self._stages]
+        uses = Counter(key for own in parameters for key in own)
+        return [
+            tuple(
+                (
+                    type(m),
+                    *(
+                        (name, tuple(p.shape), p.dtype, p.requires_grad, uses[id(p)])
+                        for name, p in m._parameters.items()
+                        if p is not None
+                    ),
+                )
+                for part in stage
+                for m in part.modules()
+            )
+            for stage in self._stages
+        ]
 
     def of(self, inputs: tuple[Tensor, ...]) -> list[Spec]:
         """The inputs of each stage for inputs of the first like these, and the output of the last.
@@ -126,7 +154,7 @@ class Shapes:
         """
         key = tuple((tuple(t.shape), t.dtype) for t in inputs)
         if key not in self._found:
-            with isolated(), self._fake, self._autocast(), torch.enable_grad():
+            with self._apart(), self._autocast(), torch.enable_grad():
                 passed: Any = tuple(torch.empty(t.shape, dtype=t.dtype, device=self._device) for t in inputs)
                 found = [_spec(passed)]
                 for index, stage in enumerate(self._stages):

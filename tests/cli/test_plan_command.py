@@ -163,13 +163,6 @@ def test_wrong_options(capsys: pytest.CaptureFixture[str], arguments: list[str],
     assert words in capsys.readouterr().err
 
 
-def test_a_page_that_cannot_be_written_hides_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *HERE, *CPU, "--world-size", "1", "--page", "/proc/plan.html"]) == 2
-    out, err = capsys.readouterr()
-    assert "It fits" in out
-    assert err.splitlines()[-1].startswith("fit: error: --page /proc/plan.html: ")
-
-
 def test_an_error_of_the_module_ends_at_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *HERE, *CPU, "--world-size", "1", "--set", "model.width=4"]) == 1  # the data has 8
     err = capsys.readouterr().err
@@ -178,13 +171,17 @@ def test_an_error_of_the_module_ends_at_its_line(capsys: pytest.CaptureFixture[s
     assert "_subclasses" not in err
 
 
-def test_tables_in_a_narrow_terminal_keep_words_and_numbers_whole(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_narrow_terminal_and_a_page_that_cannot_be_written(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
+    page = tmp_path / "plan.html"
+    page.symlink_to(tmp_path / "missing" / "plan.html")  # only writing shows that it fails
     options = ["--world-size", "4", "--set", "strategy={name: fsdp, dp_replicate: 2}", "gradient_clip_val=1"]
-    assert main(["plan", *HERE, *CPU, *options, "--price", "0.0001"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    assert main(["plan", *HERE, *CPU, *options, "--price", "0.0001", "--page", str(page)]) == 2
+    out, err = capsys.readouterr()
+    assert err.splitlines()[-1] == f"fit: error: --page {page}: cannot be written: No such file or directory"
+    lines = out.splitlines()
     assert max(map(len, lines)) <= 80
     (scattered,) = (line.split() for line in lines if line.startswith("reduce_scatter"))
     assert scattered[:4] == ["reduce_scatter", "dp_shard", "backward", "yes"]

@@ -162,7 +162,6 @@ BF16 = {"precision": "bf16-mixed"}
 def of_deepspeed() -> dict[str, Job]:
     """Under each stage of ZeRO; on 4 ranks the partitions are padded."""
     zero, one, two, three = (partial(DeepSpeed, stage=stage) for stage in range(4))
-    small = partial(two, reduce_bucket_size=1000, allgather_bucket_size=1000)
     sharded = partial(three, param_persistence_threshold=100, reduce_bucket_size=2000)
     window = {"accumulate_grad_batches": 2, **CLIPPED}
     return {
@@ -170,10 +169,9 @@ def of_deepspeed() -> dict[str, Job]:
         "deepspeed 1, bf16, clipped": Job(2, one, {**BF16, **CLIPPED}),
         "deepspeed 1, sgd, window": Job(2, one, window, APART),
         "deepspeed 2, bf16, window": Job(2, two, {**BF16, **window}),
-        "deepspeed 2, small buckets": Job(2, small),
         "deepspeed 2, offload": Job(2, partial(two, offload_optimizer=True), BF16),
         "deepspeed 3, bf16, clipped": Job(2, sharded, {**BF16, **CLIPPED}),
-        "deepspeed 3, sgd, window": Job(2, sharded, window, APART),
+        "deepspeed 3, sgd": Job(2, sharded, {}, APART),
         "deepspeed 3, full checkpointing": Job(2, sharded, {"activation_checkpointing": "full"}),
         "deepspeed 3, offload": Job(2, partial(sharded, offload_optimizer=True, offload_parameters=True), BF16),
         "four deepspeed 1": Job(4, one, net=transformer, data=sentences),

@@ -99,8 +99,7 @@ def zero(wrapper: Any, parameters: list[Any], add: Any) -> None:
     held = vars(wrapper)
 
     def of(*names: str) -> list[Any]:
-        leaves = torch.utils._pytree.tree_leaves([held.get(name) for name in names])
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return inside([held.get(name) for name in names])
 
     masters = of("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
     add("parameters", [getattr(p, "ds_tensor", p) for p in parameters])
@@ -110,9 +109,17 @@ def zero(wrapper: Any, parameters: list[Any], add: Any) -> None:
     add("gradients", of("averaged_gradients", "all_grad_tensors", "accumulated_grads_in_cpu"))
     add("gradients", of("fp32_groups_gradients_flat", "grad_partitions_flat_buffer"))
     add("gradients", [each for p in parameters for each in (p.grad, getattr(p, "grad_accum", None))])
-    buckets = [each for bucket in held.get("ipg_buckets", {}).values() for each in vars(bucket).values()]
-    add("communication", torch.utils._pytree.tree_leaves(buckets))
-    add("communication", torch.utils._pytree.tree_leaves(list(held.values())))
+    add("communication", inside([list(vars(bucket).values()) for bucket in held.get("ipg_buckets", {}).values()]))
+    add("communication", inside(list(held.values())))
+
+
+def inside(tree: Any) -> list[Any]:
+    """The tensors in lists, also in those of DeepSpeed's own kind, and dicts."""
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if isinstance(tree, (list, tuple)):
+        return [tensor for each in tree for tensor in inside(each)]
+    return [tree] if isinstance(tree, Tensor) else []
 
 
 def sequence_numbers() -> dict[tuple[int, ...], int]:

@@ -79,3 +79,10 @@ def test_the_command_line_and_python_take_the_same_texts() -> None:
     assert plan.device.within.bandwidth == 1e9
     with pytest.raises(ValueError, match="price=inf: give what one device costs"):
         Fit().plan(Net(), rows(8, 4), world_size=1, price=float("inf"))
+
+
+def test_a_search_is_over_its_own_ranks() -> None:
+    fit = Fit(accelerator="cpu", devices=2, strategy="ddp")  # two processes, were it to run here
+    found = fit.search_plans(Net(), rows(8, 4), world_size=1, device="cpu", largest=4, first=True)
+    assert found.world_size == 1
+    assert found.best is not None

@@ -168,6 +168,23 @@ def test_what_does_not_overlap_adds_up() -> None:
     assert found.expected_s == found.worst_s == pytest.approx(4.0 + one + norm)
 
 
+def test_what_is_in_the_hosts_memory_crosses_the_link() -> None:
+    # Gathers of 8e9 bytes over 2 ranks and a scatter of 4e9: 4e9 + 2e9 bytes cross at 1e9 a second; the optimizer moves 1e9 at 5e8.
+    device = replace(DEVICE, to_host=1e9, host_memory=5e8)
+    sent = (
+        collective("all_gather", size=8 * 10**9, axis="dp_shard"),
+        collective("reduce_scatter", size=4 * 10**9, axis="dp_shard"),
+        collective("all_gather", size=10**9, axis="tp"),
+    )
+    trace = rank_trace(collectives=sent, on_host={"parameters": 10, "optimizer_state": 20})
+    found = step_time(trace, device, 4)
+    assert found.host_s == pytest.approx(4.0 + 2.0 + 2.0)
+    assert found.expected_s == pytest.approx(step_time(replace(trace, on_host={}), device, 4).expected_s + 8.0)
+    # Optimizer state alone: gradients go there, parameters come back once.
+    assert step_time(replace(trace, on_host={"optimizer_state": 20}), device, 4).host_s == pytest.approx(4.0 + 2.0)
+    assert step_time(trace, replace(device, is_host=True), 4).host_s == 0.0
+
+
 def test_a_bubble_waits_in_the_passes_only() -> None:
     found = step_time(rank_trace(), DEVICE, 4, bubble=0.25)
     assert found.bubble_s == pytest.approx(1.0)  # a quarter of 3 s / 0.75

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from engine import Callback, Fit, Loss, TrainModule
+from engine import Callback, DeepSpeed, Fit, Loss, TrainModule
 from engine.planning.plan import RankTrace
 
 WIDTH, ROWS = 6, 4
@@ -270,9 +270,13 @@ def test_what_cannot_be_traced_ends_the_plan() -> None:
     assert trace.flops  # the forward pass is there
 
 
-def test_a_strategy_that_steps_by_itself_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"DeepSpeed cannot be planned: .*plan that"):
-        Fit(strategy="deepspeed_stage_2", accelerator="cpu").plan(Net(), data(), world_size=2, device="cpu")
+def test_what_deepspeed_would_write_to_a_disk_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"offload_optimizer=.nvme. .*cannot be planned: .*Plan it with offload_optimizer=.cpu."
+    ):
+        Fit(strategy=DeepSpeed(offload_optimizer="nvme", nvme_path=tmp_path), accelerator="cpu").plan(
+            Net(), data(), world_size=2, device="cpu"
+        )
 
 
 def test_the_users_own_errors_are_errors() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+import warnings
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -222,6 +223,32 @@ def rank_loss_parallel() -> Any:
     return [module.kind, result.metrics["loss"], result.metrics["val"]]
 
 
+def rank_fused() -> Any:
+    """A fused optimizer whose group has sharded and whole parameters, over windows that are weighted: the weights of a bare loop."""
+
+    class Weighted(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Loss:
+            return Loss(F.cross_entropy(self(batch[0]), batch[1], reduction="sum"), len(batch[1]))
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
+
+    module, bare = Weighted(), Net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # foreach and fused are switched off
+        _, runner = fit(module, MeshParallel(tp=2), accumulate_grad_batches=2, limit_val_batches=0)
+    optimizer = torch.optim.AdamW(bare.parameters(), lr=0.01)
+    for first, second in zip(batches()[::2], batches()[1::2], strict=True):
+        x, y = torch.cat([first[0], second[0]]), torch.cat([first[1], second[1]])
+        F.cross_entropy(bare(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = runner.state_dict(module, everywhere=True)
+    return max(float((trained[name] - value).abs().max()) for name, value in bare.state_dict().items() if value.ndim)
+
+
 def rank_process_groups() -> Any:
     """How many process groups there are after one run under each strategy, and after another."""
     found = []
@@ -391,6 +418,10 @@ def test_loss_parallel(found: Any) -> None:
         assert kind == "DTensor"
         assert loss == pytest.approx(result.metrics["loss"], rel=1e-5)
         assert val == pytest.approx(result.metrics["val"], rel=1e-5)
+
+
+def test_a_fused_optimizer_that_cannot_be_fused_here_divides_gradients_all_the_same(found: Any) -> None:
+    assert max(found["fused"]) < 1e-5
 
 
 def test_runs_share_their_process_groups(found: Any) -> None:

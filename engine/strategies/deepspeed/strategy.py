@@ -115,7 +115,8 @@ class DeepSpeed(Strategy):
         self.parts_differ = group.world_size > 1
         self._config, self._asked = copy.deepcopy(self._given), None  # one object may be used in several runs
         name, stage = self.precision.name, self.zero_stage
-        checks.check_precision(name, stage, group.device.type)
+        checks.check_precision(name, stage, group.stands_for)
+        checks.check_planned(self._config, self._where, group.simulated)
         for kind in ("bf16", "fp16"):
             wanted = self._half == kind
             asked = Asked(wanted, f"precision={name!r}")
