@@ -26,6 +26,8 @@ WIDTH, ROWS, CLASSES = 6, 8, 5
 class Net(TrainModule):
     """A perceptron, 6 -> 8 -> 5."""
 
+    net: Any
+
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, CLASSES))
@@ -212,7 +214,8 @@ class Writes(Callback):
     """Appends to a file in a folder that it makes, with a lock, which cannot be copied."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.lock, self.losses = folder, threading.Lock(), []
+        self.folder, self.lock = folder, threading.Lock()
+        self.losses: list[float] = []
 
     def on_train_batch_end(self, run: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         with self.lock:
