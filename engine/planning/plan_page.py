@@ -45,10 +45,10 @@ def page(plan: Mapping[str, Any]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
         f'<meta name="generator" content="fit plan"><title>Plan: {_text(title(plan))}</title><style>{style}</style>'
     )
-    notes = [*plan["missing"], *plan["computed"]]
+    notes = (("Not traced: the numbers are those of the rest", "missing"), ("Computed by formulas", "computed"))
     body = [
         f'<header><h1>{_text(title(plan))}</h1><p class="verdict {kind}">{_text(verdict(plan))}</p></header><main>',
-        _list("Not traced, or computed by formulas", notes) if notes else "",
+        *(_list(heading, plan[key]) for heading, key in notes if plan[key]),
         "<h2>Memory</h2>",
         *(_timeline(rank, plan["memory"]["device_bytes"]) for rank in plan["ranks"]),
         _memory(plan),
@@ -114,7 +114,8 @@ def _memory(plan: Mapping[str, Any]) -> str:
     rows = [[name, *(size(column.get(name, 0)) for column in columns)] for name in names]
     rows.append(["needed", *(size(rank["need"]["total"]) for rank in plan["ranks"])])
     heads = ["", *(_named(rank) for rank in plan["ranks"])]
-    return _table("At the peak", heads, rows, numbers_from=1, last_is_sum=True)
+    device = size(plan["memory"]["device_bytes"])
+    return _table(f"At the peak, on a device with {device}", heads, rows, numbers_from=1, last_is_sum=True)
 
 
 def _held(rank: Mapping[str, Any]) -> str:

@@ -114,6 +114,8 @@ class RankTrace:
     """Bytes of a storage and how many of that size there are at the peak, the largest first: an allocator rounds each of them."""
     on_host: dict[str, int] = field(default_factory=dict)
     """Bytes between steps by category (fields of :class:`Memory`) of what is in the host's memory, and in none of the numbers above."""
+    overlaps: bool = True
+    """Whether the strategy sends beside a pass what can be sent beside it."""
     missing: tuple[str, ...] = ()
     """What could not be traced, a sentence each; then the numbers are those of what could."""
     computed: tuple[str, ...] = ()

@@ -87,24 +87,37 @@ def _fitting(rows: list[Mapping[str, Any]]) -> Any:
 
 
 def _rest(rows: list[Mapping[str, Any]]) -> Any:
-    """A line for each reason of a strategy: of what is too large, the smallest need."""
+    """A line for each reason; of what is too large, one for each strategy, with the smallest need."""
     text = ("strategy", "precision", "verdict", "tried", "why")
     made = table(*text, left=text, folds=("strategy", "verdict", "why"), title="What does not, or was not planned")
     for group in _grouped(rows):
         shown = min(group, key=lambda each: (each["need_bytes"] is None, each["need_bytes"] or 0))
-        which = (
-            f"micro-batch {shown['micro_batch']}, recompute {shown['activation_checkpointing'] or 'none'}: "
-            if shown["need_bytes"]
-            else ""
-        )
         made.add_row(
-            written(shown["strategy"]), shown["precision"], shown["verdict"], str(len(group)), which + shown["reason"]
+            ", ".join(dict.fromkeys(written(each["strategy"]) for each in group)),
+            ", ".join(dict.fromkeys(each["precision"] for each in group)),
+            shown["verdict"],
+            str(len(group)),
+            _why(shown),
         )
     return made
 
 
+def _why(shown: Mapping[str, Any]) -> str:
+    if shown["verdict"] == "slower":
+        return "the same with larger micro-batches or less recomputation fits"
+    if not shown["need_bytes"]:
+        return str(shown["reason"])
+    recompute = shown["activation_checkpointing"] or "none"
+    return f"micro-batch {shown['micro_batch']}, recompute {recompute}: {shown['reason']}"
+
+
 def _grouped(rows: Iterable[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for each in rows:
-        groups.setdefault((written(each["strategy"]), each["precision"], each["verdict"]), []).append(each)
+        key: tuple[str, ...] = (each["verdict"], each["reason"])
+        if each["verdict"] == "slower":
+            key = ("slower",)
+        elif each["verdict"] == "too large":
+            key = ("too large", written(each["strategy"]), each["precision"])
+        groups.setdefault(key, []).append(each)
     return list(groups.values())

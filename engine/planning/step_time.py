@@ -14,8 +14,9 @@ from engine.planning.roofline import Compute, compute
 _WITHIN_LAYERS = ("tp", "cp", "pp", "ep")
 _PASSES = ("forward", "backward")
 _ASSUMPTIONS = (
-    "overlap: FSDP's gathers run beside the forward and the backward pass, its scatters and DDP's reductions beside the backward pass; of the calls "
-    "of one kind in a pass, one (the first gather, the last reduction) has nothing to run beside",
+    "overlap: FSDP's gathers run beside the forward and the backward pass, its scatters and DDP's reductions beside the backward pass; DeepSpeed's "
+    "only with overlap_comm, which is its default at stage 3; of the calls of one kind in a pass, one (the first gather, the last reduction) has "
+    "nothing to run beside",
     "no overlap: collectives of tensor and context parallel, transfers between stages, broadcasts, and what the optimizer's step sends (norms)",
     "collectives that overlap take no compute units and no memory bandwidth from the pass",
 )
@@ -90,7 +91,7 @@ def step_time(
         tf32, compiled: as in :func:`engine.planning.roofline.compute`.
     """
     sent = tuple(
-        Sent(each, seconds(each, device, ranks_per_node), overlaps(each) and not device.is_host)
+        Sent(each, seconds(each, device, ranks_per_node), trace.overlaps and overlaps(each) and not device.is_host)
         for each in trace.collectives
     )
     parts = {

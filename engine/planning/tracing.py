@@ -248,6 +248,7 @@ def _found(run: Run, observer: StepTrace, timeline: tuple[Moment, ...], samples:
         timeline=timeline,
         collectives=observer.collectives.collectives(),
         operations=observer.operations.operations(),
+        overlaps=getattr(run.engine.strategy, "overlaps", True),
     )
 
 

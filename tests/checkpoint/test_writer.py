@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_script
+from processes import PATIENCE_S, run_script
 from saved import alone, content, read
 from tiny import DATA, Net, fit
 from torch import nn
@@ -32,7 +32,7 @@ class Gate:
         def waits(*arguments: Any) -> Any:
             if threading.current_thread() is not threading.main_thread():
                 self.reached.set()
-                assert self.open.wait(20)
+                assert self.open.wait(PATIENCE_S)
             return call(*arguments)
 
         patch.setattr(os, name, waits)
@@ -43,7 +43,7 @@ def test_the_caller_goes_on_while_files_are_written(tmp_path: Path, monkeypatch:
     gate = Gate(monkeypatch, "write")
     saver.save("a", content(model={"w": weight, "b": buffer}, stepped={id(weight)}), asynchronous=True)
     buffer.zero_()  # a buffer may change at once
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(PATIENCE_S)
     saver.hold()
     with torch.no_grad():
         weight.zero_()  # a parameter when hold() has returned
@@ -63,12 +63,12 @@ def test_hold_waits_for_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     def slowly(self: Staging) -> None:
         reached.set()
-        assert opened.wait(20)
+        assert opened.wait(PATIENCE_S)
         copy(self)
 
     monkeypatch.setattr(Staging, "_copy", slowly)
     saver.save("a", content(model={"w": weight}, stepped={id(weight)}), asynchronous=True)
-    assert reached.wait(20)
+    assert reached.wait(PATIENCE_S)
     threading.Timer(0.2, opened.set).start()
     saver.hold()
     assert opened.is_set()
@@ -116,7 +116,7 @@ def test_a_change_after_the_copy_and_before_the_hold_is_an_error(
     saver, weight = Saver(alone(), tmp_path), nn.Parameter(torch.ones(3))
     gate = Gate(monkeypatch, "write")
     saver.save("a", content(model={"w": weight}, stepped={id(weight)}), asynchronous=True)
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(PATIENCE_S)
     with torch.no_grad():
         weight.add_(1)
     if held:

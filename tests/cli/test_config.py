@@ -135,7 +135,7 @@ def test_questions_in_a_terminal(in_tmp: Path) -> None:
         ("Largest gradient norm", "0.5", ""),
     ]
     told = _talk(controller, script)
-    assert process.wait(30) == 0, told
+    assert process.wait(300) == 0, told
     for _, _, reply in script:
         assert reply in told
     found = resolve({}, {}, Path("fit.yaml"))

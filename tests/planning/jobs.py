@@ -174,9 +174,9 @@ def of_deepspeed() -> dict[str, Job]:
         "deepspeed 3, sgd": Job(2, sharded, {}, APART),
         "deepspeed 3, full checkpointing": Job(2, sharded, {"activation_checkpointing": "full"}),
         "deepspeed 3, offload": Job(2, partial(sharded, offload_optimizer=True, offload_parameters=True), BF16),
-        "four deepspeed 1": Job(4, one, net=transformer, data=sentences),
+        "four deepspeed 1": Job(4, one),
         "four deepspeed 2, bf16": Job(4, two, BF16, net=transformer, data=sentences),
-        "four deepspeed 3, bf16": Job(4, sharded, BF16, net=transformer, data=sentences),
+        "four deepspeed 3, bf16": Job(4, sharded, BF16),
     }
 
 

@@ -110,7 +110,7 @@ def test_a_host_without_memory(tmp_path: Any) -> None:
     assert re.search(r"fit plan TARGET --search --world-size 1 --device cpu,[\d.]+GiB$", note), note
 
 
-def notes_of_two_ranks(strategy: str, folder: Any) -> list[str]:
+def note_of_two_ranks(strategy: str, folder: Any) -> str:
     """Of a job that starts its second rank by running this file again."""
     done = subprocess.run(
         [sys.executable, __file__, strategy, str(folder)],
@@ -121,24 +121,23 @@ def notes_of_two_ranks(strategy: str, folder: Any) -> list[str]:
         timeout=PATIENCE_S,
     )
     assert done.returncode != 0
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    command = f"fit plan TARGET --search --world-size 2 --device cpu,{host / 2 / 2**30:.2f}GiB"
-    notes = [line for line in done.stderr.splitlines() if command in line]
-    assert notes, done.stderr
-    return notes
+    return next(line for line in done.stderr.splitlines() if "fit plan TARGET --search --world-size 2 --device" in line)
 
 
 @pytest.mark.slow
 def test_the_ranks_of_a_job_name_what_fits_on_all_of_them(tmp_path: Any) -> None:
-    note = notes_of_two_ranks("ddp", tmp_path)[0]
+    note = note_of_two_ranks("ddp", tmp_path)
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert "What fits by a plan: Fit(strategy='ddp', precision='32-true', " in note
+    assert note.endswith(f"--device cpu,{host / 2 / 2**30:.2f}GiB")
     assert micro_batch(note) * window(note) == len(too_many_rows()[0])
 
 
 @pytest.mark.slow
 def test_a_divided_module_is_planned_elsewhere(tmp_path: Any) -> None:
-    note = notes_of_two_ranks("fsdp", tmp_path)[0]
+    note = note_of_two_ranks("fsdp", tmp_path)
     assert "The strategy has divided the module among the ranks" in note
+    assert note.endswith("--device h100,1.00GiB")
 
 
 def test_other_errors_and_fits_that_do_not_ask_have_no_note(tmp_path: Any) -> None:
@@ -163,4 +162,8 @@ def test_the_size_of_the_device_is_read_from_the_error() -> None:
 
 if __name__ == "__main__":
     strategy, folder = sys.argv[1:]
-    Fit(accelerator="cpu", devices=2, strategy=strategy, max_steps=1, root_dir=folder).run(Wide(), too_many_rows())
+    fit = Fit(accelerator="cpu", devices=2, strategy=strategy, max_steps=1, root_dir=folder)
+    if strategy == "ddp":
+        fit.run(Wide(), too_many_rows())
+    else:
+        fit.run(TooLarge("1.00 GiB"), tokens(2, 16))

@@ -220,6 +220,16 @@ def test_nothing_fits_names_what_comes_closest() -> None:
     assert f"Nothing fits. The closest needs 102.00 MiB of 50.00 MiB: {closest}" in str(ran)
 
 
+def test_one_reason_is_one_line() -> None:
+    ran = found(
+        Planner(540 * MIB, refuse=["mesh"]), [DDP, *(Layout({"name": "mesh", "pp": pp}, 4, 4) for pp in (2, 3))]
+    )
+    lines = [line.split() for line in str(ran).splitlines()]
+    (slower,) = (line for line in lines if "slower" in line)
+    assert slower[:4] == ["ddp", "32-true", "slower", str(sum(each.verdict == "slower" for each in ran.tried))]
+    assert sum("refused" in line for line in lines) == 2  # their messages differ
+
+
 def test_settings_as_one_types_them() -> None:
     plain = Candidate(Layout({"name": "mesh", "dp_shard": 2, "tp": 2}, 2, 4), "bf16-mixed", "full", 8, 2)
     assert (

@@ -13,7 +13,9 @@ from jobs import CLASSES, HIDDEN, WIDTH, Job, adamw, net
 from torch import nn
 
 from engine import DeepSpeed, Fit
+from engine.planning.devices import hardware
 from engine.planning.plan import Plan
+from engine.planning.step_time import step_time
 
 pytest.importorskip("deepspeed")
 
@@ -93,6 +95,15 @@ def test_fp16_is_planned_for_a_gpu_and_refused_on_a_cpu(tmp_path: Path) -> None:
     assert start.parameters == 2 * padded(WHOLE, 6)
     with pytest.raises(ValueError, match="its fp16 needs CUDA"):
         planned(tmp_path, DeepSpeed(stage=2), precision="16-mixed")
+
+
+@pytest.mark.parametrize(
+    ("stage", "asked", "beside"), [(2, None, False), (2, True, True), (3, None, True), (3, False, False)]
+)
+def test_what_overlaps(tmp_path: Path, stage: int, asked: bool | None, beside: bool) -> None:
+    trace = planned(tmp_path, DeepSpeed(stage=stage, overlap_comm=asked), 2, "h100").worst
+    time = step_time(trace, hardware("h100"), 2)
+    assert {each.overlaps for each in time.sent if each.collective.phase == "backward"} == {beside}
 
 
 def test_one_rank_has_all(tmp_path: Path) -> None:

@@ -134,6 +134,7 @@ class DeepSpeed(Strategy):
             "zero_optimization", self._config["zero_optimization"], DeepSpeedZeroConfig.model_fields, self._where
         )
         self.matched_forward = self.zero_stage == 3
+        self.overlaps = configuration.overlaps(self._config)
 
     @property
     def _half(self) -> str:
