@@ -42,6 +42,7 @@ from engine.loop.train import of_the_epoch, train
 from engine.loop.watching import collected, watched
 from engine.loop.whole_weights import holding, whole_state
 from engine.module import TrainModule
+from engine.planning.inert import inert
 from engine.planning.out_of_memory import naming_what_fits
 from engine.replay.replayed_step import ReplayedStep
 from engine.replay.starting_point import starting_point
@@ -437,13 +438,13 @@ class Fit:
         settings = replace(
             self.settings,
             strategy=copy.deepcopy(self.settings.strategy),
-            callbacks=tuple(copy.deepcopy(c) for c in of_the_step(own_kind("callbacks", self.settings.callbacks))),
+            callbacks=inert(own_kind("callbacks", self.settings.callbacks)),
             num_nodes=1,
             devices="auto",
             accelerator="cpu",
             detect_anomaly=False,
         )
-        return self._run(module, "fit", settings, group, compiles=False)
+        return self._run(module, "fit", settings, group, simulated=True)
 
     def state_dict(self, module: TrainModule, *, everywhere: bool = False) -> dict[str, Any]:
         """The full (unsharded) parameters and buffers of a trained module, by name, on the CPU; all ranks call this.
@@ -529,8 +530,8 @@ class Fit:
             run.find_train_loader = partial(find_train_loader, run)
             yield run
 
-    def _run(self, module: TrainModule, stage: str, settings: Settings, group: Group, compiles: bool = True) -> Run:
-        """The run of ``module`` on these processes; ``compiles``: as the settings say."""
+    def _run(self, module: TrainModule, stage: str, settings: Settings, group: Group, simulated: bool = False) -> Run:
+        """The run of ``module`` on these processes; ``simulated``: for a plan, which compiles nothing."""
         engine = Engine(
             strategy=settings.strategy,
             precision=settings.precision,
@@ -538,7 +539,7 @@ class Fit:
             seed=settings.seed,
             group=group,
             activation_checkpointing=settings.activation_checkpointing,
-            compile=settings.compile if compiles else False,
+            compile=False if simulated else settings.compile,
             sync_batchnorm=settings.sync_batchnorm,
         )
         origins, settings = _configured(engine.strategy, settings, self.origins)
@@ -546,6 +547,8 @@ class Fit:
         callbacks = tuple(
             c for c in with_own(module, settings.callbacks) if not (settings.fast_dev_run and c.runs_last)
         )
+        if simulated:
+            callbacks = inert(callbacks)
         check_keys(callbacks, Callback)
         config = compatibility.shown(settings, origins, engine.strategy, engine.precision) | described(
             self.sections, origins

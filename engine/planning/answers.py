@@ -18,26 +18,30 @@ from engine.utils import overrides
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(overrides.__file__).parent.parent)
 _PLANNING = str(Path(__file__).parent)
+_DISTRIBUTIONS = str(Path(torch.__file__).parent / "distributions")
 _PACKAGES = "site-packages"
 _SIGNS = ("faketensor", "fake tensor", "data is not allocated", "data pointer", "tensor subclasses", "meta tensor")
 """What torch's errors about tensors without values say."""
 
 
 class Answers:
-    """Notes what a :class:`engine.planning.torch_private.Simulation` answers, with the line of the user's code that asked.
+    """Notes what a :class:`engine.planning.simulation.Simulation` answers, with the line of the user's code that asked.
 
-    The library's own questions have the usual answer, 0: no gradient is infinite.
+    The library's own questions have the usual answer, 0: no gradient is infinite. Checks of torch's distributions find what they check.
     """
 
     def __init__(self) -> None:
         self._found: dict[str, None] = {}
 
-    def __call__(self, question: str, answer: Any) -> bool:
-        """Note it, unless the library has asked; whether it was noted."""
+    def __call__(self, question: str, answer: Any) -> Any:
+        """Note it, unless the library has asked; the answer."""
+        if type(answer) is bool and _checks_distribution(sys._getframe(1)):
+            return True
         place = _asking(sys._getframe(1))
-        if place is not None:
-            self._found[f"{place} {question}: the plan continues with {answer}"] = None
-        return place is not None
+        if place is None:
+            return type(answer)(0)
+        self._found[f"{place} {question}: the plan continues with {answer}"] = None
+        return answer
 
     def sentences(self) -> tuple[str, ...]:
         """One for each line that asked."""
@@ -59,6 +63,15 @@ class Answers:
         own = [each for each in frames if not each.filename.startswith((_TORCH, _OWN, "<"))]
         last = (own or frames)[-1]
         return f"{last.filename}:{last.lineno} ({last.line})"
+
+
+def _checks_distribution(frame: FrameType | None) -> bool:
+    """Whether a distribution checks its parameters or values."""
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _PLANNING, "<")):
+        if frame.f_code.co_filename.startswith(_DISTRIBUTIONS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _asking(frame: FrameType | None) -> str | None:

@@ -39,6 +39,8 @@ class CollectiveTrace:
 
     def __init__(self, axes: Mapping[str, tuple[int, ...]]) -> None:
         self._names = {ranks: name for name, ranks in axes.items()}
+        self.times = 1
+        """How often what is noted now comes in a step."""
         self._calls: dict[tuple[str, tuple[int, ...], str], list[int]] = {}  # by kind, ranks and phase
 
     def note(
@@ -62,7 +64,7 @@ class CollectiveTrace:
             group = next(kwargs[name] for name in _GROUP_ARGUMENTS if name in kwargs)
         ranks = tuple(dist.get_process_group_ranks(torch_private.group_of(group)))
         size = max(sum(t.numel() * t.element_size() for t in tensors) for tensors in given)
-        self._calls.setdefault((kind, ranks, phase), []).append(size)
+        self._calls.setdefault((kind, ranks, phase), []).extend([size] * self.times)
         return [tensor for tensors in given for tensor in tensors]
 
     def collectives(self) -> tuple[Collective, ...]:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from engine.planning import torch_private
 from engine.utils.tree import map_tensors
@@ -17,10 +18,15 @@ Module = TypeVar("Module", bound=nn.Module)
 def fake_module(module: Module) -> Module:
     """A deep copy with fake tensors on the CPU. Tensors on the meta device stay there; shared ones stay shared.
 
-    To be called within a :class:`engine.planning.torch_private.Simulation`.
+    To be called within a :class:`engine.planning.simulation.Simulation`.
     """
     memo: dict[int, Any] = {}
-    for inner in module.modules():
+    for name, inner in module.named_modules():
+        if isinstance(inner, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{type(module).__name__}.{name} is a ScriptModule ({inner.original_name}), whose operations a plan cannot see: plan with the module "
+                "that it was made from, before torch.jit.script or torch.jit.trace"
+            )
         for tensor in (*inner._parameters.values(), *inner._buffers.values(), *vars(inner).values()):
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
                 memo[id(tensor)] = fake_tensor(tensor)
@@ -38,13 +44,19 @@ def fake_module(module: Module) -> Module:
 
 
 def fake_tensor(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape, layout and kind without values; a tensor on the meta device, or without values, itself."""
+    """A tensor of the same shape, layout and kind without values; a tensor on the meta device, or without values, itself. Small integers keep
+    their values: indices of positions, pointers into a queue."""
     if tensor.is_meta:
         with torch_private.real():
             without = torch.empty_like(tensor)
             return nn.Parameter(without, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else without
     if torch_private.is_fake(tensor):
         return tensor
+    if is_lazy(tensor):  # has no shape yet
+        return copy.deepcopy(tensor)
+    if not isinstance(tensor, nn.Parameter) and torch_private.has_host_numbers(tensor):
+        with torch_private.real():
+            return tensor.detach().to("cpu", copy=True)
     made = (
         torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
         if tensor.layout is torch.strided
@@ -75,10 +87,7 @@ def fake_batch(batch: Any) -> Any:
 
 
 def _fake_input(tensor: Tensor) -> Tensor:
-    if tensor.dtype in torch_private.INTEGERS and tensor.numel() <= torch_private.MOST_HOST_NUMBERS:
-        with torch_private.real():
-            return tensor.detach().to("cpu", copy=True)
-    return fake_tensor(tensor)
+    return fake_tensor(tensor.detach() if torch_private.has_host_numbers(tensor) else tensor)
 
 
 def _not_copied(module: nn.Module, memo: dict[int, Any]) -> list[Any]:

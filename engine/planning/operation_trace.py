@@ -18,6 +18,8 @@ class OperationTrace:
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str, int, int, str], int] = {}
+        self.times = 1
+        """How often what is noted now comes in a step."""
 
     def note(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, phase: str) -> None:
         """A call of an operator."""
@@ -26,12 +28,12 @@ class OperationTrace:
         outputs, inputs = _found(result), _found((args, kwargs))
         if not outputs and not inputs:
             return
-        formula = _ATTENTION_ON_CPU.get(operator.name()) or torch_private.flops_of(operator.overloadpacket)
+        formula = _FORMULAS.get(operator.name()) or torch_private.flops_of(operator.overloadpacket)
         flops = int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
         moved = {id(t): t.numel() * t.element_size() for t in (*inputs, *outputs)}
         dtype = str((inputs or outputs)[0].dtype).removeprefix("torch.")
         key = (str(operator.overloadpacket), dtype, flops, sum(moved.values()), phase)
-        self._counts[key] = self._counts.get(key, 0) + 1
+        self._counts[key] = self._counts.get(key, 0) + self.times
 
     def wrapped(self, operator: Any, phase: str) -> None:
         """A call on a tensor that wraps others, such as a ``DTensor``: the host finds out what it means for those, and calls it again."""
@@ -61,11 +63,28 @@ def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
     return _attention(query, key, value) * 5 // 2
 
 
-_ATTENTION_ON_CPU: dict[str, Callable[..., int]] = {
+def _recurrent(inputs: Tensor, weight: Tensor, recurrent: Tensor, *_: Any, **__: Any) -> int:
+    """Each of [steps, samples, width] meets both matrices."""
+    return 2 * prod(inputs.shape[:2]) * (weight.numel() + recurrent.numel())
+
+
+def _recurrent_backward(inputs: Tensor, weight: Tensor, recurrent: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * _recurrent(inputs, weight, recurrent)
+
+
+def _grouped(rows: Tensor, matrices: Tensor, *_: Any, **__: Any) -> int:
+    """Each row meets the matrix of its group; the rows of two operands meet within theirs."""
+    return 2 * rows.numel() * matrices.shape[-1]
+
+
+_FORMULAS: dict[str, Callable[..., int]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "aten::mkldnn_rnn_layer": _recurrent,
+    "aten::mkldnn_rnn_layer_backward": _recurrent_backward,
+    "aten::_grouped_mm": _grouped,
 }
-"""A plan computes on the CPU's operators, of which torch's table of FLOPs lacks these."""
+"""Of operators that torch's table of FLOPs lacks, some of which a plan meets because it computes on the CPU."""
 
 
 def _found(tree: Any) -> list[Tensor]:

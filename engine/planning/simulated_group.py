@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -78,5 +79,25 @@ def simulated(rank: int, world_size: int, num_nodes: int = 1, kind: str = "cpu")
     if world_size == 1:
         yield SimulatedGroup(environment, {}, kind)
         return
-    with torch_private.simulated_processes(rank, world_size):
+    with torch_private.simulated_processes(rank, world_size), _equal_objects():
         yield SimulatedGroup(environment, {}, kind)
+
+
+@contextmanager
+def _equal_objects() -> Iterator[None]:
+    """Inside the block exchanges of Python objects answer that every rank has what this one has."""
+
+    def gather(value: Any, found: list[Any] | None) -> None:
+        if found is not None:
+            found[:] = [value] * len(found)
+
+    def scatter(found: list[Any], values: list[Any] | None = None, *_: Any, **__: Any) -> None:
+        found[0] = values[0] if values else None
+
+    with (
+        patch.object(dist, "all_gather_object", lambda found, value, *_, **__: gather(value, found)),
+        patch.object(dist, "gather_object", lambda value, found=None, *_, **__: gather(value, found)),
+        patch.object(dist, "broadcast_object_list", lambda *_, **__: None),
+        patch.object(dist, "scatter_object_list", scatter),
+    ):
+        yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -40,7 +41,12 @@ class StepTrace(torch_private.Mode):
         self._modules: dict[int, str] = {}
         self._owners: dict[int, str] = {}
         """The module of each parameter, by the parameter's id."""
-        self._path: list[str] = []
+        self._running = ""
+        self._path: list[tuple[str, bool]] = []
+        """Of the modules whose forward pass runs: the module around each, and whether a backward pass computes it again."""
+        self._nodes: list[int] = [0]
+        self._makers: list[str] = [""]
+        """The module that makes the nodes of the backward pass from each of these numbers on."""
         self._forward = memory_trace.SET_UP
         self._recording = False
         self._propagating = False
@@ -103,7 +109,8 @@ class StepTrace(torch_private.Mode):
     def begin(self, model: nn.Module, optimizers: list[Optimizer], inputs: list[Tensor], kept: Kept = ()) -> None:
         """Record from here on; ``kept``: as of :meth:`mark_kept`."""
         memory = self.memory
-        memory.phase, memory.module = "start", ""
+        memory.phase, memory.module, self._running = "start", "", ""
+        self._nodes, self._makers = [torch_private.next_node()], [""]
         self.mark_kept(kept)
         self._owners = {id(p): name.rpartition(".")[0] for name, p in model.named_parameters()}
         for parameter in model.parameters():
@@ -116,6 +123,10 @@ class StepTrace(torch_private.Mode):
         self.operations.clear()
         memory.record()
         self._recording = True
+
+    def repeat(self, times: int) -> None:
+        """What comes from here on, comes so often in a step."""
+        self.collectives.times = self.operations.times = times
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -137,6 +148,8 @@ class StepTrace(torch_private.Mode):
             if now == "backward" and memory.phase == "forward":
                 memory.kept_for_backward()
             memory.phase = now
+        again = bool(self._path) and self._path[-1][1]
+        memory.module = self._of_node(memory.module) if now == "backward" and not again else self._running
 
     # -- who runs -----------------------------------------------------------------------------------------------------------------
 
@@ -145,20 +158,29 @@ class StepTrace(torch_private.Mode):
         self._modules = {id(module): name for name, module in model.named_modules()}
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
-        self._path.append(self.memory.module)
-        self.memory.module = self._modules.get(id(module), self.memory.module)
+        self._path.append((self._running, torch_private.in_backward()))
+        self._run(self._modules.get(id(module), self._running))
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        name = self.memory.module
         if self._path:
-            self.memory.module = self._path.pop()
-        if torch.is_grad_enabled() and not torch_private.in_backward():
-            for tensor in _tensors(output):
-                if tensor.requires_grad and tensor.grad_fn is not None:
-                    tensor.register_hook(lambda grad: self._backward_in(name))
+            self._run(self._path.pop()[0])
 
-    def _backward_in(self, name: str) -> None:
-        self.memory.module = name
+    def _run(self, name: str) -> None:
+        """This module runs from here on; autograd numbers the nodes that it makes in the order of the forward pass."""
+        self._running = name
+        number = torch_private.next_node()
+        if self._nodes[-1] == number:
+            self._makers[-1] = name
+        elif self._makers[-1] != name:
+            self._nodes.append(number)
+            self._makers.append(name)
+
+    def _of_node(self, before: str) -> str:
+        """The module to which the running node of the backward pass belongs."""
+        number, parameter = torch_private.running_node()
+        if parameter is not None:
+            return self._owners.get(id(parameter), before)
+        return before if number < self._nodes[0] else self._makers[bisect_right(self._nodes, number) - 1]
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.mark_gradients([optimizer])

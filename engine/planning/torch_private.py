@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import prod
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -48,8 +47,9 @@ except (ImportError, AttributeError) as error:
 MOST_HOST_NUMBERS = 1 << 20
 """Larger tensors have no values, even if they hold integers."""
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_HOST = torch.device("cpu")
-_aten, _prim = torch.ops.aten, torch.ops.prim
+_prim = torch.ops.prim
+_NO_NUMBER = 2**64 - 1
+"""That autograd gives to nodes which the forward pass does not make."""
 UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException)
 """Errors of operations whose result, or its shape, depends on values that a tensor does not have."""
 
@@ -65,6 +65,11 @@ class Mode(TorchDispatchMode):
 def is_fake(tensor: Tensor) -> bool:
     """Whether the tensor has no values."""
     return isinstance(tensor, FakeTensor)
+
+
+def has_host_numbers(tensor: Tensor) -> bool:
+    """Whether a tensor of integers is so small that it keeps its values in a plan."""
+    return tensor.dtype in INTEGERS and tensor.numel() <= MOST_HOST_NUMBERS and not tensor.is_sparse
 
 
 def wraps(types: Any) -> bool:
@@ -90,6 +95,20 @@ def node_number() -> int:
     """Which node of the backward pass runs in this thread, or has run last in it; -1 outside of backward passes."""
     node = torch._C._current_autograd_node() if in_backward() else None
     return -1 if node is None else node._sequence_nr()
+
+
+def next_node() -> int:
+    """The number of the next node that the forward pass makes in this thread."""
+    return torch.autograd._get_sequence_nr()
+
+
+def running_node() -> tuple[int, Tensor | None]:
+    """The number of the running node of the backward pass (-1: none), or the parameter whose gradient it adds up, which has no number."""
+    node: Any = torch._C._current_autograd_node() if in_backward() else None
+    if node is None:
+        return -1, None
+    number = node._sequence_nr()
+    return (number, None) if number < _NO_NUMBER else (-1, getattr(node, "variable", None))
 
 
 def unsharded_gradients(model: Any) -> list[Tensor]:
@@ -125,124 +144,11 @@ def flops_of(packet: Any) -> Callable[..., int] | None:
     return found
 
 
-class Simulation(Mode):
-    """Inside the block tensors have shapes but no values, except those that the host has: small ones made from Python values, small integers made
-    from nothing, and what is computed from them alone. Process groups are those of :func:`simulated_processes`.
-
-    Where the code reads a value that is not there, it gets an answer: 1 for a number, False for a condition, and the largest possible result
-    where its shape depends on values.
-
-    Args:
-        answered: called with what was asked and what is answered; returns whether the training's own code has asked. The library gets 0.
-    """
-
-    def __init__(self, answered: Callable[[str, Any], bool]) -> None:
-        super().__init__()
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._answered = answered
-
-    def __enter__(self) -> Simulation:
-        self.fake.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self.fake.__exit__(*error)
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if operator is _prim.device.default and type(args[0]) is FakeTensor:
-            return args[0].fake_device
-        if wraps(types):
-            return NotImplemented
-        if operator is torch.ops._c10d_functional.wait_tensor.default:
-            return args[0]  # the fake one would be a copy
-        kwargs = kwargs or {}
-        if FakeTensor not in types and _of_host(operator, args, kwargs):
-            with unset_fake_temporarily():
-                result = operator(*args, **kwargs)
-        else:
-            try:
-                result = operator(*self._indices(operator, args), **kwargs)
-            except UNREADABLE:
-                result = self._answer(operator, args)
-        return _finished(result, args) if operator.namespace == "c10d" else result
-
-    def _answer(self, operator: Any, args: Any) -> Any:
-        if operator is _aten._local_scalar_dense.default:
-            kind = args[0].dtype
-            found: Any = False if kind is torch.bool else 1 if kind in INTEGERS else 1.0
-            return found if self._answered("reads a value on the host", found) else type(found)(0)
-        if operator is _aten.equal.default:
-            return self._answered("compares values on the host", True) or True
-        sizes: dict[Any, Any] = {
-            _aten.nonzero.default: lambda t: torch.empty((t.numel(), t.ndim), dtype=torch.int64),
-            _aten.masked_select.default: lambda t, mask: t.new_empty(
-                torch.broadcast_shapes(t.shape, mask.shape).numel()
-            ),
-            _aten.bincount.default: lambda t, weights=None, least=0: t.new_empty(max(least, 1), dtype=torch.int64),
-            _aten._unique2.default: lambda t, *_: tuple(t.new_empty(t.numel()) for _ in range(3)),
-        }
-        largest = sizes.get(operator)
-        if largest is None:
-            raise
-        self._answered(
-            f"has a result ({operator.overloadpacket}) whose shape depends on values", "the largest possible one"
-        )
-        with self.fake:
-            return largest(*args)
-
-    def _indices(self, operator: Any, args: Any) -> Any:
-        """The arguments of an operation, where masks that choose elements are numbers of elements."""
-        if operator.overloadpacket not in (_aten.index, _aten.index_put, _aten.index_put_) or len(args) < 2:
-            return args
-        indices: list[Any] = []
-        for index in args[1]:
-            if index is None or index.dtype is not torch.bool:
-                indices.append(index)
-            elif is_fake(index):
-                self._answered("chooses elements by a mask", "all of them")
-                with self.fake:
-                    indices += [torch.empty(index.numel(), dtype=torch.int64) for _ in range(index.ndim)]
-            else:
-                with unset_fake_temporarily():
-                    indices += index.nonzero().unbind(1)
-        return (args[0], indices, *args[2:])
-
-
-def _of_host(operator: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operation has nothing but values that the host has."""
-    tensors = _tensors(args, _tensors(kwargs.values(), []))
-    if tensors:
-        return all(t.device == _HOST and t.numel() <= MOST_HOST_NUMBERS for t in tensors)
-    if kwargs.get("device", _HOST) not in (None, _HOST, "cpu") or not args:
-        return False
-    if operator.overloadpacket is _aten.arange:
-        return all(isinstance(each, int) for each in args) and kwargs.get("dtype") in (None, *INTEGERS)
-    sizes = args[0] if isinstance(args[0], (list, tuple)) else args
-    return kwargs.get("dtype") in INTEGERS and prod(s for s in sizes if isinstance(s, int)) <= MOST_HOST_NUMBERS
-
-
-def _tensors(values: Any, found: list[Tensor]) -> list[Tensor]:
-    """The tensors among arguments of an operator are added to ``found``."""
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            _tensors(value, found)
-    return found
-
-
-def _finished(result: Any, args: Any) -> Any:
-    """The result of a collective, with a future that holds its tensors: that of torch's fake work is empty, and DDP's reducer reads it."""
-    several = isinstance(result, (list, tuple))
-    parts = list(result) if several else [result]
-    for index, part in enumerate(parts):
-        if isinstance(part, torch.ScriptObject) and "Work" in str(part._type()):
-            future: Any = torch.futures.Future()
-            future.set_result(list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]])
-            parts[index] = _create_work_from_future(future).boxed()
-    return type(result)(parts) if several else parts[0]
+def work_with(tensors: list[Any]) -> Any:
+    """A finished collective with a future that holds its tensors."""
+    future: Any = torch.futures.Future()
+    future.set_result(tensors)
+    return _create_work_from_future(future).boxed()
 
 
 @contextmanager
@@ -293,8 +199,18 @@ def simulated_group(ranks: list[int]) -> dist.ProcessGroup:
 
 @contextmanager
 def real() -> Iterator[None]:
-    """Inside the block, within a :class:`Simulation`, tensors have values."""
+    """Inside the block, within a :class:`engine.planning.simulation.Simulation`, tensors have values."""
     with unset_fake_temporarily(), _disable_current_modes():
+        yield
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Inside the block what the user has compiled runs as it is written."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled; its import takes seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
         yield
 
 
@@ -313,18 +229,18 @@ def as_on_accelerators() -> Iterator[None]:
 
 
 @contextmanager
-def usable(simulation: Simulation, answered: Callable[[str, Any], bool]) -> Iterator[None]:
+def usable(fake: FakeTensorMode, answered: Callable[[str, Any], Any]) -> Iterator[None]:
     """Inside the block fake tensors allow what torch refuses them.
 
     ``Module.to`` swaps the contents of fake parameters, which torch refuses while its table of conversions has weak references to them. Code
-    formats a tensor as a number, or copies it to numpy; it gets the same answers as from a :class:`Simulation`.
+    formats a tensor as a number, or copies it to numpy; it gets the same answers as from a :class:`engine.planning.simulation.Simulation`.
     """
     swap = torch.utils.swap_tensors
 
     def forgetting(one: Tensor, other: Tensor) -> None:
         if one.untyped_storage()._cdata == other.untyped_storage()._cdata:
             return  # converted to what it is: somebody may hold a weak reference to it
-        simulation.fake.fake_tensor_converter.tensor_memo.clear()
+        fake.fake_tensor_converter.tensor_memo.clear()
         swap(one, other)
 
     def formatted(self: Tensor, form: str) -> str:

@@ -11,25 +11,30 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from engine.data.datamodule import DataModule
 from engine.loop import setup
 from engine.loop.lifecycle import session
 from engine.loop.run import Run
 from engine.loop.train import of_the_epoch
-from engine.module import TrainModule
+from engine.module import TrainModule, overrides
 from engine.planning import memory_trace, torch_private, zero
 from engine.planning.answers import Answers
 from engine.planning.fake_module import fake_batch, fake_module, make_fake
 from engine.planning.first_batch import first_batch
+from engine.planning.inert import without_writing
 from engine.planning.job import Facts
-from engine.planning.plan import RankTrace
+from engine.planning.plan import Moment, RankTrace
 from engine.planning.simulated_group import SimulatedGroup, simulated
+from engine.planning.simulation import Simulation
 from engine.planning.step_trace import StepTrace
 from engine.step.share import shares
 from engine.utils.seed import isolated
 from engine.utils.tree import leaves
 
+MOST_MICRO_BATCHES = 64
+"""Of a module that steps by itself, until it does."""
 MOST_WINDOWS = 4
 """The first window makes the optimizer's state. DDP rebuilds its buckets in the second: a window counts once it communicates as the last."""
 
@@ -135,7 +140,8 @@ def _trace(
         found = _steps(run, simulation, answers, train_loader, datamodule, batch, samples, facts, accelerated, roles)
         if strategy.pipelined:
             roles.weighted, roles.likewise = bool(strategy.weighted), strategy.likewise()
-        return found
+        own = module if isinstance(module, TrainModule) else run.module
+        return replace(found, missing=(*found.missing, *_compiled(run, own), *_validation(run, datamodule, samples)))
 
 
 @contextmanager
@@ -149,21 +155,22 @@ def set_up(
     datamodule: DataModule | None,
     facts: Facts,
     kind: str = "cpu",
-) -> Iterator[tuple[Run, torch_private.Simulation, Answers]]:
+) -> Iterator[tuple[Run, Simulation, Answers]]:
     """A simulated run with its module, without values, and its training loader; arguments as of :func:`trace`. ``kind``: of the job's devices."""
     with ExitStack() as stack:
         stack.enter_context(isolated())
         stack.enter_context(zero.apart())
         group = stack.enter_context(simulated(rank, world_size, nodes, kind))
         answers = Answers()
-        simulation = torch_private.Simulation(answers)
-        stack.enter_context(torch_private.usable(simulation, answers))
+        simulation = Simulation(answers)
+        stack.enter_context(torch_private.usable(simulation.fake, answers))
         stack.enter_context(torch_private.agreeing_stages())
         with simulation:
             copied = fake_module(module) if isinstance(module, TrainModule) else _made(module, answers)
         facts.built(copied)
         run = start(copied, group)
         stack.enter_context(zero.usable(group))
+        run.find_train_loader = partial(setup.training_loader, run, train_loader, datamodule)
         stack.enter_context(session(run, datamodule, lambda: simulation))
         setup.training_loader(run, train_loader, datamodule)
         yield run, simulation, answers
@@ -188,7 +195,7 @@ def _made(module: Callable[[], TrainModule], answers: Answers) -> TrainModule:
 
 def _steps(
     run: Run,
-    simulation: torch_private.Simulation,
+    simulation: Simulation,
     answers: Answers,
     train_loader: Any,
     datamodule: DataModule | None,
@@ -205,7 +212,7 @@ def _steps(
     data = engine.data_group
     weights = shares(((samples,) * data.world_size,) * size, data.rank)
     observer = StepTrace(_axes(run), accelerated)
-    with simulation, observer:
+    with simulation, observer, torch_private.eager():
         make_fake(run.module)
         observer.name(run.module)
         setup.training(run, train_loader, [], datamodule)
@@ -217,14 +224,22 @@ def _steps(
             pipeline.weighted = roles.weighted
         facts.ready(run, batch)
         engine.window.agree = list  # all ranks are like this one
-        _begin(run, answers)
-        error = _windows(run, partial(fake_batch, batch), weights, observer, answers)
+        with without_writing():
+            _begin(run, answers)
+            size, error = _windows(run, partial(fake_batch, batch), weights, observer, answers)
     memory = observer.memory
     away = memory.leave_out(engine.strategy.on_host) if accelerated else {}
     timeline = memory.timeline()
+    found = _found(run, observer, timeline, samples, size)
+    return replace(found, on_host=away, missing=(*answers.sentences(), *([] if error is None else [error])))
+
+
+def _found(run: Run, observer: StepTrace, timeline: tuple[Moment, ...], samples: int, size: int) -> RankTrace:
+    """What was recorded, of so many micro-batches with so many samples each."""
+    memory = observer.memory
     return RankTrace(
         rank=run.rank,
-        role=engine.strategy.role,
+        role=run.engine.strategy.role,
         samples=samples * size,
         micro_batches=size,
         peak=max(timeline, key=lambda moment: moment.memory.total),
@@ -233,18 +248,37 @@ def _steps(
         timeline=timeline,
         collectives=observer.collectives.collectives(),
         operations=observer.operations.operations(),
-        on_host=away,
-        overlaps=getattr(engine.strategy, "overlaps", True),
-        missing=(*answers.sentences(), *([] if error is None else [error]), *_compiled(run)),
+        overlaps=getattr(run.engine.strategy, "overlaps", True),
     )
 
 
-def _compiled(run: Run) -> list[str]:
-    """What is not known of a compiled step."""
-    if not run.settings.compile:
+def _compiled(run: Run, module: nn.Module) -> list[str]:
+    """What is not known of a compiled step; ``module``: the user's."""
+    compiled = (
+        getattr(inner, "_compiled_call_impl", None) or type(inner).__name__ == "OptimizedModule"
+        for inner in module.modules()
+    )
+    if not run.settings.compile and not any(compiled):
         return []
     return [
         "torch.compile is left out: the plan is of the eager step; compiled, it keeps fewer activations and moves fewer bytes"
+    ]
+
+
+def _validation(run: Run, datamodule: DataModule | None, samples: int) -> list[str]:
+    """Validation is not traced. Only with larger batches than the training's can it need more memory."""
+    module, settings = run.module, run.settings
+    off = settings.limit_val_batches == 0 or settings.val_every is None
+    if off or not overrides(module, "validation_step"):
+        return []
+    given = datamodule.val_dataloader() if datamodule is not None else None
+    found = module.val_dataloader() if given is None else given
+    loaders = found.values() if isinstance(found, dict) else found if isinstance(found, (list, tuple)) else [found]
+    largest = max((size for each in loaders if isinstance(size := getattr(each, "batch_size", 0), int)), default=0)
+    if largest <= samples:
+        return []
+    return [
+        f"validation is not traced: its batches have {largest} samples, the training's {samples}, so that it may need more memory than the step"
     ]
 
 
@@ -261,33 +295,43 @@ def _begin(run: Run, answers: Answers) -> None:
 
 def _windows(
     run: Run, fresh: Callable[[], Any], weights: Sequence[Any], observer: StepTrace, answers: Answers
-) -> str | None:
-    """Run windows until one communicates as the one before; the last is recorded. What ended it early, in a sentence."""
+) -> tuple[int, str | None]:
+    """Run windows until one communicates as the one before; the last is recorded. Its micro-batches, and what ended it early, in a sentence."""
     before = None
     for _ in range(MOST_WINDOWS):
         gc.collect()
         ready = [fresh()]
         observer.begin(run.module, _optimizers(run), leaves(ready), run.engine.strategy.kept())
         try:
-            window(run, ready, fresh, weights, observer)
+            count = window(run, ready, fresh, weights, observer)
         except Exception as error:
             if not answers.explain(error):
                 raise
-            return f"the plan ends at {answers.place(error)}: {type(error).__name__}: {error}"
+            return len(weights), f"the plan ends at {answers.place(error)}: {type(error).__name__}: {error}"
         finally:
             observer.end()
         now = observer.collectives.collectives()
         if now == before:
             break
         before = now
-    return None
+    if not run.optimization.accumulates and run.state.step == 0:
+        return count, f"no optimizer has stepped in {count} micro-batches of {type(run.module).__name__}.training_step"
+    return count, None
 
 
-def window(run: Run, ready: list[Any], fresh: Callable[[], Any], weights: Sequence[Any], observer: StepTrace) -> None:
-    """One optimizer step, as :func:`engine.loop.train.train_epoch` makes it. One micro-batch at a time is in memory: ``ready``, then ``fresh``."""
-    optimization, recorder, hooks = run.optimization, run.recorder, run.hooks
-    for index, share in enumerate(weights):
-        batch = ready.pop() if ready else fresh()
+def window(run: Run, ready: list[Any], fresh: Callable[[], Any], weights: Sequence[Any], observer: StepTrace) -> int:
+    """One optimizer step, as :func:`engine.loop.train.train_epoch` makes it; returns how many micro-batches it has.
+
+    One at a time is in memory: ``ready``, then ``fresh``. A module that steps by itself (``automatic_optimization = False``) gets micro-batches
+    until it does.
+    """
+    optimization, recorder, hooks, state = run.optimization, run.recorder, run.hooks, run.state
+    steps, count = state.step, 0
+    alike = optimization.accumulates and not getattr(optimization, "keeps", False)  # LBFGS computes each of them again
+    longest = 1 if optimization.accumulates else MOST_MICRO_BATCHES
+    for share, times in _distinct(weights) if alike else [(share, 1) for share in weights] * longest:
+        batch, index = ready.pop() if ready else fresh(), state.batch_idx
+        observer.repeat(times)
         observer.memory.mark(leaves(batch), memory_trace.INPUTS)
         run.engine.window.share = share
         recorder.size, recorder.batch = share.size, batch
@@ -295,6 +339,7 @@ def window(run: Run, ready: list[Any], fresh: Callable[[], Any], weights: Sequen
             for hook in hooks.on_train_batch_start:
                 hook(run, run.module, batch, index)
             outputs = optimization.micro(batch, index, share)
+        count, state.batch_idx = count + times, index + times
         observer.mark_gradients(_optimizers(run))
         observer.mark_kept(run.engine.strategy.kept())
         if share.last:
@@ -309,7 +354,17 @@ def window(run: Run, ready: list[Any], fresh: Callable[[], Any], weights: Sequen
             for hook in hooks.on_train_batch_end:
                 hook(run, run.module, outputs, batch, index)
         batch = outputs = recorder.batch = None
+        if not optimization.accumulates and state.step > steps:
+            break
     recorder.window += 1
+    return count
+
+
+def _distinct(weights: Sequence[Any]) -> list[tuple[Any, int]]:
+    """The micro-batches of a window that differ, and how often each comes: those between the first, which makes gradients, and the last are alike."""
+    if len(weights) < 4:
+        return [(share, 1) for share in weights]
+    return [(weights[0], 1), (weights[1], len(weights) - 2), (weights[-1], 1)]
 
 
 def _optimizers(run: Run) -> list[Any]:
