@@ -1,6 +1,7 @@
 """Time and memory of planning itself: Llama 3.1 8B under FSDP2 x tensor parallel on 8 to 1,024 ranks.
 
     python tests/benchmarks/planning.py [--ranks 8 64 512 1024] [--model 8B] [--check]
+    python tests/benchmarks/planning.py --published        # all published points, those of 405 billion parameters included: ten minutes
     python tests/benchmarks/planning.py --tiny             # a small model, some seconds
 
 Each plan runs in a process of its own: its wall clock and processor time (without the start of Python and torch) and the most memory that the
@@ -37,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "planning"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from gpt import GPT, Size
 from llama import SHAPES, Llama, tokens
+from published import POINTS, planned, reserved_gib, tokens_per_second
 
 from engine import Callback, Fit, MeshParallel, Run
 from engine.config.settings import Settings
@@ -107,6 +109,20 @@ def scale(model: str, ranks: list[int], check: bool) -> int:
             f"at most {MOST_S:g} s and {MOST_BYTES / 2**30:g} GiB: {'yes' if held else 'NO'}; near flat: {'yes' if flat else 'NO'}"
         )
     return 0 if not check or (held and flat) else 1
+
+
+def published() -> int:
+    """Plan each published point, and print both."""
+    table = Table(title="Llama 3.1 under torchtitan")
+    for column in ("point", "GiB planned", "published", "tokens/s of a GPU planned (bf16)", "published"):
+        table.add_column(column, justify="left" if column == "point" else "right")
+    for point in POINTS:
+        plan = planned(point)
+        given = [f"{each:,.1f}" if each else "" for each in (point.gib, point.tokens_per_s)]
+        speed = f"{point.name}{' (fp8)' if point.fp8 else ''}"
+        table.add_row(speed, f"{reserved_gib(plan):.1f}", given[0], f"{tokens_per_second(plan):,.0f}", given[1])
+    Console().print(table)
+    return 0
 
 
 class Clock(Callback):
@@ -226,6 +242,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a small model on 8 and 64 ranks")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--order", action="store_true", help="predicted and measured order of three strategies")
+    parser.add_argument("--published", action="store_true", help="all published points beside their plans")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--repetitions", type=int, default=5, help="of --order")
     parser.add_argument("--on-rank", help=argparse.SUPPRESS)
@@ -238,6 +255,8 @@ def main() -> int:
         return 0
     if options.order:
         return order(options.repetitions)
+    if options.published:
+        return published()
     return scale("tiny", [8, 64], options.check) if options.tiny else scale(options.model, options.ranks, options.check)
 
 

@@ -69,6 +69,11 @@ class Sent:
     """Of the storages that it reads or writes."""
     within: tuple[str, ...]
 
+    @property
+    def again(self) -> bool:
+        """Whether it is inside a call of the same operator, which waits for a tensor that another collective is filling and then calls itself."""
+        return any(KINDS.get(name) == self.kind for name in self.within)
+
 
 @dataclass
 class Recording:

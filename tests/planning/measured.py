@@ -209,7 +209,7 @@ def evaluated(recording: Recording, marks: Marks) -> dict[str, Any]:
             block.category = OTHER
         block.category = block.category or recording.by_context(block)
     levels = [{k: v for k, v in level.items() if v and k != OTHER} for level in recording.levels(start, end)]
-    inside = [sent for sent in recording.sent if start < sent.time < end]
+    inside = [sent for sent in recording.sent if start < sent.time < end and not sent.again]
     count, size = Counter[str](), Counter[str]()
     for sent in inside:
         count[sent.kind] += 1

@@ -16,8 +16,15 @@ Hardware: nodes of 8 H100 (96 GB HBM2e, 2.4 TB/s, limited to 500 W) with NVLink,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
+
+from llama import SHAPES, Llama, tokens
+
+from engine import FSDP, Fit, MeshParallel
+from engine.planning.devices import hardware
+from engine.planning.plan import Plan
 
 MEMORY, BANDWIDTH = int(96e9), 2.4e12
 """Of a device: bytes, and bytes a second. Its operations a second are those of NVIDIA's data sheet of the H100 SXM: the pages state none."""
@@ -69,3 +76,33 @@ POINTS = (
         "405B, 8 x 8 x 8 ranks, interleaved", "405B", 512, 32, "full", {**_PP, "schedule": "interleaved"}, 72.7, 128, True, fp8=True
     ),
 )  # fmt: skip
+
+
+def planned(point: Point) -> Plan:
+    """The plan of a point on torchtitan's hardware."""
+    plan = _planned(point.model, point.ranks, point.rows, point.recompute, tuple(point.axes.items()))
+    return replace(plan, job=replace(plan.job, compiled=point.compiled))
+
+
+@cache
+def _planned(model: str, ranks: int, rows: int, recompute: str, axes: tuple[tuple[str, Any], ...]) -> Plan:
+    """Points that differ in what a trace does not see share it."""
+    fit = Fit(
+        strategy=MeshParallel(**{"dp_shard": ranks // 8, **dict(axes)}) if axes else FSDP(),
+        precision="bf16-mixed",
+        gradient_clip_val=1.0,
+        activation_checkpointing="full" if recompute == "full" else None,
+    )
+    module = Llama(SHAPES[model], every_second=recompute == "every second")
+    device = replace(hardware("h100"), memory=MEMORY, bandwidth=BANDWIDTH)
+    return fit.plan(module, tokens(rows, SEQUENCE), world_size=ranks, nodes=ranks // 8, device=device)
+
+
+def reserved_gib(plan: Plan) -> float:
+    """What the allocator takes, as torchtitan reports it."""
+    return (plan.need.segments + plan.need.fragmentation) / 2**30
+
+
+def tokens_per_second(plan: Plan) -> float:
+    """Of one GPU."""
+    return plan.samples_per_second * SEQUENCE / plan.job.world_size
