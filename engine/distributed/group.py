@@ -75,6 +75,11 @@ class Group:
         return self.device.type
 
     @property
+    def has_fp8(self) -> bool:
+        """Whether the job's devices multiply matrices in fp8 themselves."""
+        return accelerators.has_fp8(self.device)
+
+    @property
     def failed(self) -> bool:
         """Set to True after an error: then the process leaves without waiting for the others. The next ``join`` clears it."""
         return self._shared is not None and self._shared.failed

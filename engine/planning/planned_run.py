@@ -12,6 +12,7 @@ from engine.planning.cluster import Cluster
 from engine.planning.devices import rate
 from engine.planning.job import Facts
 from engine.planning.plan import Plan
+from engine.planning.simulated_group import CPU, Target
 from engine.planning.tracing import Start, trace
 
 
@@ -36,7 +37,7 @@ def planned(
         nodes=where.nodes,
         datamodule=datamodule,
         facts=facts,
-        accelerated=where.device.caching,
+        target=Target("cuda", "float8" in where.device.peaks) if where.device.caching else CPU,
     )
     return Plan(tuple(traces), facts.job(where.world_size, where.nodes), where.device, price, storage)
 

@@ -26,7 +26,7 @@ from engine.planning.first_batch import first_batch
 from engine.planning.inert import without_writing
 from engine.planning.job import Facts
 from engine.planning.plan import Moment, RankTrace
-from engine.planning.simulated_group import SimulatedGroup, simulated
+from engine.planning.simulated_group import CPU, SimulatedGroup, Target, simulated
 from engine.planning.simulation import Simulation
 from engine.planning.step_trace import StepTrace
 from engine.step.share import shares
@@ -55,14 +55,14 @@ def trace(
     datamodule: DataModule | None = None,
     ranks: Sequence[int] | None = None,
     facts: Facts | None = None,
-    accelerated: bool = False,
+    target: Target = CPU,
 ) -> list[RankTrace]:
     """One full step of each of these ranks in a job of ``world_size`` ranks on ``nodes`` machines; by default of rank 0, and under pipeline
     parallelism of one rank for each place in the pipeline (of a long one, for each that differs from the place before).
 
     The module, the process's random numbers and torch's process groups are as before afterwards. ``module`` may be a function that makes it: its
-    tensors then never have values, whatever their size. ``facts`` are collected. ``accelerated``: torch's optimizers choose their implementation as
-    on CUDA rather than as on the CPU, and what a strategy keeps in the host's memory is left out.
+    tensors then never have values, whatever their size. ``facts`` are collected. For an accelerated ``target`` torch's optimizers choose their
+    implementation as on CUDA rather than as on the CPU, and what a strategy keeps in the host's memory is left out.
 
     Raises:
         RuntimeError: this process is in a job already, or the module is in a run.
@@ -74,9 +74,9 @@ def trace(
     roles = Roles()
 
     def traced(rank: int, facts: Facts) -> RankTrace | None:
-        return _trace(start, module, train_loader, rank, world_size, nodes, datamodule, facts, accelerated, roles)
+        return _trace(start, module, train_loader, rank, world_size, nodes, datamodule, facts, target, roles)
 
-    with torch_private.as_on_accelerators() if accelerated else nullcontext():
+    with torch_private.as_on_accelerators() if target.accelerated else nullcontext():
         first = 0 if ranks is None else ranks[0]
         facts = facts or Facts()
         found = {first: traced(first, facts)}
@@ -122,12 +122,11 @@ def _trace(
     nodes: int,
     datamodule: DataModule | None,
     facts: Facts,
-    accelerated: bool,
+    target: Target,
     roles: Roles,
 ) -> RankTrace | None:
     """The trace of a rank; ``None`` if the rank with the loss has to be traced before it."""
-    kind = "cuda" if accelerated else "cpu"
-    with set_up(start, module, train_loader, rank, world_size, nodes, datamodule, facts, kind) as made:
+    with set_up(start, module, train_loader, rank, world_size, nodes, datamodule, facts, target) as made:
         run, simulation, answers = made
         assert run.train_loader is not None
         roles.ranks = _axes(run).get("pp", (rank,))
@@ -137,7 +136,7 @@ def _trace(
             if rank != roles.with_loss and roles.weighted is None:
                 return None
         batch, samples = first_batch(run.train_loader)
-        found = _steps(run, simulation, answers, train_loader, datamodule, batch, samples, facts, accelerated, roles)
+        found = _steps(run, simulation, answers, train_loader, datamodule, batch, samples, facts, target, roles)
         if strategy.pipelined:
             roles.weighted, roles.likewise = bool(strategy.weighted), strategy.likewise()
         own = module if isinstance(module, TrainModule) else run.module
@@ -154,13 +153,13 @@ def set_up(
     nodes: int,
     datamodule: DataModule | None,
     facts: Facts,
-    kind: str = "cpu",
+    target: Target = CPU,
 ) -> Iterator[tuple[Run, Simulation, Answers]]:
-    """A simulated run with its module, without values, and its training loader; arguments as of :func:`trace`. ``kind``: of the job's devices."""
+    """A simulated run with its module, without values, and its training loader; arguments as of :func:`trace`."""
     with ExitStack() as stack:
         stack.enter_context(isolated())
         stack.enter_context(zero.apart())
-        group = stack.enter_context(simulated(rank, world_size, nodes, kind))
+        group = stack.enter_context(simulated(rank, world_size, nodes, target))
         answers = Answers()
         simulation = Simulation(answers)
         stack.enter_context(torch_private.usable(simulation.fake, answers))
@@ -202,7 +201,7 @@ def _steps(
     batch: Any,
     samples: int,
     facts: Facts,
-    accelerated: bool,
+    target: Target,
     roles: Roles,
 ) -> RankTrace:
     """Set up the training and run two windows; the second is recorded."""
@@ -211,7 +210,7 @@ def _steps(
     engine.accumulate_grad_batches = size
     data = engine.data_group
     weights = shares(((samples,) * data.world_size,) * size, data.rank)
-    observer = StepTrace(_axes(run), accelerated)
+    observer = StepTrace(_axes(run), target.accelerated)
     with simulation, observer, torch_private.eager():
         make_fake(run.module)
         observer.name(run.module)
@@ -228,7 +227,7 @@ def _steps(
             _begin(run, answers)
             size, error = _windows(run, partial(fake_batch, batch), weights, observer, answers)
     memory = observer.memory
-    away = memory.leave_out(engine.strategy.on_host) if accelerated else {}
+    away = memory.leave_out(engine.strategy.on_host) if target.accelerated else {}
     timeline = memory.timeline()
     found = _found(run, observer, timeline, samples, size)
     return replace(found, on_host=away, missing=(*answers.sentences(), *([] if error is None else [error])))

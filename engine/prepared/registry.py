@@ -43,7 +43,7 @@ class Registry:
         self.schedulers: list[PreparedScheduler] = []
         self.loaders: list[PreparedLoader] = []
         window = self.window
-        self._low = Layers(precision.fp8, self.group.device)
+        self._low = Layers(precision.fp8, self.group)
         self._norms = batch_norm.Layers(sync_batchnorm, self.data_group, lambda: window.share.size != 0)
 
     @property

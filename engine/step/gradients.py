@@ -152,12 +152,12 @@ def where_nonfinite(
 
 
 def joins(parameters: Iterable[Tensor]) -> Tensor:
-    """A zero with a graph to every trained parameter: its backward takes part in the other ranks' gradient reduction."""
+    """A zero with a graph to each of these parameters: its backward takes part in the other ranks' gradient reduction."""
     warn_once(
         "training_step returned None with several ranks: the micro-batch counts with a zero gradient. "
         "To leave samples out exactly, return Loss(sum, count) with the remaining count."
     )
-    total = sum((p.flatten()[0] * 0.0).real for p in parameters if p.requires_grad)
+    total = sum((p.flatten()[0] * 0.0).real for p in parameters)
     assert isinstance(total, Tensor)
     return total
 

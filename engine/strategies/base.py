@@ -200,9 +200,10 @@ class Strategy:
 
     def backward_nothing(self, models: Sequence[nn.Module], last: bool) -> None:
         """A micro-batch has no loss: take part in the other ranks' gradient reduction, if it is the window's ``last``."""
-        if not last:
+        trained = [p for model in models for p in model.parameters() if p.requires_grad]
+        if not last or not trained:
             return
-        root = joins(p for model in models for p in model.parameters())
+        root = joins(trained)
         self.expect(models, root)
         root.backward()
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from engine.distributed.group import Group
 from engine.transforms.blocks import user_module
 from engine.utils import accelerator
 from engine.utils.errors import nearest
@@ -91,8 +92,8 @@ class FP8:
 class Layers:
     """The layers that one engine computes in fp8. Without fp8 every method does nothing."""
 
-    def __init__(self, fp8: FP8 | None, device: torch.device) -> None:
-        self.fp8, self.device = fp8, device
+    def __init__(self, fp8: FP8 | None, group: Group) -> None:
+        self.fp8, self._group = fp8, group
         self._changed: list[tuple[nn.Linear, list[str]]] = []
 
     def convert(self, model: nn.Module) -> nn.Module:
@@ -109,7 +110,7 @@ class Layers:
             _check_te(model)
             return model
         torchao = _torchao()
-        emulate, chosen = _emulated(fp8, self.device), _chosen(model, fp8)
+        emulate, chosen = _emulated(fp8, self._group), _chosen(model, fp8)
         config = dataclasses.replace(torchao.Float8LinearConfig.from_recipe_name(fp8.recipe), emulate=emulate)
         for linear in chosen:
             made, before = torchao.convert_to_float8_training(linear, config=config), set(vars(linear))
@@ -119,7 +120,7 @@ class Layers:
             self._changed.append((linear, added))
         if chosen and emulate:
             logger.warning(
-                "fp8 is emulated on %s: this shows its numbers, not its speed", accelerator.name(self.device)
+                "fp8 is emulated on %s: this shows its numbers, not its speed", accelerator.name(self._group.device)
             )
         return model
 
@@ -241,11 +242,11 @@ def _check_te(model: nn.Module) -> None:
         )
 
 
-def _emulated(fp8: FP8, device: torch.device) -> bool:
-    capable = accelerator.has_fp8(device)
+def _emulated(fp8: FP8, group: Group) -> bool:
+    capable = group.has_fp8
     if fp8.emulate is False and not capable:
         raise ValueError(
-            f"FP8(emulate=False): {accelerator.name(device)} has no fp8 (it needs an NVIDIA GPU of compute capability 8.9 or later, an AMD GPU "
+            f"FP8(emulate=False): {accelerator.name(group.device)} has no fp8 (it needs an NVIDIA GPU of compute capability 8.9 or later, an AMD GPU "
             "gfx94x, gfx95x or gfx12, or another device with torch's product in fp8); leave emulate out"
         )
     return not capable if fp8.emulate is None else fp8.emulate

@@ -86,3 +86,19 @@ def test_a_search_is_over_its_own_ranks() -> None:
     found = fit.search_plans(Net(), rows(8, 4), world_size=1, device="cpu", largest=4, first=True)
     assert found.world_size == 1
     assert found.best is not None
+
+
+class Wide(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+
+
+@pytest.mark.parametrize(("device", "own"), [("h100", True), ("a100-80gb", False), ("cpu", False)])
+def test_fp8_is_a_devices_own_where_it_has_it(device: str, own: bool) -> None:
+    batches = [[torch.zeros(32, 32)] for _ in range(2)]
+    plan = Fit(precision="fp8-mixed").plan(Wide(), batches, world_size=1, device=device)
+    products = {each.name for each in plan.worst.operations if each.dtype.startswith("float8") and each.flops}
+    assert products == ({"aten._scaled_mm"} if own else set())
+    # Two layers: forward, and the gradients of weights and inputs (torchao computes that of the data too), each 2 x 32 x 32 x 32.
+    assert plan.worst.flops == 6 * 2 * 32**3

@@ -213,7 +213,7 @@ class Half(TrainModule):
         self.lrs.append(self.lr_schedulers().get_last_lr()[0])
 
 
-def fit(module: Half, batches: list[Tensor], **settings: Any) -> Any:
+def fit(module: TrainModule, batches: list[Tensor], **settings: Any) -> Any:
     return Fit(accelerator="cpu", max_epochs=1, num_sanity_val_steps=0, seed=1, **settings).run(module, batches)
 
 
@@ -245,6 +245,28 @@ def rank_none() -> Any:
             result = fit(module, [torch.ones(2, 1) for _ in range(6)], precision=precision, strategy=strategy)
             found.append([result.step, module.w.item()])
     return found
+
+
+class Untrained(TrainModule):
+    """Nothing is trained, so there are no gradients to reduce."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1), requires_grad=False)
+        self.seen = 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.seen += len(batch)
+
+    def configure_optimizers(self) -> None: ...
+
+
+def rank_untrained() -> Any:
+    module = Untrained()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it has no optimizer
+        fit(module, [torch.ones(2, 1) for _ in range(4)], strategy="ddp")
+    return module.seen
 
 
 def rank_reuse() -> Any:
@@ -307,6 +329,10 @@ def test_an_overflow_in_fit_leaves_counters_and_scheduler(found: Any) -> None:
 def test_no_loss_on_one_rank_keeps_the_ranks_equal(found: Any) -> None:
     # Learning rates 1, 0.5, 0.25. The scalar's second gradient is (1 + 0) / 2, the weighted one's 2 / 2.
     assert found["none"] == [[[3, -1.5], [3, -1.75], [3, -1.75], [3, -1.5]]] * 2
+
+
+def test_a_module_with_nothing_to_train_runs(found: Any) -> None:
+    assert found["untrained"] == [4, 4]
 
 
 def test_a_strategy_object_can_be_used_again(found: Any) -> None:

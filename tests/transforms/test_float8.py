@@ -247,10 +247,12 @@ def rank_refused() -> Any:
 def float8_cut() -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
+    from engine.distributed.environment import Environment
+    from engine.distributed.group import Group
     from engine.transforms.float8 import Layers, Scales
 
     fp8, model = FP8(all_gather=True), nn.Sequential(nn.Linear(32, 32))
-    Layers(fp8, torch.device("cpu")).convert(model)
+    Layers(fp8, Group(Environment("single"), torch.device("cpu"))).convert(model)
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
     model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
     Scales(model, fp8)
