@@ -55,13 +55,16 @@ class Answers:
     def explain(self, error: Exception) -> bool:
         """Whether an error of the training comes from values that are not there, or from an answer, and not from the training itself."""
         said = str(error).lower()
-        return isinstance(error, torch_private.UNREADABLE) or bool(self._found) or any(sign in said for sign in _SIGNS)
+        untraceable = (*torch_private.UNREADABLE, torch_private.UNSUPPORTED)
+        return isinstance(error, untraceable) or bool(self._found) or any(sign in said for sign in _SIGNS)
 
     def place(self, error: Exception) -> str:
-        """The user's line in an error's traceback."""
+        """The user's line in an error's traceback, if there is one."""
         frames = traceback.extract_tb(error.__traceback__)
         own = [each for each in frames if not each.filename.startswith((_TORCH, _OWN, "<"))]
-        last = (own or frames)[-1]
+        if not own:
+            return "an operation of torch's own"
+        last = own[-1]
         return f"{last.filename}:{last.lineno} ({last.line})"
 
 

@@ -24,6 +24,7 @@ try:
         DynamicOutputShapeException,
         FakeTensor,
         FakeTensorMode,
+        UnsupportedOperatorException,
         unset_fake_temporarily,
     )
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -50,6 +51,8 @@ INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch
 _prim = torch.ops.prim
 _NO_NUMBER = 2**64 - 1
 """That autograd gives to nodes which the forward pass does not make."""
+UNSUPPORTED = UnsupportedOperatorException
+"""An operation that needs values throughout, such as a reduction of sparse gradients."""
 UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException)
 """Errors of operations whose result, or its shape, depends on values that a tensor does not have."""
 

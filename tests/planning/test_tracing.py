@@ -271,6 +271,27 @@ def test_what_cannot_be_traced_ends_the_plan() -> None:
     assert trace.flops  # the forward pass is there
 
 
+class Sparse(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4, sparse=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.table(batch[0].argmax(-1)).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_reduction_that_needs_values_ends_the_plan() -> None:
+    assert not planned(Sparse()).missing
+    (sentence,) = planned(Sparse(), world_size=2, strategy="ddp").missing
+    assert (
+        sentence
+        == "the plan ends at an operation of torch's own: UnsupportedOperatorException: c10d.allreduce_.default"
+    )
+
+
 def test_what_deepspeed_would_write_to_a_disk_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"offload_optimizer=.nvme. .*cannot be planned: .*Plan it with offload_optimizer=.cpu."
