@@ -227,6 +227,9 @@ class Plan:
             )
         found += host_offload.assumptions(self.worst, device)
         if job.world_size > 1:
+            found.append(
+                "of the ranks that do the same one is traced; where shards do not divide evenly, one with the largest"
+            )
             found += [*network.ASSUMPTIONS, *step_time.assumptions(device)]
         if job.schedule is not None:
             found.append(

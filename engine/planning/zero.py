@@ -9,9 +9,11 @@ from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import torch.distributed as dist
+from torch.nn import functional
 
 from engine.distributed.group import Group
 from engine.planning import torch_private
+from engine.strategies.deepspeed import plain_linear
 
 PACKAGE = os.path.join("site-packages", "deepspeed", "")
 """In the paths of DeepSpeed's files."""
@@ -19,11 +21,15 @@ PACKAGE = os.path.join("site-packages", "deepspeed", "")
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Inside the block DeepSpeed knows no process group from before, and afterwards none from the block: its modules keep them."""
+    """Inside the block DeepSpeed knows no process group from before, and afterwards none from the block: its modules keep them. What it replaces in
+    torch is as before, inside and afterwards."""
+    linear = functional.linear
     _forget_groups()
+    plain_linear.restore()
     try:
         yield
     finally:
+        functional.linear = linear
         _forget_groups()
 
 

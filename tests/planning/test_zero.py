@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from jobs import CLASSES, HIDDEN, WIDTH, Job, adamw, net
 from torch import nn
+from torch.nn import functional
 
 from engine import DeepSpeed, Fit
 from engine.planning.devices import hardware
@@ -47,7 +48,9 @@ def padded(elements: int, multiple: int) -> int:
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
+    linear = functional.linear
     yield
+    assert functional.linear is linear
     assert not dist.is_initialized()
 
 

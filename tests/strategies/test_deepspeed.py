@@ -17,6 +17,7 @@ import torch
 from processes import run_script
 from ranked import on_ranks
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from engine import DeepSpeed, Engine, Fit, Loss, Precision, TrainModule, strategies
@@ -347,7 +348,7 @@ class Built(Net):
 
 
 def rank_built() -> Any:
-    """Under ``zero.Init`` at stage 3 a rank never keeps a whole weight; all start with rank 0's."""
+    """Under ``zero.Init`` at stage 3 a rank never keeps a whole weight; all start with rank 0's. Torch is as before afterwards."""
 
     def run(stage: int, precision: str) -> list[Any]:
         module, expected, strategy = Built(), Built(), made(stage)
@@ -355,7 +356,7 @@ def rank_built() -> Any:
         fit(module, [data(2) for _ in range(4)], strategy=strategy, precision=precision)
         state = strategy.model_state(module)
         found = torch.cat([state[name].flatten() for name, _ in expected.named_parameters()]) if state else None
-        return [module.shape, apart(found, flat(expected))]
+        return [module.shape, apart(found, flat(expected)), functional.linear is torch._C._nn.linear]
 
     return [run(2, "32-true"), run(3, "32-true"), run(3, "bf16-mixed")]
 
@@ -689,6 +690,7 @@ def test_building_under_zero_init(found: Any) -> None:
         assert sharded[0] == half[0] == [0]
         assert max(whole_[1], sharded[1]) < 1e-6
         assert half[1] < 0.05  # bf16 has 8 bits
+        assert whole_[2] is sharded[2] is half[2] is True
 
 
 def test_offload(found: Any) -> None:

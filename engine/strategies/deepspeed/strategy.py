@@ -20,7 +20,7 @@ from engine.step.optimizer_step import Stepper
 from engine.step.owned_step import OwnedStepper
 from engine.step.precision import Precision
 from engine.strategies.base import Strategy, class_name, named_state, numbered_state, spread, sum_over_ranks
-from engine.strategies.deepspeed import checks, configuration, memory, sharded_state
+from engine.strategies.deepspeed import checks, configuration, memory, plain_linear, sharded_state
 from engine.strategies.deepspeed.configuration import Asked
 from engine.strategies.deepspeed.memory import Kept
 from engine.strategies.deepspeed.model import (
@@ -301,6 +301,7 @@ class DeepSpeed(Strategy):
         for model in self._models:
             model.end()
         self._models.clear()
+        plain_linear.restore()
 
     def kept(self) -> Iterable[Kept]:
         return memory.kept(self._models, self._config)
