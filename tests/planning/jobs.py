@@ -154,7 +154,7 @@ BF16 = {"precision": "bf16-mixed"}
 
 
 def of_deepspeed() -> dict[str, Job]:
-    """Under each stage of ZeRO; at stage 3 on 4 ranks each parameter is padded."""
+    """Under each stage of ZeRO; on 4 ranks the parts are padded."""
     zero, one, two, three = (partial(DeepSpeed, stage=stage) for stage in range(4))
     sharded = partial(three, param_persistence_threshold=100, reduce_bucket_size=2000)
     window = {"accumulate_grad_batches": 2, **CLIPPED}
@@ -169,7 +169,7 @@ def of_deepspeed() -> dict[str, Job]:
         "deepspeed 3, full checkpointing": Job(2, sharded, {"activation_checkpointing": "full"}),
         "deepspeed 3, offload": Job(2, partial(sharded, offload_optimizer=True, offload_parameters=True), BF16),
         "four deepspeed 1": Job(4, one),
-        "four deepspeed 2, bf16": Job(4, two, BF16),
+        "four deepspeed 2, bf16": Job(4, two, BF16, net=transformer, data=sentences),
         "four deepspeed 3, bf16": Job(4, sharded, BF16),
     }
 
