@@ -60,17 +60,17 @@ Spec = tuple[Passed, ...]
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, with its graph, once it is there."""
+    """This rank's part of a tensor, with its graph, once it is there, and not as a view."""
     found: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return _Waited.apply(found) if isinstance(found, AsyncCollectiveTensor) else found
+    return _Handed.apply(found) if isinstance(found, AsyncCollectiveTensor) or found._base is not None else found
 
 
-class _Waited(torch.autograd.Function):
-    """Sending does not wait for a tensor's collective, as operations do."""
+class _Handed(torch.autograd.Function):
+    """Sending does not wait for a tensor's collective, as operations do. Of a view FSDP warns, whose hooks a change in place would lose."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Any:
-        return tensor.wait()
+        return (tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
