@@ -2,6 +2,10 @@
 
 import gc
 import signal
+import sys
+from collections.abc import Iterator
+
+import pytest
 
 # A shell lets what it starts in the background ignore Ctrl-C, and with it every process that a test interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -12,3 +16,12 @@ def pytest_collection_finish() -> None:
     """What a worker has imported is left out of every later collection of garbage: with all test files' libraries one takes half a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _errors_are_shown_as_before() -> Iterator[None]:
+    """No test file leaves another hook for uncaught exceptions behind: torch's begins each line with a rank, in all later files too."""
+    before = sys.excepthook
+    yield
+    left, sys.excepthook = sys.excepthook, before
+    assert left is before, f"this file left {left} as sys.excepthook"

@@ -339,7 +339,7 @@ def _leave() -> None:
             dist.barrier(group=shared.cpu)
         else:
             _abandon()
-        dist.destroy_process_group()
+        process_groups.destroy()
     except (RuntimeError, dist.DistError) as error:  # others that waited longer than LEAVE_S are gone
         logger.debug("leaving alone: %s", error)
         _abandon()

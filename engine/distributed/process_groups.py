@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,8 @@ _connected: dist.ProcessGroup | None = (
     None  # the default group that was connected to this process's device when we initialised it
 )
 
+_hooks: tuple[Any, Any] = (None, None)  # `sys.excepthook` before and after we initialised the default group
+
 Parts = Sequence[Sequence[int]]
 """Ranks, divided; a rank is in one part at most."""
 
@@ -44,7 +48,8 @@ def initialise(
     Raises:
         RuntimeError: torch knows no back end for this device.
     """
-    global _connected
+    global _connected, _hooks
+    before = sys.excepthook
     backend = "gloo" if device.type == "cpu" else accelerator.collectives_backend(device)
     several = backend != "gloo"
     dist.init_process_group(
@@ -55,10 +60,29 @@ def initialise(
         timeout=timeout,
         device_id=device if several and not debug else None,
     )
+    if world_size == 1:
+        sys.excepthook = before  # torch's begins each line of an error with the rank; here is only one
+    _hooks = (before, sys.excepthook)
     world = _world()
     _connected = world if world.bound_device_id is not None else None
     # Bound only while we split: as long as a group is bound, torch lets ranks outside of a new gloo group wait for those inside.
     world.bound_device_id = None
+
+
+def initialise_alone(device: torch.device) -> None:
+    """Initialise torch's default group of this process alone, for a library that insists on one. It has no address: nothing else can connect."""
+    hook = sys.excepthook
+    own = "" if device.type == "cpu" else f",{device.type}:{accelerator.collectives_backend(device)}"
+    dist.init_process_group(f"cpu:gloo{own}", store=dist.HashStore(), rank=0, world_size=1)
+    sys.excepthook = hook  # as in `initialise`
+
+
+def destroy() -> None:
+    """Destroy the default group that :func:`initialise` made. The lines of a later error no longer begin with this rank."""
+    dist.destroy_process_group()
+    before, ours = _hooks
+    if ours is sys.excepthook:
+        sys.excepthook = before
 
 
 def backend_of(device: torch.device) -> str:

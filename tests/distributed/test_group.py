@@ -25,10 +25,11 @@ env = detect(os.environ)
 """
 
 CHECKS = """
+shown_by = sys.excepthook
 group = join(env, CPU, timeout=SOON)
 again = join(env, CPU, timeout=SOON)
 out = {"who": [group.rank, group.world_size, group.local_rank, group.is_main, str(group.device), group.failed],
-       "shared": again.cpu is group.cpu, "side": group.cpu is not dist.group.WORLD}
+       "errors begin with the rank": sys.excepthook is not shown_by, "shared": again.cpu is group.cpu, "side": group.cpu is not dist.group.WORLD}
 begun = time.monotonic()
 if group.rank == 1:
     time.sleep(0.5)
@@ -40,7 +41,7 @@ join(env, CPU, timeout=SOON)
 out["failed is cleared"] = not group.failed
 group.close()
 group.close()
-out["closed"] = [dist.is_initialized(), group.cpu is None]
+out["closed"] = [dist.is_initialized(), group.cpu is None, sys.excepthook is shown_by]
 third = join(env, CPU, timeout=SOON)
 out["joined anew"] = c.gather_object(third, env.rank)
 again.close()  # of the group that is gone: must not take the new one with it
@@ -65,7 +66,8 @@ def test_group(checks, name):
 
 def test_closing_and_joining_anew(checks):
     for found in checks:
-        assert found["closed"] == [False, True]
+        assert found["errors begin with the rank"]
+        assert found["closed"] == [False, True, True]
         assert found["joined anew"] == found["survives"] == [0, 1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +36,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(dist, "new_group", new_group)
     # As a job on GPUs has it, without their library.
     monkeypatch.setattr(process_groups, "backend_of", lambda device: "nccl" if device.type == "cuda" else "gloo")
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch replaces it
     dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=64)
     yield found
     dist.destroy_process_group()
@@ -158,6 +160,23 @@ except RuntimeError as error:
 else:
     report(resource.getrlimit(resource.RLIMIT_NOFILE))
 """
+
+
+@pytest.mark.parametrize(
+    "initialise",
+    [
+        process_groups.initialise_alone,
+        lambda device: process_groups.initialise(device, dist.HashStore(), 0, 1, timedelta(seconds=60), debug=False),
+    ],
+    ids=["for a library", "for a check"],
+)
+def test_errors_of_one_process_do_not_begin_with_a_rank(initialise: Any) -> None:
+    before = sys.excepthook
+    initialise(torch.device("cpu"))
+    during, initialised = sys.excepthook, dist.is_initialized()
+    process_groups.destroy()
+    assert initialised
+    assert during is before is sys.excepthook
 
 
 def test_the_limit_of_descriptors_is_raised_or_named() -> None:

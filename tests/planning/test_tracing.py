@@ -417,7 +417,8 @@ def test_data_that_can_be_read_once_is_refused() -> None:
         planned(Net(), (batch for batch in data()))
 
 
-def test_a_process_in_a_job_is_refused(tmp_path: Path) -> None:
+def test_a_process_in_a_job_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch replaces it
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         with pytest.raises(RuntimeError, match="this process has joined a job"):

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from engine import FP8, Device
+from engine.distributed.environment import Environment
+from engine.distributed.group import Group
 from engine.transforms import float8
 from engine.utils import accelerator
 
@@ -101,12 +103,13 @@ def test_fp8_is_there_where_torchs_product_is(
     pretend(GPU, get_device_name=lambda device: "AMD Instinct MI210")
     monkeypatch.setattr(torch, "_scaled_mm", product)
     assert accelerator.has_fp8(GPU) is there
+    group = Group(Environment("single"), GPU)
     if there:
-        assert not float8._emulated(FP8(), GPU)
+        assert not float8._emulated(FP8(), group)
     else:
-        assert float8._emulated(FP8(), GPU)
+        assert float8._emulated(FP8(), group)
         with pytest.raises(ValueError, match=re.escape("FP8(emulate=False): cuda:3 (AMD Instinct MI210) has no fp8")):
-            float8._emulated(FP8(emulate=False), GPU)
+            float8._emulated(FP8(emulate=False), group)
 
 
 def test_the_real_product_takes_these_arguments() -> None:

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from engine.distributed import process_groups
 from engine.step import gradients
 from engine.strategies.added_modules import Divided
 from engine.strategies.deepspeed.sharded_state import Spread
-from engine.utils import accelerator
 from engine.utils.tree import leaves, map_tensors
 
 ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop")
@@ -383,9 +383,7 @@ def use_process_group(device: torch.device, local_rank: int) -> None:
 
     backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
     if not dist.is_initialized():
-        # Without an address: nothing else can connect.
-        own = "" if device.type == "cpu" else f",{device.type}:{accelerator.collectives_backend(device)}"
-        dist.init_process_group(f"cpu:gloo{own}", store=dist.HashStore(), rank=0, world_size=1)
+        process_groups.initialise_alone(device)
     # On CPUs it would compile its own collective now, which only inference uses.
     possible = deepspeed.ops.__compatible_ops__
     before = possible.pop("deepspeed_shm_comm", None)
