@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from array import array
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 from engine.planning import torch_private
+from engine.planning.caching_allocator import Allocations
 from engine.planning.plan import Memory, Moment
 
 PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER = "parameters", "buffers", "gradients", "optimizer_state"
 ACTIVATIONS, TEMPORARIES, COMMUNICATION, INPUTS = "activations", "temporaries", "communication", "inputs"
 SET_UP = "set-up"
 """The phase before the first step."""
+_BEFORE_STEPS = (PARAMETERS, BUFFERS, COMMUNICATION, INPUTS)
+"""What is there when the first step begins; that step makes the rest."""
 MOST_SHOWN = 20
 """Modules in :attr:`engine.planning.plan.RankTrace.held_at_peak`."""
 
@@ -38,6 +41,8 @@ class Held:
     alive: Any = None
     on_host: bool = False
     """It is in the host's memory when the job has an accelerator."""
+    stream: int = 0
+    """Of the device: the one that has made it; 0 computes."""
 
 
 class MemoryTrace:
@@ -49,6 +54,7 @@ class MemoryTrace:
         self._log: list[tuple[Held, int, str, str]] | None = None
         self._at_start: list[tuple[Held, int]] = []
         self._sum: tuple[int, int, int] | None = None
+        self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
         self.making_on_host = False
         """What is made now is in the host's memory: by the step of an offloaded optimizer."""
 
@@ -65,6 +71,8 @@ class MemoryTrace:
         if found is None:
             found = self._held[key] = Held(storage.nbytes(), self.phase, self.module, torch_private.node_number())
             found.on_host = self.making_on_host
+            # Strategies choose streams on a CPU, too, where they mean nothing.
+            found.stream = self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
             found.alive = weakref.ref(storage, lambda _: self._end(key))
             self._event(found, found.size)
         return found
@@ -200,10 +208,36 @@ class MemoryTrace:
                 by_module[held.module] = by_module.get(held.module, 0) + size
         return dict(sorted(by_module.items(), key=lambda item: -item[1])[:MOST_SHOWN])
 
-    def storages_at_peak(self) -> tuple[tuple[int, int], ...]:
-        """Sizes of storages, and how many of each there were, when the recorded step needed the most, the largest first."""
-        counts = Counter(size for size in self._at_peak().values() if size)
-        return tuple(sorted(counts.items(), reverse=True))
+    def allocations(self) -> Allocations:
+        """The first step, which makes the optimizer's state, and those after it: each is taken to be like the recorded one."""
+        sizes: dict[Held, int] = {}
+        numbers: dict[Held, int] = {}
+        steps = array("q"), array("q")
+        waiting = [(held, size) for held, size in self._at_start if held.kind not in _BEFORE_STEPS]
+        there = dict(self._at_start)
+
+        def change(events: array[int], held: Held, size: int) -> None:
+            if sizes.get(held, 0) != size:
+                sizes[held] = size
+                events.extend((numbers.setdefault(held, len(numbers)), size))
+
+        for held, size in there.items():
+            if held.kind in _BEFORE_STEPS:
+                change(steps[0], held, size)
+        for events in steps:
+            for held, by, phase, _ in self._log or []:
+                if waiting and phase == "optimizer step":
+                    for made, size in waiting:
+                        change(events, made, size)
+                    waiting = []
+                change(events, held, max(0, sizes.get(held, 0) + by))
+            # The next step begins with what this one began with, in other storages.
+            for held in sizes:
+                if held not in there:
+                    change(events, held, 0)
+            for held, size in there.items():
+                change(events, held, size)
+        return Allocations(*steps, tuple(held.stream for held in numbers))
 
     def _at_peak(self) -> dict[Held, int]:
         sizes = dict(self._at_start)

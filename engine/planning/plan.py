@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.write_shares import FILE, MOST_FILES
-from engine.planning import allocator, formula_checks, host_offload, network, roofline, step_time
-from engine.planning.allocator import Need, need
+from engine.planning import formula_checks, host_offload, memory_need, network, roofline, step_time
 from engine.planning.bubble import SOURCES, bubble_fraction
 from engine.planning.device_table import Hardware
 from engine.planning.job import Job
+from engine.planning.memory_need import Need, need, suffices
 from engine.planning.paper_formulas import Check
 from engine.planning.plan_page import page
 from engine.planning.plan_table import show
@@ -27,7 +27,7 @@ from engine.planning.roofline import model_flops
 from engine.planning.step_time import StepTime
 from engine.planning.tables import printed
 
-VERSION = 1
+VERSION = 2
 """Of :meth:`Plan.as_json`: keys may be added; a change of meaning makes it larger."""
 _MOMENTS = 2000
 """Of a rank's timeline in :meth:`Plan.as_json`; of a longer one the highest of neighbours."""
@@ -89,10 +89,12 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """``"yes"``; ``"only without the margins"``: the tensors fit, but not with what may come on top; ``"no"``."""
+        """``"yes"``; ``"only without the margins"``: the tensors fit, but not with what may come on top, or only if the allocator returns memory to
+        the device and asks for other in each step, which takes time; ``"no"``."""
         if self.fits:
             return "yes"
-        return "only without the margins" if self.need.segments + self.need.context <= self.memory_bytes else "no"
+        enough = all(suffices(trace, self.device) for trace in self.traces)
+        return "only without the margins" if enough else "no"
 
     # -- time -------------------------------------------------------------------------------------------------------------------
 
@@ -218,7 +220,7 @@ class Plan:
         found = [
             f"device: {device.source or 'given'}",
             *device.notes,
-            *allocator.assumptions(device, self.worst.collectives),
+            *memory_need.assumptions(device, self.worst.collectives),
             *roofline.assumptions(device, tf32=job.tf32, compiled=job.compiled),
         ]
         if job.nodes > 1:

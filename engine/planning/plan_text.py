@@ -18,7 +18,8 @@ CATEGORIES = {
 """The keys of :class:`engine.planning.rank_trace.Memory`, and what they are called."""
 MARGINS = {
     "rounding": "the allocator's rounding",
-    "fragmentation": "margin: fragmentation",
+    "unused": "free between blocks",
+    "margin": "margin: libraries, order",
     "context": "margin: context, kernels",
     "communicators": "margin: communicators' buffers",
 }
@@ -64,7 +65,7 @@ def duration(value: float | None) -> str:
 def need_rows(need: Mapping[str, Any], memory: Mapping[str, int]) -> list[tuple[str, int]]:
     """What adds up to a rank's need: categories at the peak, rounding, margins."""
     rows = [(title, memory[key]) for key, title in CATEGORIES.items() if memory.get(key)]
-    parts = {"rounding": need["segments"] - need["tensors"], **need}
+    parts = {"rounding": need["rounded"] - need["tensors"], "unused": need["reserved"] - need["rounded"], **need}
     return rows + [(title, parts[key]) for key, title in MARGINS.items() if parts[key]]
 
 

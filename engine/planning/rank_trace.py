@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+
+from engine.planning.caching_allocator import Allocations
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +111,8 @@ class RankTrace:
     timeline: tuple[Moment, ...]
     collectives: tuple[Collective, ...]
     operations: tuple[Operation, ...]
-    storages_at_peak: tuple[tuple[int, int], ...] = ()
-    """Bytes of a storage and how many of that size there are at the peak, the largest first: an allocator rounds each of them."""
+    allocations: Allocations = field(default_factory=Allocations, repr=False)
+    """Of the first step and this one, for an allocator that rounds and keeps what it has reserved."""
     on_host: dict[str, int] = field(default_factory=dict)
     """Bytes between steps by category (fields of :class:`Memory`) of what is in the host's memory, and in none of the numbers above."""
     overlaps: bool = True
@@ -127,7 +128,3 @@ class RankTrace:
     def flops(self) -> int:
         """Of this rank in the step, recomputation included."""
         return sum(each.flops * each.count for each in self.operations)
-
-    def as_json(self) -> dict[str, Any]:
-        """The trace as plain dicts and lists."""
-        return asdict(self)

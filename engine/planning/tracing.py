@@ -243,7 +243,7 @@ def _found(run: Run, observer: StepTrace, timeline: tuple[Moment, ...], samples:
         micro_batches=size,
         peak=max(timeline, key=lambda moment: moment.memory.total),
         held_at_peak=memory.held_at_peak(),
-        storages_at_peak=memory.storages_at_peak(),
+        allocations=memory.allocations(),
         timeline=timeline,
         collectives=observer.collectives.collectives(),
         operations=observer.operations.operations(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from engine.planning.caching_allocator import Allocations
 from engine.planning.device_table import Hardware, Link, Reached
 from engine.planning.job import Job
 from engine.planning.rank_trace import Collective, Memory, Moment, Operation, RankTrace
@@ -55,6 +56,7 @@ def rank_trace(**other: Any) -> RankTrace:
         ),
         collectives=(),
         operations=OPERATIONS,
+        allocations=Allocations((0, 4 * GIB, 1, GIB, 1, 0, 2, 2 * GIB), (1, GIB, 1, 0), (0, 0, 0)),
     )
     return replace(made, **other)
 

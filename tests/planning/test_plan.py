@@ -157,7 +157,7 @@ def test_the_text_has_everything() -> None:
 def test_the_json_is_documented_and_plain() -> None:
     plan = whole_plan()
     found = json.loads(json.dumps(plan.as_json(), allow_nan=False))
-    assert found["version"] == 1
+    assert found["version"] == 2
     assert (found["fits"], found["verdict"]) == (False, "only without the margins")
     assert found["memory"]["need_bytes"] == plan.peak_bytes
     (rank,) = found["ranks"]

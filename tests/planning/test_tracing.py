@@ -58,6 +58,17 @@ def planned(module: TrainModule, loader: Any = None, world_size: int = 1, **sett
     )
 
 
+def totals(trace: RankTrace) -> tuple[list[int], list[int]]:
+    """Bytes of all storages after each event of the first step, and of a further one."""
+    sizes: dict[int, int] = {}
+    found: tuple[list[int], list[int]] = [], []
+    for events, each in zip((trace.allocations.first, trace.allocations.again), found, strict=True):
+        for storage, size in zip(events[::2], events[1::2], strict=True):
+            sizes[storage] = size
+            each.append(sum(sizes.values()))
+    return found
+
+
 def bytes_sent(trace: RankTrace, kind: str) -> int:
     return sum(each.bytes for each in trace.collectives if each.kind == kind)
 
@@ -78,6 +89,32 @@ def test_one_process_by_hand() -> None:
     assert trace.collectives == ()
     assert trace.missing == ()
     assert (trace.samples, trace.micro_batches) == (ROWS, 1)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_allocations_repeat_the_step_and_the_first_one_makes_the_optimizers_state(
+    strategy: str, accumulate: int
+) -> None:
+    ranks = 1 if strategy == "single" else 2
+    trace = planned(Net(), data(16 * accumulate), ranks, strategy=strategy, accumulate_grad_batches=accumulate)
+    first, again = totals(trace)
+    start = trace.timeline[0].memory
+    assert first[-1] == again[-1] == start.total
+    assert max(again) == trace.peak.memory.total
+    begin = start.parameters + start.communication + start.inputs
+    assert max(first[: first.index(begin) + 1]) == begin
+    assert max(first) <= max(again)
+
+
+def test_a_stream_of_its_own_has_what_fsdp_reduces() -> None:
+    """Nothing else can take its place: the streams are those of ``FSDPCommContext``."""
+    assert set(planned(Net(), world_size=2, strategy="ddp").allocations.streams) == {0}
+    found = planned(Net(), world_size=2, strategy="fsdp").allocations
+    assert set(found.streams) == {0, 1, 2}
+    pairs = zip(found.again[::2], found.again[1::2], strict=True)
+    reduced = sorted(size for storage, size in pairs if size and found.streams[storage] == 2)
+    assert reduced == [(3 * 8 + 3) * 4, (4 * 6 + 4) * 4]  # rank 0's rows of each layer's weight and bias
 
 
 def test_ddp_reduces_each_gradient_once() -> None:
