@@ -19,7 +19,7 @@ CATEGORIES = {
 MARGINS = {
     "rounding": "the allocator's rounding",
     "unused": "free between blocks",
-    "margin": "margin: libraries, order",
+    "margin": "margin: workspaces",
     "context": "margin: context, kernels",
     "communicators": "margin: communicators' buffers",
 }
