@@ -104,6 +104,10 @@ def test_allocations_repeat_the_step_and_the_first_one_makes_the_optimizers_stat
     assert max(again) == trace.peak.memory.total
     begin = start.parameters + start.communication + start.inputs
     assert max(first[: first.index(begin) + 1]) == begin
+    events = trace.allocations.first
+    stays = {storage for storage, size in dict(zip(events[::2], events[1::2], strict=True)).items() if size}
+    state = next(n for n, storage in enumerate(events[::2]) if storage in stays and n > first.index(begin))
+    assert max(first[:state]) > begin + start.parameters  # the backward pass has made gradients before
     assert max(first) <= max(again)
 
 
