@@ -112,7 +112,7 @@ class RankTrace:
     collectives: tuple[Collective, ...]
     operations: tuple[Operation, ...]
     allocations: Allocations = field(default_factory=Allocations, repr=False)
-    """Of the first step and this one, for an allocator that rounds and keeps what it has reserved."""
+    """Of the first step and of later ones, for an allocator that rounds and keeps what it has reserved."""
     on_host: dict[str, int] = field(default_factory=dict)
     """Bytes between steps by category (fields of :class:`Memory`) of what is in the host's memory, and in none of the numbers above."""
     overlaps: bool = True
