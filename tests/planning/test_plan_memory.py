@@ -35,7 +35,7 @@ def test_rounding_is_part_of_the_need() -> None:
 
 
 def test_what_the_allocator_keeps_counts_unless_it_can_give_it_back() -> None:
-    """A step's 3 GiB, later split by what stays, are of no use to the next step's; they are gone where there is no room for both."""
+    """A segment of 3 GiB cannot hold 3 GiB again once a part of it stays in use. One that nothing uses goes back where there is no room for both."""
     first = (0, 3 * GIB, 0, 0, 1, GIB)
     trace = rank_trace(allocations=Allocations(first, (0, 3 * GIB, 0, 0), (0, 0)))
     assert need(trace, GPU).reserved == 6 * GIB
